@@ -1,0 +1,31 @@
+"""Plumbline: does a distributed trainer compute what one device computes?
+
+What a subject needs is here: ``subject``, ``current_job``, and the reference ``Trainer``. Nothing is imported
+before it is asked for, so that pytest and the workers start fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.subjects.declare import subject
+    from harness.trainer import Module, Trainer
+    from harness.worker.rank import current_job
+
+__all__ = ["Module", "Trainer", "current_job", "subject"]
+
+_HOMES = {
+    "subject": "harness.subjects.declare",
+    "current_job": "harness.worker.rank",
+    "Trainer": "harness.trainer",
+    "Module": "harness.trainer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,1 @@
+"""The words of the house: frozen values that every other part exchanges. Standard library only."""

@@ -1,0 +1,56 @@
+"""The backends a trainer may offer, and what each of them promises about who computes what.
+
+The promise (the *contract*) is all the judge needs: how many processes a topology means, how the loss is split
+between them, and over how many devices a process spreads its forward pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.core.topology import Topology
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One ``distributed_backend`` of a trainer.
+
+    ``process_per_device``: a process drives one device (ddp) or all devices of its node (dp, ddp2).
+    ``several_devices`` / ``several_nodes``: the least a topology must have for the backend to mean something.
+    """
+
+    name: str
+    process_per_device: bool
+    several_devices: bool
+    several_nodes: bool
+
+    def fits(self, topology: Topology) -> bool:
+        """Say whether the backend does on this topology what no simpler backend does there."""
+        if self.several_nodes:
+            return topology.num_nodes > 1 and topology.gpus > 1
+        if self.process_per_device:
+            return topology.devices > 1
+        return topology.num_nodes == 1 and (topology.gpus > 1) == self.several_devices
+
+    def processes_per_node(self, topology: Topology) -> int:
+        """Return how many ranks live on each node."""
+        return topology.gpus if self.process_per_device else 1
+
+    def processes(self, topology: Topology) -> int:
+        """Return the world size: ranks over all nodes."""
+        return topology.num_nodes * self.processes_per_node(topology)
+
+    def devices_per_process(self, topology: Topology) -> int:
+        """Return how many devices one rank drives."""
+        return 1 if self.process_per_device else topology.gpus
+
+
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend
+    for backend in (
+        Backend("none", process_per_device=False, several_devices=False, several_nodes=False),
+        Backend("dp", process_per_device=False, several_devices=True, several_nodes=False),
+        Backend("ddp", process_per_device=True, several_devices=True, several_nodes=False),
+        Backend("ddp2", process_per_device=False, several_devices=True, several_nodes=True),
+    )
+}

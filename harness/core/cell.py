@@ -1,0 +1,41 @@
+"""The unit of everything: one subject, one workload, one backend, one topology, one precision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.core.backend import BACKENDS, Backend
+from harness.core.precision import PRECISIONS, Precision
+from harness.core.topology import Topology
+
+
+@dataclass(frozen=True, order=True)
+class Cell:
+    """One square of the matrix. Its ``id`` is readable, unique in a run, and good as a file name."""
+
+    subject: str
+    workload: str
+    backend: str
+    topology: Topology
+    precision: str
+    accelerator: str
+
+    @property
+    def id(self) -> str:
+        """Name of the cell, for example ``reference-mlp-ddp-2x4-32``."""
+        return f"{self.subject}-{self.workload}-{self.backend}-{self.topology}-{self.precision}"
+
+    @property
+    def contract(self) -> Backend:
+        """What the backend promises."""
+        return BACKENDS[self.backend]
+
+    @property
+    def arithmetic(self) -> Precision:
+        """What the precision means."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def processes(self) -> int:
+        """World size: ranks over all nodes."""
+        return self.contract.processes(self.topology)

@@ -1,0 +1,26 @@
+"""What a check answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from harness.core.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check's answer about one cell. What does not apply is None, never 0 or -1.
+
+    ``error_x_noise`` is the error in multiples of what rounding alone explains.
+    ``step`` counts optimizer steps from 0.
+    """
+
+    check: str
+    outcome: Outcome
+    message: str
+    cause: str | None = None
+    family: str | None = None
+    error_x_noise: float | None = None
+    step: int | None = None
+    parameter: str | None = None
+    rank: int | None = None

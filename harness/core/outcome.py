@@ -1,0 +1,41 @@
+"""How a check, and with it a cell, may end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+
+class Outcome(str, Enum):
+    """The eight outcomes, mildest first; a cell is as bad as the worst of its findings.
+
+    ``DEVIATES``: not what one device computes, but exactly what the backend's contract says.
+    ``UNSUPPORTED``: the subject said beforehand that it does not do this.
+    ``ERRORED``: no verdict, because something raised or the check could not have failed (vacuous).
+    """
+
+    SKIPPED = "skipped"
+    UNSUPPORTED = "unsupported"
+    PASSED = "passed"
+    DEVIATES = "deviates"
+    FAILED = "failed"
+    ERRORED = "errored"
+    TIMED_OUT = "timed_out"
+    CRASHED = "crashed"
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether this outcome should turn a run red."""
+        return self in (Outcome.FAILED, Outcome.ERRORED, Outcome.TIMED_OUT, Outcome.CRASHED)
+
+
+_SEVERITY = {outcome: place for place, outcome in enumerate(Outcome)}
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    """Return the most severe of ``outcomes``.
+
+    Raises:
+        ValueError: there is none; a cell without a finding has no outcome.
+    """
+    return max(outcomes, key=_SEVERITY.__getitem__)

@@ -1,0 +1,138 @@
+"""The evidence of one launch: what each rank saw, and nothing of what anybody thinks of it.
+
+Tensors are torch's. They are only carried here, so this file needs torch for its annotations alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from harness.core.outcome import Outcome
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tensors = dict[str, "Tensor"]
+"""Named tensors: a parameter's or a buffer's name in ``job.model()`` to its value, on the cpu."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One pass of one process: what each of its devices saw, and what the loss saw.
+
+    ``forwards``: per forward call of the model, in order, the sample ids of its batch; one call a device.
+    ``loss``: the sample ids that ``job.loss`` was given, or None if the subject has a loss of its own.
+    """
+
+    forwards: tuple[tuple[int, ...], ...]
+    loss: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step on one rank, or one that the GradScaler decided to skip.
+
+    ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer was handed: unscaled,
+    averaged, clipped, whatever the subject did to it. A parameter without a gradient is absent from it.
+    ``learning_rates`` has one entry a parameter group. ``scale`` is the loss scale, None without a scaler.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    before: Tensors
+    gradients: Tensors
+    after: Tensors
+    learning_rates: tuple[float, ...]
+    skipped: bool = False
+    scale: float | None = None
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank emitted. ``world_size`` is what torch.distributed said, 1 where there was no group.
+
+    ``error`` is what ``train`` raised, with its traceback, and ``failed_at`` when (seconds since the epoch).
+    """
+
+    rank: int
+    world_size: int
+    steps: tuple[Step, ...]
+    error: str | None = None
+    failed_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """What became of a rank that left no evidence: crashed or timed out, in a sentence."""
+
+    outcome: Outcome
+    message: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The evidence of a whole launch, ordered by rank; ``exits`` has the ranks that left none."""
+
+    ranks: tuple[RankTrace, ...]
+    exits: dict[int, Exit] = field(default_factory=dict)
+    seconds: float | None = None
+
+
+def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
+    """Split a rank's trace into plain JSON values and a flat dict of tensors, the form in which it travels.
+
+    Weights that did not change between two steps travel once.
+    """
+    tensors: Tensors = {}
+    steps: list[dict[str, Any]] = []
+    previous: Tensors | None = None
+    for number, step in enumerate(trace.steps):
+        continues = step.before is previous
+        for part in ("gradients", "after") if continues else ("before", "gradients", "after"):
+            tensors.update({f"{number}/{part}/{name}": value for name, value in getattr(step, part).items()})
+        steps.append(
+            {
+                "micro_batches": [[micro.forwards, micro.loss] for micro in step.micro_batches],
+                "learning_rates": step.learning_rates,
+                "skipped": step.skipped,
+                "scale": step.scale,
+                "continues": continues,
+            }
+        )
+        previous = step.after
+    return {
+        "rank": trace.rank,
+        "world_size": trace.world_size,
+        "error": trace.error,
+        "failed_at": trace.failed_at,
+        "steps": steps,
+    }, tensors
+
+
+def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
+    """Undo :func:`flatten`.
+
+    Raises:
+        KeyError, TypeError, ValueError: the values are not those of a trace.
+    """
+    parts: dict[tuple[int, str], Tensors] = {}
+    for key, value in tensors.items():
+        number, part, name = key.split("/", 2)
+        parts.setdefault((int(number), part), {})[name] = value
+    steps: list[Step] = []
+    for number, step in enumerate(values["steps"]):
+        steps.append(
+            Step(
+                micro_batches=tuple(
+                    MicroBatch(tuple(tuple(share) for share in forwards), None if loss is None else tuple(loss))
+                    for forwards, loss in step["micro_batches"]
+                ),
+                before=steps[-1].after if step["continues"] else parts.get((number, "before"), {}),
+                gradients=parts.get((number, "gradients"), {}),
+                after=parts.get((number, "after"), {}),
+                learning_rates=tuple(step["learning_rates"]),
+                skipped=step["skipped"],
+                scale=step["scale"],
+            )
+        )
+    return RankTrace(values["rank"], values["world_size"], tuple(steps), values["error"], values["failed_at"])

@@ -1,0 +1,33 @@
+"""The questions put to a trace. A check is one function in one file, and one line here.
+
+Each takes an Examination and returns a Finding, or None where the question does not arise (ranks cannot disagree
+where there is one). A check that could not have failed raises Vacuous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from harness.core.finding import Finding
+from harness.judge.checks.agreement import ranks_agree
+from harness.judge.checks.gradients import gradients
+from harness.judge.checks.initial import initial_weights
+from harness.judge.checks.samples import samples
+from harness.judge.checks.skipped import skipped_steps
+from harness.judge.checks.steps import steps
+from harness.judge.checks.training import training
+from harness.judge.checks.update import update
+from harness.judge.examination import Examination
+
+Check = Callable[[Examination], Finding | None]
+
+CHECKS: dict[str, Check] = {
+    "steps": steps,
+    "samples": samples,
+    "initial-weights": initial_weights,
+    "ranks-agree": ranks_agree,
+    "gradients": gradients,
+    "update": update,
+    "skipped-steps": skipped_steps,
+    "training": training,
+}

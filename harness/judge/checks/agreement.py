@@ -1,0 +1,46 @@
+"""Do all ranks hold the same weights after every step?"""
+
+from __future__ import annotations
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.examination import DRAWS, Examination
+from harness.judge.noise import distance, limit, rounding_unit
+from harness.judge.verdict import Deviation, larger, times
+
+
+def ranks_agree(examination: Examination) -> Finding | None:
+    """Weights after each step against rank 0's; where one rank skipped, all did. None in a world of one."""
+    if examination.cell.processes == 1:
+        return None
+    for moment in examination.moments:
+        skipped = [rank for rank, step in enumerate(moment.ranks) if step.skipped]
+        if skipped and len(skipped) < len(moment.ranks):
+            return Finding(
+                "ranks-agree",
+                Outcome.FAILED,
+                f"at step {moment.index} ranks {skipped} skipped the step, the others took it",
+                family="amp",
+                step=moment.index,
+                rank=skipped[0],
+            )
+    worst = Deviation(0.0)
+    for moment, rank, step in examination.differing_ranks("after"):
+        reference = moment.ranks[0].after
+        for name, value in step.after.items():
+            unit = rounding_unit([reference[name].double()], examination.epsilon)
+            error = distance(value, reference[name])
+            worst = larger(worst, Deviation(error / unit if unit else error, moment.index, name, rank))
+    good = worst.x_noise <= limit(DRAWS)
+    return Finding(
+        "ranks-agree",
+        Outcome.PASSED if good else Outcome.FAILED,
+        f"all ranks hold the same weights after every step ({times(worst.x_noise)})"
+        if good
+        else f"rank {worst.rank} holds other weights than rank 0 ({times(worst.x_noise)}, {worst.where})",
+        family=None if good else "sync",
+        error_x_noise=worst.x_noise,
+        step=worst.step,
+        parameter=worst.parameter,
+        rank=worst.rank,
+    )

@@ -1,0 +1,66 @@
+"""Is the gradient that the optimizer was handed the right one?"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from harness.core.finding import Finding
+from harness.core.trace import Tensors
+from harness.judge.examination import Examination, Truth
+from harness.judge.noise import distance, norm
+from harness.judge.verdict import Deviation, Vacuous, larger, nearest
+
+PROMISE = "the backend promises for these shares"
+
+
+def gradients(examination: Examination) -> Finding:
+    """Each rank's gradient at each step, at the subject's own weights and samples, against ℓ(B) and the contract."""
+    if not examination.taken:
+        raise Vacuous("no optimizer step was seen on every rank")
+    _refuse_blindness(examination)
+    whole: Deviation | None = None
+    contract: Deviation | None = None
+    gap = 0.0
+    for moment, rank, step in examination.differing_ranks("gradients"):
+        truth = examination.truths[moment.index]
+        for name in truth.contract:
+            noise = examination.noise.at(name, truth.units[name])
+            given = step.gradients.get(name, torch.zeros_like(truth.contract[name]))
+            place = (moment.index, name, rank)
+            whole = larger(whole, Deviation(_times(distance(given, truth.whole[name]), noise), *place))
+            contract = larger(contract, Deviation(_times(distance(given, truth.contract[name]), noise), *place))
+            gap = max(gap, _times(distance(truth.whole[name], truth.contract[name]), noise))
+    assert whole is not None
+    assert contract is not None
+    return nearest(
+        "gradients", "gradients", whole=whole, contract=contract, gap=gap,
+        limit=0.0 if examination.exact else examination.limit, promise=PROMISE,
+    )  # fmt: skip
+
+
+def _times(error: float, noise: float) -> float:
+    if noise == 0:
+        return 0.0 if error == 0 else math.inf
+    return error / noise
+
+
+def _refuse_blindness(examination: Examination) -> None:
+    """Raise where even a wrong trainer would have passed."""
+    truths = examination.truths.values()
+    if all(norm(value) == 0 for truth in truths for value in truth.contract.values()):
+        raise Vacuous("every gradient is zero")
+    several = [truth for truth in truths if sum(len(groups) for groups in truth.parts) > 1]
+    if several and not any(_shares_differ(truth, examination) for truth in several):
+        raise Vacuous("every share has the same gradient, so a missing average would not be seen")
+
+
+def _shares_differ(truth: Truth, examination: Examination) -> bool:
+    parts: list[Tensors] = [part for groups in truth.parts for part in groups]
+    return any(
+        distance(part[name], mean) > examination.limit * examination.noise.at(name, truth.units[name])
+        for name, mean in truth.contract.items()
+        for part in parts
+        if name in part
+    )

@@ -1,0 +1,29 @@
+"""Does training start from the job's weights, on every rank?"""
+
+from __future__ import annotations
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.examination import Examination
+from harness.judge.verdict import Vacuous
+
+
+def initial_weights(examination: Examination) -> Finding:
+    """The weights before the first step equal ``job.model()``'s bit for bit."""
+    if not examination.moments:
+        raise Vacuous("no optimizer step was seen")
+    expected = dict(examination.workload.model(examination.rough.dtype).named_parameters())
+    for rank, step in enumerate(examination.moments[0].ranks):
+        for name, parameter in expected.items():
+            value = step.before.get(name)
+            if value is None or not value.equal(parameter.detach()):
+                what = "is missing" if value is None else "is not the job's"
+                return Finding(
+                    "initial-weights",
+                    Outcome.FAILED,
+                    f"before the first step {name} {what} on rank {rank}",
+                    family="sync",
+                    parameter=name,
+                    rank=rank,
+                )
+    return Finding("initial-weights", Outcome.PASSED, "every rank starts from the job's weights")

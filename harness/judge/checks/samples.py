@@ -1,0 +1,89 @@
+"""Which samples were used: every one once an epoch, on one rank, in an order that changes with the epoch."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.examination import Examination
+from harness.judge.verdict import Vacuous
+
+Used = list[list[int]]
+"""Sample ids by step, over all ranks."""
+
+
+def samples(examination: Examination) -> Finding:
+    """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
+    workload, world = examination.workload, examination.cell.processes
+    used: Used = [
+        [i for step in moment.ranks for micro in step.micro_batches for share in micro.forwards for i in share]
+        for moment in examination.moments
+    ]
+    if not any(used):
+        raise Vacuous("the model was never called with a batch that has an 'index'")
+    windows = -(-workload.steps_per_epoch // workload.accumulate)
+    epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
+    expected = len(examination.oracle.data)
+    problem = (
+        _loss_saw_something_else(examination)
+        or _strangers(used, expected)
+        or next((p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))), None)
+        or _order(epochs, workload.shuffle, expected)
+    )
+    if problem:
+        return Finding("samples", Outcome.FAILED, problem, family="data")
+    return Finding("samples", Outcome.PASSED, f"each of {expected} samples once an epoch, over {world} ranks")
+
+
+def _loss_saw_something_else(examination: Examination) -> str | None:
+    for moment in examination.moments:
+        for rank, step in enumerate(moment.ranks):
+            for micro in step.micro_batches:
+                seen = sorted(i for share in micro.forwards for i in share)
+                if micro.loss is not None and sorted(micro.loss) != seen:
+                    return (
+                        f"at step {moment.index} on rank {rank} the loss was given other samples "
+                        f"({len(micro.loss)}) than went through the model ({len(seen)})"
+                    )
+    return None
+
+
+def _strangers(used: Used, expected: int) -> str | None:
+    for index, step in enumerate(used):
+        for sample in step:
+            if not 0 <= sample < expected:
+                return f"at step {index} sample {sample} was used, which the dataset does not have"
+    return None
+
+
+def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int) -> str | None:
+    counts = Counter(i for step in epoch for i in step)
+    repeats = sum(counts.values()) - len(counts)
+    # DistributedSampler pads the last batch with repeats, fewer than there are ranks.
+    if repeats >= max(world, 1):
+        sample, times = counts.most_common(1)[0]
+        return (
+            f"in epoch {number} {repeats} draws were repeats (sample {sample} {times} times): "
+            f"ranks share samples, {expected - len(counts)} of {expected} were never seen"
+        )
+    if len(epoch) == windows and len(counts) < expected:
+        return f"in epoch {number} {expected - len(counts)} of {expected} samples were never seen"
+    return None
+
+
+def _order(epochs: list[Used], shuffle: bool, expected: int) -> str | None:
+    steps = [[frozenset(step) for step in epoch] for epoch in epochs]
+    if shuffle:
+        shared = min(len(epoch) for epoch in steps)
+        if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:
+            return "epoch 1 has the order of epoch 0 although the workload shuffles"
+        return None
+    position = 0
+    for index, step in enumerate(epochs[0]):
+        size = len(set(step))
+        ahead = {i % expected for i in range(position, position + size)}
+        if set(step) != ahead:
+            return f"at step {index} the samples are not the next {size} although the workload does not shuffle"
+        position += size
+    return None

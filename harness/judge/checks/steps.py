@@ -1,0 +1,27 @@
+"""Did the optimizer step as often as the workload says?"""
+
+from __future__ import annotations
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.examination import Examination
+from harness.judge.verdict import Vacuous
+
+
+def steps(examination: Examination) -> Finding:
+    """Every rank attempts epochs × windows of an epoch steps, the short last window included."""
+    workload = examination.workload
+    windows = -(-workload.steps_per_epoch // workload.accumulate)
+    expected = workload.max_steps or workload.epochs * windows
+    if not examination.taken:
+        raise Vacuous("no optimizer step was seen on every rank, so there is nothing to compare")
+    for trace in examination.trace.ranks:
+        if len(trace.steps) != expected:
+            return Finding(
+                "steps",
+                Outcome.FAILED,
+                f"rank {trace.rank} took {len(trace.steps)} optimizer steps, not {expected}",
+                family="data",
+                rank=trace.rank,
+            )
+    return Finding("steps", Outcome.PASSED, f"{expected} optimizer steps on every rank")

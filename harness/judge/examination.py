@@ -1,0 +1,170 @@
+"""What the checks share: the steps of a trace side by side, the truth for each of them, and the noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from harness.core.cell import Cell
+from harness.core.trace import Step, Tensors, Trace
+from harness.judge.layout import Layout, contract_layout, shuffled, whole
+from harness.judge.noise import NoiseScale, limit, rounding_unit
+from harness.judge.oracle import Oracle, mean_gradient
+from harness.workloads import Workload
+
+DRAWS = 12
+"""Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is right at one step, in float64, at the subject's own weights and samples.
+
+    ``whole`` is the gradient of ℓ(B), ``contract`` what the backend promises, ``parts`` the gradient of each
+    group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor.
+    """
+
+    whole: Tensors
+    contract: Tensors
+    parts: Sequence[Sequence[Tensors]]
+    units: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One optimizer step over all ranks. ``index`` counts attempts from 0, skipped ones included."""
+
+    index: int
+    ranks: tuple[Step, ...]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether any rank's GradScaler skipped the step."""
+        return any(step.skipped for step in self.ranks)
+
+
+class Examination:
+    """One trace under examination. Everything expensive is computed once, and only if a check asks for it."""
+
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell) -> None:
+        self.trace = trace
+        self.workload = workload
+        self.cell = cell
+        self.devices = cell.topology.devices
+        self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The steps of all ranks side by side, as many as every rank took."""
+        columns = zip(*(rank.steps for rank in self.trace.ranks), strict=False)
+        return tuple(Moment(index, steps) for index, steps in enumerate(columns))
+
+    @cached_property
+    def taken(self) -> tuple[Moment, ...]:
+        """The moments at which every rank really stepped."""
+        return tuple(moment for moment in self.moments if not moment.skipped)
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """Float64, one device."""
+        return Oracle(self.workload, self.devices)
+
+    @cached_property
+    def rough(self) -> Oracle:
+        """The cell's own precision, one device."""
+        return Oracle(self.workload, self.devices, self.cell.arithmetic)
+
+    @cached_property
+    def layouts(self) -> dict[int, Layout]:
+        """Who computed what at each step taken, by step index."""
+        spread = self.cell.contract.devices_per_process(self.cell.topology)
+        return {moment.index: contract_layout(moment.ranks, spread) for moment in self.taken}
+
+    @cached_property
+    def truths(self) -> dict[int, Truth]:
+        """What is right at each step taken, by step index."""
+        truths = {}
+        for moment in self.taken:
+            layout = self.layouts[moment.index]
+            self.oracle.load(moment.ranks[0].before)
+            parts = self.oracle.group_gradients(layout)
+            contract = mean_gradient(parts)
+            # One device under its own contract is ℓ(B) already.
+            is_whole = whole(layout) == layout
+            truths[moment.index] = Truth(
+                whole=contract if is_whole else self.oracle.gradient(whole(layout)),
+                contract=contract,
+                parts=parts,
+                units={name: self._unit(parts, name) for name in contract},
+            )
+        return truths
+
+    def _unit(self, parts: Sequence[Sequence[Tensors]], name: str) -> float:
+        count = sum(len(groups) for groups in parts)
+        return rounding_unit(
+            (part[name] / count for groups in parts for part in groups if name in part), self.epsilon
+        )
+
+    @cached_property
+    def noise(self) -> NoiseScale:
+        """Noise of the gradient: the contract in the cell's precision on one device, in several orders."""
+        noise = NoiseScale()
+        rng = random.Random(self.workload.seed)
+        orders = -(-DRAWS // max(len(self.taken), 1))
+        for moment in self.taken:
+            truth = self.truths[moment.index]
+            scale = moment.ranks[0].scale or 1.0
+            self.rough.load(moment.ranks[0].before)
+            for _ in range(orders):
+                measured = self.rough.gradient(shuffled(self.layouts[moment.index], rng), scale)
+                noise.add(measured, truth.contract, truth.units)
+        return noise
+
+    @cached_property
+    def limit(self) -> float:
+        """How many × noise a right trainer's gradient stays under."""
+        return limit(max(self.noise.draws, 2))
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether every divisor is a power of two, so that an exact workload must match bit for bit."""
+        return (
+            self.workload.exact
+            and self.cell.arithmetic.autocast is None
+            and all(_is_power_of_two(n) for layout in self.layouts.values() for n in _divisors(layout))
+        )
+
+    def differing_ranks(self, pick: str) -> Iterable[tuple[Moment, int, Step]]:
+        """Yield the steps whose ``pick`` ('before', 'gradients', 'after') has bits of its own, first rank first."""
+        for moment in self.taken:
+            seen: list[Tensors] = []
+            for rank, step in enumerate(moment.ranks):
+                value: Tensors = getattr(step, pick)
+                if not any(same(value, other) for other in seen):
+                    seen.append(value)
+                    yield moment, rank, step
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """Say whether two sets of tensors are the same names with the same bits (NaN equals NaN)."""
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name])
+        or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))
+        for name in left
+    )
+
+
+def _divisors(layout: Layout) -> Iterable[int]:
+    yield len(layout)
+    for groups in layout:
+        yield len(groups)
+        for group in groups:
+            yield sum(len(share) for share in group)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

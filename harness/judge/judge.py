@@ -1,0 +1,48 @@
+"""From a trace to findings."""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.trace import Trace
+from harness.judge.checks import CHECKS, Check
+from harness.judge.checks.launch import launch
+from harness.judge.examination import Examination
+from harness.judge.verdict import Vacuous
+from harness.workloads import Workload
+
+
+def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
+    """Put every question to a trace. The same trace gives the same findings, whatever the global RNG holds.
+
+    Evidence that is not whole (a rank raised, died or hung) is not judged further: the finding says what became
+    of the launch.
+    """
+    broken = launch(trace, cell)
+    if broken is not None:
+        return (broken,)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(workload.seed)
+        examination = Examination(trace, workload, cell)
+        findings = [_ask(name, check, examination) for name, check in CHECKS.items()]
+    return tuple(finding for finding in findings if finding is not None)
+
+
+def _ask(name: str, check: Check, examination: Examination) -> Finding | None:
+    try:
+        return check(examination)
+    except Vacuous as reason:
+        return Finding(name, Outcome.ERRORED, f"vacuous: {reason}")
+    except Exception as error:
+        # A check that raises knows nothing: its verdict is unknown, not right.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return Finding(
+            name,
+            Outcome.ERRORED,
+            f"the check itself raised {type(error).__name__}: {error} ({place.name}, line {place.lineno})",
+        )

@@ -1,0 +1,110 @@
+"""The oracle: a plain single-process loop over the workload. In float64 it says what is right; in the cell's own
+precision, on one device and in other orders of summation, it says how much rounding alone explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.core.precision import Precision
+from harness.core.trace import Tensors
+from harness.judge.layout import Group, Layout
+from harness.workloads import Columns, Workload
+
+
+class Oracle:
+    """Evaluates a workload's gradient for a layout, in one arithmetic.
+
+    ``devices`` is the number of devices of the cell, which fixes the data. Without ``precision`` all is float64.
+    """
+
+    def __init__(self, workload: Workload, devices: int, precision: Precision | None = None) -> None:
+        self.dtype: torch.dtype = getattr(torch, precision.storage) if precision else torch.float64
+        self.autocast: torch.dtype | None = (
+            getattr(torch, precision.autocast) if precision and precision.autocast else None
+        )
+        self.workload = workload
+        self.data: Columns = workload.dataset(devices, self.dtype)
+        self.model: nn.Module = workload.model(self.dtype).train()
+        self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+
+    def load(self, weights: Tensors) -> None:
+        """Take over ``weights``, a value for every parameter, cast to this arithmetic."""
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(weights[name])
+
+    def group_gradients(self, layout: Layout, scale: float = 1.0) -> list[list[Tensors]]:
+        """Return ∂ℓ/∂w at the loaded weights for every group alone, by micro-batch, in this arithmetic.
+
+        ``scale`` multiplies the loss before backward and divides the gradient after it, as a GradScaler does.
+        A parameter that the loss does not depend on is absent.
+        """
+        return [[self._group_gradient(group, scale) for group in groups] for groups in layout]
+
+    def gradient(self, layout: Layout, scale: float = 1.0) -> Tensors:
+        """Return the gradient of the mean over groups and micro-batches, as float64, summed in this arithmetic."""
+        return {k: v.double() for k, v in mean_gradient(self.group_gradients(layout, scale)).items()}
+
+    def _group_gradient(self, group: Group, scale: float) -> Tensors:
+        gradients = torch.autograd.grad(
+            self._loss(group) * scale, tuple(self.parameters.values()), allow_unused=True
+        )
+        return {
+            name: gradient.to_dense() / scale
+            for name, gradient in zip(self.parameters, gradients, strict=True)
+            if gradient is not None
+        }
+
+    def _loss(self, group: Group) -> Tensor:
+        with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+            outputs = [self.model(self.data.batch(share)) for share in group]
+            batch = self.data.batch([i for share in group for i in share])
+            return self.workload.loss(gather(outputs), batch)
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return the workload's optimizer over this oracle's own parameters."""
+        return self.workload.optimizer(self.model.parameters())
+
+    def set_gradients(self, gradients: Tensors) -> None:
+        """Put ``gradients`` where an optimizer looks for them; what is absent becomes None."""
+        for name, parameter in self.parameters.items():
+            given = gradients.get(name)
+            parameter.grad = None if given is None else given.to(self.dtype)
+
+    def weights(self) -> Tensors:
+        """Return a copy of the weights, as float64."""
+        return {name: parameter.detach().double().clone() for name, parameter in self.parameters.items()}
+
+
+def mean_gradient(parts: Sequence[Sequence[Tensors]]) -> Tensors:
+    """Return the mean over micro-batches of the mean over groups; what is absent in a group counts as zero."""
+    total: Tensors = {}
+    for groups in parts:
+        for part in groups:
+            for name, value in part.items():
+                share = value / (len(groups) * len(parts))
+                total[name] = total[name] + share if name in total else share
+    return total
+
+
+def gather(outputs: Sequence[Any]) -> Any:
+    """Join the outputs of several devices along dim 0; a single one is returned as it is.
+
+    Raises:
+        TypeError: the outputs hold something that is neither a tensor nor a dict, list or tuple of such.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat([o[None] if o.dim() == 0 else o for o in outputs])
+    if isinstance(first, dict):
+        return {key: gather([o[key] for o in outputs]) for key in first}
+    if isinstance(first, (list, tuple)):
+        return type(first)(gather(column) for column in zip(*outputs, strict=True))
+    raise TypeError(f"outputs of type {type(first).__name__} cannot be gathered along dim 0")

@@ -1,0 +1,96 @@
+"""How a measured error becomes an outcome."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+
+
+class Vacuous(Exception):  # noqa: N818 - it is a verdict about the check, not an error of the program
+    """The check could not have failed on this evidence. The message says why."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The largest error seen, in multiples of noise, and where."""
+
+    x_noise: float
+    step: int | None = None
+    parameter: str | None = None
+    rank: int | None = None
+
+    @property
+    def where(self) -> str:
+        """The place in words."""
+        places = (
+            "" if self.step is None else f"step {self.step}",
+            "" if self.parameter is None else f"{self.parameter}",
+            "" if self.rank is None else f"rank {self.rank}",
+        )
+        return ", ".join(place for place in places if place) or "everywhere"
+
+
+def larger(left: Deviation | None, right: Deviation) -> Deviation:
+    """Return the larger error, the earlier one of equals; one that is not a number is the largest."""
+    if left is None or math.isnan(right.x_noise) or right.x_noise > left.x_noise:
+        return right
+    return left
+
+
+def times(x_noise: float) -> str:
+    """Write a multiple of noise for people: ``0.8``, ``12``, ``2e+06``."""
+    return f"{x_noise:.2g} × noise"
+
+
+def single(check: str, subject: str, deviation: Deviation, limit: float) -> Finding:
+    """Judge against the one thing that is right. ``subject`` names in the plural what was compared."""
+    good = deviation.x_noise <= limit
+    return Finding(
+        check=check,
+        outcome=Outcome.PASSED if good else Outcome.FAILED,
+        message=f"{subject} are {'right' if good else 'wrong'}: {times(deviation.x_noise)} at {deviation.where}",
+        error_x_noise=deviation.x_noise,
+        step=deviation.step,
+        parameter=deviation.parameter,
+        rank=deviation.rank,
+    )
+
+
+def nearest(
+    check: str, subject: str, *, whole: Deviation, contract: Deviation, gap: float, limit: float, promise: str
+) -> Finding:
+    """Judge against two hypotheses: what one device computes, and what the backend promises.
+
+    ``gap`` is how far they are from each other, in × noise. Where rounding cannot tell them apart they are the
+    same. Otherwise the nearer one is the one that was met, if it was met at all.
+    """
+    if gap <= 1 or whole.x_noise <= contract.x_noise:
+        return single(check, f"{subject} of one device", whole, limit)
+    if contract.x_noise <= limit:
+        return Finding(
+            check=check,
+            outcome=Outcome.DEVIATES,
+            message=(
+                f"{subject} are not those of one device ({times(whole.x_noise)} from that), "
+                f"but exactly what {promise} ({times(contract.x_noise)}, {contract.where})"
+            ),
+            error_x_noise=contract.x_noise,
+            step=contract.step,
+            parameter=contract.parameter,
+            rank=contract.rank,
+        )
+    return Finding(
+        check=check,
+        outcome=Outcome.FAILED,
+        message=(
+            f"{subject} are neither those of one device ({times(whole.x_noise)}, {whole.where}) "
+            f"nor what {promise} ({times(contract.x_noise)}, {contract.where})"
+        ),
+        error_x_noise=contract.x_noise,
+        step=contract.step,
+        parameter=contract.parameter,
+        rank=contract.rank,
+    )

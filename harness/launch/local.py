@@ -1,0 +1,94 @@
+"""Launches a cell on this machine: simulated devices, or the CUDA devices it has."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch.distributed
+
+from harness.core.cell import Cell
+from harness.core.outcome import Outcome
+from harness.core.trace import Exit, RankTrace, Trace
+from harness.launch.pool import Pool, RankEnd
+from harness.store.traces import read_rank
+from harness.worker.assignment import Assignment
+
+LOOPBACK = "127.0.0.1"
+
+
+def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Trace:
+    """Train ``cell`` once and return its evidence, which lies in ``folder`` afterwards, a file a rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # Listening before anybody is told the port: it cannot be taken in between. Ranks join as torchrun's do, whose
+    # agent holds the store.
+    store = torch.distributed.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    number = pool.next_launch()
+    comm = "nccl" if cell.accelerator == "cuda" and not oversubscribe else "gloo"
+    assignments = [
+        Assignment(
+            launch=number,
+            cell=cell,
+            rank=rank,
+            comm=comm,
+            environment=_environment(cell, rank, store.port, oversubscribe),
+            evidence=str(folder / f"rank-{rank}.safetensors"),
+            log=str(folder / f"rank-{rank}.log"),
+        )
+        for rank in range(cell.processes)
+    ]
+    started = time.monotonic()
+    ends = pool.launch(cell.subject, assignments, time_limit)
+    seconds = time.monotonic() - started
+    del store
+    ranks: list[RankTrace] = []
+    exits: dict[int, Exit] = {}
+    for assignment, end in zip(assignments, ends, strict=True):
+        if end.evidence:
+            ranks.append(read_rank(Path(assignment.evidence)))
+        else:
+            exits[end.rank] = _explain(end, Path(assignment.log), time_limit)
+    return Trace(tuple(ranks), exits, seconds)
+
+
+def _environment(cell: Cell, rank: int, port: int, oversubscribe: bool) -> dict[str, str]:
+    """Return the variables that torchrun sets for this rank."""
+    local_world = cell.contract.processes_per_node(cell.topology)
+    node = rank // local_world
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local_world,
+        "GROUP_RANK": node,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": cell.processes,
+        "LOCAL_WORLD_SIZE": local_world,
+        "GROUP_WORLD_SIZE": cell.topology.num_nodes,
+        "ROLE_WORLD_SIZE": cell.processes,
+        "ROLE_NAME": "default",
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RUN_ID": "plumbline",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "OMP_NUM_THREADS": 1,
+        # Names of network interfaces are the machine's affair; ranks on one machine meet on loopback.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if cell.accelerator == "cuda":
+        present = torch.cuda.device_count()
+        first = node * cell.topology.gpus
+        visible = [first + i for i in range(cell.topology.gpus)]
+        if oversubscribe:
+            visible = [device % present for device in visible]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in visible)
+        variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _explain(end: RankEnd, log: Path, time_limit: float) -> Exit:
+    tail = log.read_bytes()[-1500:].decode(errors="replace").strip() if log.exists() else ""
+    if end.code is None:
+        return Exit(Outcome.TIMED_OUT, f"no evidence after {time_limit:.0f} s; it said last:\n{tail}")
+    how = f"killed by signal {-end.code}" if end.code < 0 else f"ended with exit code {end.code}"
+    return Exit(Outcome.CRASHED, f"{how} before its evidence was complete; it said last:\n{tail}")

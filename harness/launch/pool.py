@@ -1,0 +1,178 @@
+"""A warm pool: one fork server for a subject, from which each launch gets fresh ranks within milliseconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import harness
+from harness.core.errors import LaunchError, SubjectError
+from harness.worker.assignment import Assignment
+
+START_LIMIT = 120.0
+"""Seconds for importing torch and the subject's library."""
+
+GRACE = 3.0
+"""Seconds that ranks get to notice that one of them is gone, and to end once their evidence is there."""
+
+_BOOTSTRAP = """
+import importlib.util, sys
+# Only this package, by its place: the folder around it may be another environment's site-packages.
+spec = importlib.util.spec_from_file_location("harness", sys.argv[1], submodule_search_locations=[sys.argv[2]])
+module = importlib.util.module_from_spec(spec)
+sys.modules["harness"] = module
+spec.loader.exec_module(module)
+sys.argv = sys.argv[2:]
+from harness.worker.server import main
+main()
+"""
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late."""
+
+    rank: int
+    evidence: bool
+    code: int | None
+    seconds: float
+
+
+class Pool:
+    """Launches ranks of one subject. Start it early: it warms up while the caller does something else."""
+
+    def __init__(self, locator: str, python: str | None = None) -> None:
+        self.locator = locator
+        package = Path(harness.__file__)
+        self._errors = os.memfd_create("plumbline") if hasattr(os, "memfd_create") else None
+        self._process = subprocess.Popen(
+            [python or sys.executable, "-c", _BOOTSTRAP, str(package), str(package.parent), locator],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        )
+        assert self._process.stdout is not None
+        self._events = self._process.stdout.fileno()
+        self._rest = b""
+        self._queue: list[dict[str, Any]] = []
+        self._launches = 0
+        self._subjects: list[dict[str, Any]] | None = None
+
+    @property
+    def subjects(self) -> list[dict[str, Any]]:
+        """What the subjects behind the locator declare; waits for the server to be warm.
+
+        Raises:
+            SubjectError: the locator names none, or it cannot be imported.
+        """
+        if self._subjects is None:
+            event = self._next(time.monotonic() + START_LIMIT)
+            if event is None or event["event"] != "ready":
+                said = event["message"] if event else self._stderr_tail()
+                self.close()
+                raise SubjectError(f"--subject {self.locator}: {said.strip() or 'its interpreter did not start'}")
+            self._subjects = event["subjects"]
+        return self._subjects
+
+    def next_launch(self) -> int:
+        """Return a number for a launch, its own in this pool."""
+        self._launches += 1
+        return self._launches
+
+    def launch(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> list[RankEnd]:
+        """Run one launch to its end and say how each rank ended, within ``time_limit`` seconds plus the grace.
+
+        A rank has ended well when its evidence is complete; one that then hangs on its way out is ended.
+
+        Raises:
+            LaunchError: the server itself is gone.
+        """
+        assert self.subjects
+        number = assignments[0].launch
+        started = time.monotonic()
+        waiting = {assignment.rank for assignment in assignments}
+        evidence: set[int] = set()
+        ends: dict[int, RankEnd] = {}
+        self._send({"command": "launch", "subject": subject, "assignments": [a.to_json() for a in assignments]})
+        deadline = started + time_limit
+        stage = 0
+        while waiting:
+            event = self._next(deadline)
+            now = time.monotonic() - started
+            if event is None:
+                # First ask for the stacks, then make an end of it.
+                self._send({"command": "signal", "launch": number, "signal": _ENDINGS[stage]})
+                deadline = time.monotonic() + (0.5 if stage == 0 else START_LIMIT)
+                stage = min(stage + 1, len(_ENDINGS) - 1)
+                continue
+            if event.get("launch") != number:
+                continue
+            rank = event["rank"]
+            if event["event"] == "evidence":
+                evidence.add(rank)
+            elif event["event"] == "exit":
+                waiting.discard(rank)
+                code = None if stage else event["code"]
+                ends[rank] = RankEnd(rank, rank in evidence, code, now)
+            if not stage and (event.get("code") or evidence >= waiting):
+                # Somebody is gone for a bad reason, or all that is left to do is to end.
+                deadline = min(deadline, time.monotonic() + GRACE)
+        return [ends[assignment.rank] for assignment in assignments]
+
+    def close(self) -> None:
+        """End the server and every rank of it."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+            self._process.wait(timeout=GRACE)
+        except (subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        if self._errors is not None:
+            os.close(self._errors)
+            self._errors = None
+
+    def _send(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise LaunchError(f"the fork server of {self.locator} is gone: {self._stderr_tail()}") from error
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
+        """Return the next event, or None when the deadline passes or, before the first event, the server ends."""
+        while not self._queue:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._events, selectors.EVENT_READ)
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+            chunk = os.read(self._events, 1 << 16)
+            if not chunk:
+                if self._subjects is None:
+                    return None
+                raise LaunchError(f"the fork server of {self.locator} died: {self._stderr_tail()}")
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            self._queue.extend(json.loads(line) for line in whole)
+        return self._queue.pop(0)
+
+    def _stderr_tail(self) -> str:
+        if self._errors is None:
+            return ""
+        size = os.fstat(self._errors).st_size
+        return os.pread(self._errors, 2000, max(0, size - 2000)).decode(errors="replace")
+
+
+_ENDINGS = (int(signal.SIGUSR1), int(signal.SIGKILL))

@@ -1,0 +1,70 @@
+"""A run's results as one table with a row a cell: what the other tables are made from."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pandas as pd
+
+from harness.core.outcome import Outcome, worst
+from harness.store.records import CellRecord, Coordinates, Result
+from harness.store.run import Run
+
+MISSING: Final = "missing"
+"""The outcome of a cell that was planned and has no answer. Not one of ``Outcome``: nothing ended so."""
+
+CELL_COLUMNS: Final = (
+    "cell",
+    "subject",
+    "workload",
+    "backend",
+    "num_nodes",
+    "gpus",
+    "precision",
+    "accelerator",
+    "outcome",
+    "has_failed",
+    "error_x_noise",
+    "seconds",
+)
+
+_MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
+
+
+def cell_table(run: Run) -> pd.DataFrame:
+    """Return one row a cell, planned cells first and in their order; columns are ``CELL_COLUMNS``.
+
+    ``outcome``: the worst of the cell's findings, or ``missing``. A cell that was being written when the run broke
+    off is missing too, unless it is bad already: the findings it lacks might not have passed.
+    ``has_failed``: whether any finding failed, which a worse outcome (say, of a check that crashed) would hide.
+    ``error_x_noise``: the largest among findings that passed, deviate or failed; other outcomes measured nothing.
+    ``seconds``: the wall time of the cell's launch. The last two are NaN where there is none.
+    """
+    findings: dict[Coordinates, list[Result]] = {}
+    cells: dict[Coordinates, CellRecord] = {planned.coordinates: planned for planned in run.header.planned}
+    for result in run.results:
+        cells.setdefault(result.coordinates, result)
+        findings.setdefault(result.coordinates, []).append(result)
+    rows = [
+        (cell.cell, *key, *_ending(findings.get(key, []), cut_short=key == run.cut_short))
+        for key, cell in cells.items()
+    ]
+    return pd.DataFrame(rows, columns=list(CELL_COLUMNS)).astype(
+        {"has_failed": bool, "error_x_noise": float, "seconds": float}
+    )
+
+
+def _ending(findings: list[Result], *, cut_short: bool) -> tuple[str, bool, float | None, float | None]:
+    if not findings:
+        return MISSING, False, None, None
+    outcome = worst(finding.outcome for finding in findings)
+    return (
+        MISSING if cut_short and not outcome.is_bad else outcome.value,
+        any(finding.outcome is Outcome.FAILED for finding in findings),
+        max((found for finding in findings if (found := _measured(finding)) is not None), default=None),
+        max((finding.seconds for finding in findings if finding.seconds is not None), default=None),
+    )
+
+
+def _measured(finding: Result) -> float | None:
+    return finding.error_x_noise if finding.outcome in _MEASURED else None

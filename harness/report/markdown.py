@@ -1,0 +1,124 @@
+"""``support.md``: the support table as a page, with what stands behind it and what did not pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import pandas as pd
+
+from harness.report.cells import cell_table
+from harness.report.summary import SIMULATED, counts_in_words, what_is_missing
+from harness.report.support import MARK_COLUMNS, MARKS, REFERENCE
+from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
+from harness.store.records import Result
+from harness.store.run import Run
+
+MOST_FINDINGS = 100
+LONGEST_MESSAGE = 1000
+
+_RENDER: dict[str, Callable[..., str]] = {
+    **dict.fromkeys(MARK_COLUMNS, str),
+    "Command": markdown_table_code,
+    "Worst × noise": compact,
+    "Devices": markdown,
+}
+_CENTRED = (*MARK_COLUMNS, "Devices")
+_RIGHT = ("Cells passed", "Deviates", "Worst × noise")
+
+
+def support_page(run: Run, table: pd.DataFrame) -> str:
+    """Return the page for ``table``, which is the run's support table."""
+    blocks = [
+        "# Plumbline: support table",
+        _facts(run),
+        *_warnings(run, table),
+        markdown_table(table),
+        f"{counts_in_words(cell_table(run))}.",
+        _legend(run),
+        "## What did not pass",
+        _findings(run),
+    ]
+    return "\n\n".join(blocks) + "\n"
+
+
+def markdown_table(table: pd.DataFrame) -> str:
+    """Return a support table as GitHub Markdown."""
+    columns = list(table.columns)
+    rules = [":-:" if name in _CENTRED else "--:" if name in _RIGHT else "---" for name in columns]
+    rows = [
+        [_RENDER.get(name, str)(value) for name, value in zip(columns, row, strict=True)]
+        for row in table.itertuples(index=False)
+    ]
+    return "\n".join(map(_line, [columns, rules, *rows]))
+
+
+def _line(parts: Sequence[str]) -> str:
+    return f"| {' | '.join(parts)} |"
+
+
+def _facts(run: Run) -> str:
+    header, machine = run.header, run.header.fingerprint
+    software = [f"plumbline {header.plumbline}"]
+    software += [f"{name} {value}" for name in ("torch", "python") if (value := getattr(machine, name))]
+    hardware = [f"{machine.key.cpu_cores or '?'} cores of {machine.key.cpu or 'an unknown cpu'}"]
+    if machine.key.accelerator == "cuda":
+        hardware.insert(0, f"{machine.key.device_count or '?'} × {machine.key.device or 'an unknown device'}")
+    facts = {
+        "run": f"{markdown_code(header.run_id)}, started {header.started:%Y-%m-%d %H:%M:%S} UTC",
+        "commit": markdown_code(machine.commit or "unknown"),
+        "command": markdown_code(" ".join(header.command) or "unknown"),
+        "software": markdown(", ".join(software)),
+        "machine": markdown(", ".join(hardware)),
+    }
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+
+
+def _warnings(run: Run, table: pd.DataFrame) -> Iterable[str]:
+    if run.header.simulated or SIMULATED in set(table["Devices"]):
+        yield (
+            "**Simulated devices.** Every GPU of this run is a process or a replica on the cpu. "
+            "The table is about right and wrong; no figure of this run is about speed."
+        )
+    else:
+        yield f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
+    if missing := what_is_missing(run):
+        yield f"> **INCOMPLETE.** {missing} Its marks speak only of what was recorded."
+
+
+def _legend(run: Run) -> str:
+    lines = [f"- `{sign}`: {meaning}" for sign, meaning in MARKS.items()]
+    lines += [
+        "- empty: the column does not describe the row",
+        "- Cells passed: of the cells tried. A cell is one workload on one topology (k gpus, n nodes)",
+        "- Worst × noise: the largest error, in multiples of what rounding alone explains",
+    ]
+    if any(cell.subject == REFERENCE for cell in (*run.header.planned, *run.results)):
+        lines.append(
+            "- `Trainer(gpus=k)` without a backend trains with dp: unless it has cells of its own, "
+            "the dp rows speak for it"
+        )
+    return "\n".join(lines)
+
+
+def _findings(run: Run) -> str:
+    bad = [result for result in run.results if result.outcome.is_bad]
+    if not bad:
+        return "Nothing failed, errored, crashed or ran out of time in what was recorded."
+    lines = [_finding(result) for result in bad[:MOST_FINDINGS]]
+    if len(bad) > MOST_FINDINGS:
+        lines.append(f"… and {len(bad) - MOST_FINDINGS} more in results.jsonl")
+    return "\n".join(lines)
+
+
+def _finding(result: Result) -> str:
+    where = {"step": result.step, "rank": result.rank, "parameter": result.parameter}
+    details = [f"{name} {value}" for name, value in where.items() if value is not None]
+    if result.cause is not None:
+        details.insert(0, f"{result.cause} ({result.family})" if result.family else result.cause)
+    if result.error_x_noise is not None:
+        details.append(f"{compact(result.error_x_noise)} × noise")
+    aside = f" ({markdown('; '.join(details))})" if details else ""
+    outcome = result.outcome.value.replace("_", " ")
+    line = f"- {markdown_code(result.cell)} **{outcome}** {markdown(result.check)}{aside}: "
+    line += markdown(shortened(result.message, LONGEST_MESSAGE)) or "no message"
+    return f"{line}\n  - {markdown_code(result.reproduce)}" if result.reproduce else line

@@ -1,0 +1,51 @@
+"""What must be said beside every table: how the cells ended, on what devices, and whether the run is whole."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from harness.core.outcome import Outcome
+from harness.report.cells import MISSING
+from harness.report.text import printable
+from harness.store.run import Run
+
+SIMULATED = "simulated"
+
+
+def outcome_counts(cells: pd.DataFrame) -> dict[str, int]:
+    """Return how many cells ended how, best first, without outcomes that no cell has."""
+    found = cells["outcome"].value_counts()
+    shown = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED, Outcome.ERRORED, Outcome.TIMED_OUT)
+    shown += (Outcome.CRASHED, Outcome.UNSUPPORTED, Outcome.SKIPPED)
+    names = [*(outcome.value for outcome in shown), MISSING]
+    return {name: int(found[name]) for name in names if name in found}
+
+
+def counts_in_words(cells: pd.DataFrame) -> str:
+    """Return for example ``60 cells: 57 passed, 2 deviate, 1 failed``."""
+    counts = outcome_counts(cells)
+    words = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
+    noun = "cell" if len(cells) == 1 else "cells"
+    return f"{len(cells)} {noun}: {words}" if words else "0 cells"
+
+
+def devices(run: Run, accelerator: str) -> str:
+    """Return what computed cells of this accelerator: ``simulated``, or the device's name."""
+    if run.header.simulated or accelerator == "cpu":
+        return SIMULATED
+    return printable(run.header.fingerprint.key.device or accelerator)
+
+
+def what_is_missing(run: Run) -> str | None:
+    """Return why the run is incomplete, in a sentence, or None for a whole run."""
+    if not run.incomplete:
+        return None
+    reasons = []
+    if run.footer is None:
+        reasons.append("it has no footer, so it ended before its time")
+    if run.torn:
+        reasons.append("its last record was cut off")
+    if run.missing:
+        planned = len(run.header.planned)
+        reasons.append(f"{len(run.missing)} of {planned} planned cells have no result")
+    return "This run is incomplete: " + "; ".join(reasons) + "."

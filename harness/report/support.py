@@ -1,0 +1,172 @@
+"""The support table: what a user would type, and whether the evidence of this run says that it is right."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+import pandas as pd
+
+from harness.core.backend import BACKENDS
+from harness.core.outcome import Outcome
+from harness.report.cells import MISSING, cell_table
+from harness.report.summary import devices
+from harness.store.run import Run
+
+REFERENCE: Final = "reference"
+"""The subject whose configurations are written as the old documentation wrote them."""
+
+MARK_COLUMNS: Final = ("1 GPU", "1+ GPUs", "DP", "DDP", "DDP2", "Nodes", "16-bit")
+SUPPORT_COLUMNS: Final = (
+    *MARK_COLUMNS,
+    "Command",
+    "Cells passed",
+    "Deviates",
+    "Worst × noise",
+    "Devices",
+)
+
+MARKS: Final = {
+    "Y": "every cell behind the row passed",
+    "C": "contract: not everywhere what one device computes, but exactly what the backend promises",
+    "N": "at least one check failed",
+    "?": "nothing failed, but at least one cell gave no verdict "
+    "(it errored, crashed, ran out of time, was skipped, or is missing)",
+    "-": "the subject says that it does not do this",
+}
+
+_NOT_TRIED = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value, MISSING)
+_PRECISION_ORDER = ("32", "16", "bf16", "64")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What a user would type, with the numbers of gpus and nodes left open. A row of the table.
+
+    Every cell has exactly one configuration, also one with a backend or a precision not known here.
+    """
+
+    subject: str
+    backend: str
+    several_devices: bool
+    several_nodes: bool
+    precision: str
+    accelerator: str
+
+    def described_by(self) -> set[str]:
+        """Return the columns that describe the configuration; bfloat16 is a 16-bit format too."""
+        columns = {
+            "1 GPU": not self.several_devices,
+            "1+ GPUs": self.several_devices,
+            "DP": self.backend == "dp",
+            "DDP": self.backend == "ddp",
+            "DDP2": self.backend == "ddp2",
+            "Nodes": self.several_nodes,
+            "16-bit": self.precision in ("16", "bf16"),
+        }
+        return {name for name, describes in columns.items() if describes}
+
+    def command(self, gpus: set[int], nodes: set[int]) -> str:
+        """Return what to type, given the numbers of ``gpus`` per node and of ``nodes`` among the cells."""
+        return self._trainer_call() if self.subject == REFERENCE else self._in_words(gpus, nodes)
+
+    def _trainer_call(self) -> str:
+        arguments = ["gpus=k" if self.several_devices else "gpus=1"]
+        if self.several_nodes:
+            arguments.append("num_nodes=n")
+        if self.backend != "none":
+            arguments.append(f"distributed_backend={self.backend!r}")
+        if self.precision == "16":
+            arguments.append("use_amp=True")
+        elif self.precision != "32":
+            shown = self.precision if self.precision.isdecimal() else repr(self.precision)
+            arguments.append(f"precision={shown}")
+        return f"Trainer({', '.join(arguments)})"
+
+    def _in_words(self, gpus: set[int], nodes: set[int]) -> str:
+        words = [_how_many(gpus, "k", "gpu")]
+        if self.backend != "none":
+            words.insert(0, self.backend)
+        if self.several_nodes:
+            words.append(_how_many(nodes, "n", "node"))
+        return f"{self.subject}: {', '.join([*words, self.precision])}"
+
+
+def _how_many(numbers: set[int], letter: str, noun: str) -> str:
+    """Return ``4 gpus`` where all cells have 4, else ``k gpus``."""
+    shown = str(*numbers) if len(numbers) == 1 else letter
+    return f"{shown} {noun}" if shown == "1" else f"{shown} {noun}s"
+
+
+def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
+    """Return the mark for cells that ended so; ``MARKS`` says what each means.
+
+    Unsupported cells are left out of the judgement, unless there are no others. ``has_failed``: a check failed in
+    a cell whose own outcome is a worse one.
+    """
+    judged = {outcome for outcome in outcomes if outcome != Outcome.UNSUPPORTED.value}
+    if has_failed or Outcome.FAILED.value in judged:
+        return "N"
+    if not judged:
+        return "-"
+    if judged == {Outcome.PASSED.value}:
+        return "Y"
+    return "C" if judged == {Outcome.PASSED.value, Outcome.DEVIATES.value} else "?"
+
+
+def support_table(run: Run) -> pd.DataFrame:
+    """Return one row a configuration; columns are ``SUPPORT_COLUMNS``.
+
+    The columns that describe the row's configuration hold its mark, the others are empty. ``Cells passed`` is
+    ``passed/tried``, and says how many cells were not tried. ``Worst × noise`` is the largest error in multiples
+    of rounding noise, NaN where nothing was measured.
+    """
+    cells = cell_table(run)
+    cells["several_nodes"] = cells["num_nodes"] > 1
+    cells["several_devices"] = cells["several_nodes"] | (cells["gpus"] > 1)
+    names = list(Configuration.__dataclass_fields__)
+    groups = {Configuration(*key): behind for key, behind in cells.groupby(names, sort=False)}
+    subjects = list(dict.fromkeys(cells["subject"]))
+    ordered = sorted(groups, key=lambda one: (subjects.index(one.subject), *_place(one)))
+    rows = [_row(run, configuration, groups[configuration]) for configuration in ordered]
+    table = pd.DataFrame(rows, columns=list(SUPPORT_COLUMNS))
+    return table.astype({"Deviates": int, "Worst × noise": float})
+
+
+def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[str, str | int | float]:
+    outcomes = Counter(cells["outcome"])
+    shown = mark(outcomes, has_failed=bool(cells["has_failed"].any()))
+    described = configuration.described_by()
+    worst_error = cells["error_x_noise"].max()
+    return {
+        **{column: shown if column in described else "" for column in MARK_COLUMNS},
+        "Command": configuration.command(set(cells["gpus"]), set(cells["num_nodes"])),
+        "Cells passed": _passed_of_tried(outcomes),
+        "Deviates": outcomes[Outcome.DEVIATES.value],
+        "Worst × noise": math.nan if worst_error is None else float(worst_error),
+        "Devices": devices(run, configuration.accelerator),
+    }
+
+
+def _passed_of_tried(outcomes: Counter[str]) -> str:
+    tried = outcomes.total() - sum(outcomes[name] for name in _NOT_TRIED)
+    share = f"{outcomes[Outcome.PASSED.value]}/{tried}"
+    not_tried = ", ".join(f"{outcomes[name]} {name}" for name in _NOT_TRIED if outcomes[name])
+    return f"{share} ({not_tried})" if not_tried else share
+
+
+def _place(configuration: Configuration) -> tuple[int, str, bool, bool, int, str, str]:
+    """Sort simple configurations first, in the order of the old table; unknown names last, by name."""
+    backends, precision = list(BACKENDS), configuration.precision
+    return (
+        backends.index(configuration.backend) if configuration.backend in backends else len(backends),
+        configuration.backend,
+        configuration.several_devices,
+        configuration.several_nodes,
+        _PRECISION_ORDER.index(precision) if precision in _PRECISION_ORDER else len(_PRECISION_ORDER),
+        precision,
+        configuration.accelerator,
+    )

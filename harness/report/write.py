@@ -1,0 +1,37 @@
+"""Writes a run's tables beside its ``results.jsonl``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+
+from harness.report.markdown import support_page
+from harness.report.metrics import metrics_table
+from harness.report.support import support_table
+from harness.report.text import printable
+from harness.store.atomic import write_text
+from harness.store.run import read_run
+
+
+def write_report(run_path: Path) -> pd.DataFrame:
+    """Write ``support.md``, ``support.csv`` and ``metrics.csv`` and return the support table.
+
+    In the CSV files an infinite number is ``inf`` and a missing one is empty.
+
+    Raises:
+        StoreError: the run cannot be read (see ``read_run``), or its folder not be written to.
+    """
+    run = read_run(run_path)
+    table = support_table(run)
+    write_text(run.path / "support.md", support_page(run, table))
+    write_text(run.path / "support.csv", _csv(table))
+    write_text(run.path / "metrics.csv", _csv(metrics_table(run)))
+    return table
+
+
+def _csv(table: pd.DataFrame) -> str:
+    text: str = table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(
+        index=False
+    )
+    return text

@@ -1,0 +1,280 @@
+"""The lines of ``results.jsonl``: a header, one result a finding, a footer. Strict JSON, one object a line.
+
+A field this version does not know is ignored, so that fields may be added within a schema version.
+Where JSON has no word for a number: an infinite ``error_x_noise`` is the string ``"inf"``; one that is not a
+number is stored as ``"inf"`` too, because no multiple of noise explains it; a missing one is null.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    PlainSerializer,
+    TypeAdapter,
+)
+
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome, worst
+from harness.store.fingerprint import Fingerprint, plumbline_version
+
+SCHEMA_VERSION = 1
+_LONGEST_MESSAGE = 10_000
+
+Coordinates = tuple[str, str, str, int, int, str, str]
+"""A cell as a key: subject, workload, backend, num_nodes, gpus, precision, accelerator."""
+
+
+def _encodable(value: object) -> object:
+    """Spell out lone surrogates, which come from bytes that were no UTF-8 and which JSON cannot hold."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _not_a_number_is_infinite(value: float | None) -> float | None:
+    return math.inf if value is not None and math.isnan(value) else value
+
+
+def _number_or_word(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _word_or_number(value: object) -> object:
+    return float(value) if value in ("inf", "-inf") and isinstance(value, str) else value
+
+
+def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def holds(part: JsonValue) -> bool:
+        if isinstance(part, dict):
+            return all(map(holds, part.values()))
+        if isinstance(part, list):
+            return all(map(holds, part))
+        return not isinstance(part, float) or math.isfinite(part)
+
+    if not holds(value):
+        raise ValueError("numbers in it must be finite")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_encodable)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""Up to what every JSON reader keeps exactly."""
+AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
+UtcTime = Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(timezone.utc))]
+XNoise = Annotated[
+    float,
+    BeforeValidator(_word_or_number),
+    AfterValidator(_not_a_number_is_infinite),
+    PlainSerializer(_number_or_word, return_type=float | str),
+]
+Plain = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
+
+
+class Record(BaseModel):
+    """What every line and every part of one has in common."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class CellRecord(Record):
+    """What speaks of a cell: by its coordinates, and by its id, which is for reading and for file names."""
+
+    cell: Text
+    subject: Text
+    workload: Text
+    backend: Text
+    num_nodes: AtLeastOne
+    gpus: AtLeastOne
+    precision: Text
+    accelerator: Text
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """What tells this cell from every other one in the run."""
+        return (
+            self.subject,
+            self.workload,
+            self.backend,
+            self.num_nodes,
+            self.gpus,
+            self.precision,
+            self.accelerator,
+        )
+
+
+class PlannedCell(CellRecord):
+    """A cell that the run means to answer for."""
+
+    @classmethod
+    def of(cls, cell: Cell) -> PlannedCell:
+        """Write a cell down."""
+        return cls(**_fields_of(cell))
+
+
+class Header(Record):
+    """The first line: which run this is, and every cell it means to answer for.
+
+    ``simulated``: devices stand in for what was asked, and no figure of this run is about speed.
+    """
+
+    type: Literal["header"] = "header"
+    schema_version: int = SCHEMA_VERSION
+    # The folder's name, so nothing that leads out of the report directory.
+    run_id: Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{0,99}$")]
+    started: UtcTime
+    plumbline: Text
+    command: tuple[Text, ...] = ()
+    options: Plain = {}
+    fingerprint: Fingerprint = Fingerprint()
+    simulated: bool
+    planned: tuple[PlannedCell, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        cells: Iterable[Cell],
+        *,
+        command: Sequence[str],
+        options: Mapping[str, JsonValue],
+        fingerprint: Fingerprint,
+        simulated: bool,
+        started: datetime | None = None,
+    ) -> Header:
+        """Begin a run of ``cells`` now, or at ``started`` (an aware datetime).
+
+        The program in ``command[0]`` loses its folder, which would name the user's home in a public report.
+        """
+        started = started or datetime.now(timezone.utc)
+        return cls(
+            run_id=new_run_id(started),
+            started=started,
+            plumbline=plumbline_version(),
+            command=(Path(command[0]).name, *command[1:]) if command else (),
+            options=dict(options),
+            fingerprint=fingerprint,
+            simulated=simulated,
+            planned=tuple(PlannedCell.of(cell) for cell in cells),
+        )
+
+
+class Result(CellRecord):
+    """One finding about one cell.
+
+    ``seconds`` is the wall time of the cell's launch, the same on each of its findings. ``step`` counts
+    optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
+    ``reproduce`` is a command that runs just this cell. What does not apply is None.
+    """
+
+    type: Literal["result"] = "result"
+    check: Text
+    outcome: Outcome
+    cause: Text | None = None
+    family: Text | None = None
+    error_x_noise: XNoise | None = None
+    step: Count | None = None
+    parameter: Text | None = None
+    rank: Count | None = None
+    message: Text = ""
+    reproduce: Text = ""
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+
+    @classmethod
+    def of(cls, cell: Cell, finding: Finding, reproduce: str, seconds: float | None) -> Result:
+        """Write a finding down. A very long message keeps its beginning and its end."""
+        return cls(
+            **_fields_of(cell),
+            check=finding.check,
+            outcome=finding.outcome,
+            cause=finding.cause,
+            family=finding.family,
+            error_x_noise=finding.error_x_noise,
+            step=finding.step,
+            parameter=finding.parameter,
+            rank=finding.rank,
+            message=_without_its_middle(finding.message),
+            reproduce=reproduce,
+            seconds=seconds,
+        )
+
+
+class Footer(Record):
+    """The last line: the run came to its end. ``cells`` counts cells by their worst outcome."""
+
+    type: Literal["footer"] = "footer"
+    finished: UtcTime
+    cells: dict[Outcome, Count]
+    exit_status: int
+
+    @classmethod
+    def of(cls, results: Iterable[Result], exit_status: int, finished: datetime | None = None) -> Footer:
+        """End a run that left ``results``, now or at ``finished`` (an aware datetime)."""
+        ends = list(outcome_by_cell(results).values())
+        return cls(
+            finished=finished or datetime.now(timezone.utc),
+            cells={outcome: ends.count(outcome) for outcome in Outcome if outcome in ends},
+            exit_status=exit_status,
+        )
+
+
+_RECORD: TypeAdapter[Header | Result | Footer] = TypeAdapter(
+    Annotated[Header | Result | Footer, Field(discriminator="type")]
+)
+
+
+def line_of(record: Header | Result | Footer) -> bytes:
+    """Return the record as one line of UTF-8, its newline included."""
+    return record.model_dump_json().encode() + b"\n"
+
+
+def record_of(line: bytes) -> Header | Result | Footer:
+    """Read one line back.
+
+    Raises:
+        pydantic.ValidationError: it is not JSON, or not a record of this schema version.
+    """
+    return _RECORD.validate_json(line, strict=True)
+
+
+def outcome_by_cell(results: Iterable[Result]) -> dict[Coordinates, Outcome]:
+    """Return the worst outcome of each cell, in the order in which cells first appear."""
+    outcomes: dict[Coordinates, list[Outcome]] = {}
+    for result in results:
+        outcomes.setdefault(result.coordinates, []).append(result.outcome)
+    return {cell: worst(found) for cell, found in outcomes.items()}
+
+
+def new_run_id(started: datetime) -> str:
+    """Return a name that sorts by time and that two runs of the same second do not share."""
+    return f"{started.astimezone(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
+
+
+def _fields_of(cell: Cell) -> dict[str, Any]:
+    return {
+        "cell": cell.id,
+        "subject": cell.subject,
+        "workload": cell.workload,
+        "backend": cell.backend,
+        "num_nodes": cell.topology.num_nodes,
+        "gpus": cell.topology.gpus,
+        "precision": cell.precision,
+        "accelerator": cell.accelerator,
+    }
+
+
+def _without_its_middle(message: str) -> str:
+    if len(message) <= _LONGEST_MESSAGE:
+        return message
+    half = _LONGEST_MESSAGE // 2
+    return f"{message[:half]} … {message[-half:]}"

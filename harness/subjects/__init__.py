@@ -1,0 +1,1 @@
+"""The trainers under test. One file a subject, one line in ``SHORT_NAMES``."""

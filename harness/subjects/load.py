@@ -1,0 +1,68 @@
+"""From what the user typed after ``--subject`` to the subjects it names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from harness.core.errors import SubjectError
+from harness.subjects.declare import Subject
+
+SHORT_NAMES = {
+    "reference": "harness.subjects.reference",
+    "torch": "harness.subjects.handwritten",
+}
+
+
+def load(locator: str) -> list[Subject]:
+    """Return the subjects behind ``path/to/file.py``, ``path/to/file.py::name``, a module or a short name.
+
+    Raises:
+        SubjectError: nothing is there, it cannot be imported, or it declares no subject.
+    """
+    place, _, wanted = locator.partition("::")
+    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(SHORT_NAMES.get(place, place))
+    found = {
+        declared.name: declared
+        for value in vars(module).values()
+        if isinstance(declared := getattr(value, "__plumbline_subject__", None), Subject)
+    }
+    if not found:
+        raise SubjectError(f"{place} declares no subject: put @subject(...) from harness over its train(job)")
+    if not wanted:
+        return list(found.values())
+    if wanted not in found:
+        raise SubjectError(f"{place} has no subject {wanted!r}; it has {', '.join(found)}")
+    return [found[wanted]]
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise SubjectError(f"there is no file {path}")
+    # A file may be called like a library; it must not take that library's place.
+    name = path.stem if importlib.util.find_spec(path.stem.split(".")[0]) is None else f"subject_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    # What lies beside the file can be imported by it, as when it is run as a script.
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise SubjectError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        known = ", ".join(SHORT_NAMES)
+        raise SubjectError(
+            f"subject {name!r} cannot be imported ({error}); give a file.py, a module, or one of {known}"
+        ) from error

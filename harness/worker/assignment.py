@@ -1,0 +1,51 @@
+"""What a rank is told: which cell, which rank of it, and where its evidence goes. Travels as one JSON object."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One rank's part in one launch.
+
+    ``environment`` holds the variables that a launcher sets (torchrun's). ``evidence`` and ``log`` are file paths.
+    """
+
+    launch: int
+    cell: Cell
+    rank: int
+    comm: str
+    environment: dict[str, str]
+    evidence: str
+    log: str
+
+    @property
+    def processes_per_node(self) -> int:
+        """Ranks on each node."""
+        return self.cell.contract.processes_per_node(self.cell.topology)
+
+    @property
+    def node_rank(self) -> int:
+        """The node this rank lives on."""
+        return self.rank // self.processes_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """The rank's place on its node."""
+        return self.rank % self.processes_per_node
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Assignment:
+        """Undo :meth:`to_json`."""
+        cell = dict(values["cell"])
+        cell["topology"] = Topology(**cell["topology"])
+        return cls(**{**values, "cell": Cell(**cell)})

@@ -1,0 +1,86 @@
+"""The job: everything a subject needs to know to train one cell. This is the public interface for subjects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.worker.assignment import Assignment
+from harness.worker.recorder import Recorder
+from harness.workloads import WORKLOADS, Columns
+
+
+class Job:
+    """One rank's view of one cell.
+
+    Attributes:
+        dataset, val_dataset: map-style datasets of dicts of tensors, each sample with its ``"index"``.
+        epochs, max_steps, accumulate, clip_norm, shuffle, seed: hyper-parameters, None where unused.
+        batch_size: samples a loader of this process draws at once.
+        global_batch_size: samples drawn at once over all processes.
+        backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
+        rank, local_rank, node_rank, world_size: processes: one a device for ddp, one a node for dp and ddp2.
+        device, devices: where this process computes, and all of its devices (dp, ddp2).
+        comm: ``"gloo"`` or ``"nccl"``, for ``init_process_group``.
+    """
+
+    def __init__(self, assignment: Assignment, recorder: Recorder) -> None:
+        cell = assignment.cell
+        self._workload = workload = WORKLOADS[cell.workload]
+        self._recorder = recorder
+        self._dtype: torch.dtype = getattr(torch, cell.arithmetic.storage)
+
+        self.backend, self.precision = cell.backend, cell.precision
+        self.gpus, self.num_nodes = cell.topology.gpus, cell.topology.num_nodes
+        self.accelerator = cell.accelerator
+        self.comm = assignment.comm
+        self.rank, self.local_rank, self.node_rank = assignment.rank, assignment.local_rank, assignment.node_rank
+        self.world_size = cell.processes
+
+        spread = cell.contract.devices_per_process(cell.topology)
+        self.devices = [
+            torch.device("cpu") if cell.accelerator == "cpu" else torch.device("cuda", self.local_rank + i)
+            for i in range(spread)
+        ]
+        self.device = self.devices[0]
+
+        devices = cell.topology.devices
+        self.dataset: Columns = workload.dataset(devices, self._dtype)
+        self.val_dataset: Columns = workload.val_dataset(devices, self._dtype)
+        self.global_batch_size = workload.global_batch_size(devices)
+        self.batch_size = self.global_batch_size // self.world_size
+        self.epochs, self.max_steps = workload.epochs, workload.max_steps
+        self.accumulate, self.clip_norm = workload.accumulate, workload.clip_norm
+        self.shuffle, self.seed = workload.shuffle, workload.seed
+
+    def model(self) -> nn.Module:
+        """Return a new model on the cpu with the job's seeded weights; ``forward(batch: dict) -> Tensor``."""
+        model = self._workload.model(self._dtype)
+        self._recorder.watch(model)
+        return model
+
+    def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        """Return the scalar loss of a batch."""
+        self._recorder.on_loss(batch)
+        return self._workload.loss(outputs, batch)
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return the workload's optimizer over ``params``."""
+        return self._workload.optimizer(params)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return the workload's learning-rate schedule for ``optimizer``, or None if it has none."""
+        return self._workload.scheduler(optimizer)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the precision's context for forward and loss; it does nothing for 32 and 64."""
+        name = {"16": "float16", "bf16": "bfloat16"}.get(self.precision)
+        return torch.autocast(self.device.type, getattr(torch, name)) if name else nullcontext()
+
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Return the precision's GradScaler; a disabled one, which does nothing, except for 16."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.precision == "16")

@@ -1,0 +1,96 @@
+"""What a training problem is, and the columns of data it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+Batch = dict[str, Tensor]
+
+
+class Columns(Dataset[Batch]):
+    """A map-style dataset over equally long columns; every sample knows its ``"index"``."""
+
+    def __init__(self, columns: Batch) -> None:
+        count = len(next(iter(columns.values())))
+        self.columns: Batch = {**columns, "index": torch.arange(count)}
+
+    def __len__(self) -> int:
+        return len(self.columns["index"])
+
+    def __getitem__(self, position: int) -> Batch:
+        return {name: column[position] for name, column in self.columns.items()}
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the samples at ``indices``, in that order, as one batch."""
+        chosen = torch.as_tensor(indices, dtype=torch.long)
+        return {name: column[chosen] for name, column in self.columns.items()}
+
+
+class Workload:
+    """One training problem: model, data, loss, optimizer, hyper-parameters and seed.
+
+    A workload is one small file with a subclass. ``exposes`` says in a sentence which mistakes it is there for.
+    ``needs`` names the capabilities a subject must declare beyond forward, backward, step, epochs and shuffling.
+    ``exact`` promises that every sum is exact in float32 in any order, wherever all divisors are powers of two.
+    """
+
+    name: ClassVar[str]
+    exposes: ClassVar[str]
+    needs: ClassVar[frozenset[str]] = frozenset()
+    exact: ClassVar[bool] = False
+
+    batch_size: ClassVar[int] = 24
+    steps_per_epoch: ClassVar[int] = 3
+    epochs: ClassVar[int] = 2
+    max_steps: ClassVar[int | None] = None
+    accumulate: ClassVar[int] = 1
+    clip_norm: ClassVar[float | None] = None
+    shuffle: ClassVar[bool] = True
+    seed: ClassVar[int] = 1234
+
+    def build(self) -> nn.Module:
+        """Return a new model; ``forward(batch)`` has the batch in dim 0. Called under a fixed seed."""
+        raise NotImplementedError
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``count`` samples, drawn with ``generator``, one tensor a column."""
+        raise NotImplementedError
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        """Return the scalar loss of a batch."""
+        raise NotImplementedError
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return the workload's optimizer: plain SGD, which hides nothing, unless a workload says otherwise."""
+        return torch.optim.SGD(params, lr=0.1)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """Return the workload's learning-rate schedule, or None."""
+        return None
+
+    def global_batch_size(self, devices: int) -> int:
+        """Return how many samples one step consumes over all devices: the least multiple that is enough."""
+        return -(-self.batch_size // devices) * devices
+
+    def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
+        """Return a new model on the cpu, with the same weights at every call, whatever the global RNG."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.build().to(dtype)
+
+    def dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
+        """Return the training data for a cell of so many devices."""
+        return self._draw(self.steps_per_epoch * self.global_batch_size(devices), self.seed + 1, dtype)
+
+    def val_dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
+        """Return held-out data; its size is a multiple of nothing, so that shards are unequal."""
+        return self._draw(self.global_batch_size(devices) + 5, self.seed + 2, dtype)
+
+    def _draw(self, count: int, seed: int, dtype: torch.dtype) -> Columns:
+        columns = self.columns(count, torch.Generator().manual_seed(seed))
+        return Columns({k: v.to(dtype) if v.is_floating_point() else v for k, v in columns.items()})
