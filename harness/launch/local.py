@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 
@@ -20,9 +21,7 @@ LOOPBACK = "127.0.0.1"
 def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Trace:
     """Train ``cell`` once and return its evidence, which lies in ``folder`` afterwards, a file a rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Listening before anybody is told the port: it cannot be taken in between. Ranks join as torchrun's do, whose
-    # agent holds the store.
-    store = torch.distributed.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    store = _store()
     number = pool.next_launch()
     comm = "nccl" if cell.accelerator == "cuda" and not oversubscribe else "gloo"
     assignments = [
@@ -49,6 +48,19 @@ def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubsc
         else:
             exits[end.rank] = _explain(end, Path(assignment.log), time_limit)
     return Trace(tuple(ranks), exits, seconds)
+
+
+def _store() -> torch.distributed.TCPStore:
+    """Return a store for one launch's rendezvous. Ranks join it as they join the one that torchrun's agent holds.
+
+    The socket listens, on loopback, before anybody is told the port: nobody can take it in between. It is an IPv4
+    one because a dual-stack socket's addresses have names that only a DNS server could tell.
+    """
+    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return torch.distributed.TCPStore(
+        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def _environment(cell: Cell, rank: int, port: int, oversubscribe: bool) -> dict[str, str]:

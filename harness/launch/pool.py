@@ -24,6 +24,14 @@ START_LIMIT = 120.0
 GRACE = 3.0
 """Seconds that ranks get to notice that one of them is gone, and to end once their evidence is there."""
 
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+    # torch's TCPStore looks up the name of the address it connected to. Dozens of ranks that ask a DNS server at
+    # once lose some answers and wait for the default time-out, 5 s each; nobody needs the name.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
+
 _BOOTSTRAP = """
 import importlib.util, sys
 # Only this package, by its place: the folder around it may be another environment's site-packages.
@@ -59,7 +67,7 @@ class Pool:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, **_ENVIRONMENT},
         )
         assert self._process.stdout is not None
         self._events = self._process.stdout.fileno()

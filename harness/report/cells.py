@@ -34,10 +34,10 @@ _MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
 def cell_table(run: Run) -> pd.DataFrame:
     """Return one row a cell, planned cells first and in their order; columns are ``CELL_COLUMNS``.
 
-    ``outcome``: the worst of the cell's findings, or ``missing``. A cell that was being written when the run broke
-    off is missing too, unless it is bad already: the findings it lacks might not have passed.
-    ``has_failed``: whether any finding failed, which a worse outcome (say, of a check that crashed) would hide.
-    ``error_x_noise``: the largest among findings that passed, deviate or failed; other outcomes measured nothing.
+    ``outcome``: the worst of the cell's findings, or ``missing``. A cell that was being written when the run
+    broke off is missing too, unless it is bad already: the findings it lacks might not have passed.
+    ``has_failed``: whether any finding failed, which a worse outcome (say, a check that crashed) would hide.
+    ``error_x_noise``: the largest among findings that passed, deviate or failed; others measured nothing.
     ``seconds``: the wall time of the cell's launch. The last two are NaN where there is none.
     """
     findings: dict[Coordinates, list[Result]] = {}
@@ -49,9 +49,11 @@ def cell_table(run: Run) -> pd.DataFrame:
         (cell.cell, *key, *_ending(findings.get(key, []), cut_short=key == run.cut_short))
         for key, cell in cells.items()
     ]
-    return pd.DataFrame(rows, columns=list(CELL_COLUMNS)).astype(
-        {"has_failed": bool, "error_x_noise": float, "seconds": float}
-    )
+    table: pd.DataFrame = pd.DataFrame(rows, columns=list(CELL_COLUMNS))
+    # Said here, because pandas cannot tell from no rows, or from rows without a figure.
+    for name, kind in {"has_failed": bool, "error_x_noise": float, "seconds": float}.items():
+        table[name] = table[name].astype(kind)
+    return table
 
 
 def _ending(findings: list[Result], *, cut_short: bool) -> tuple[str, bool, float | None, float | None]:

@@ -28,14 +28,16 @@ _RIGHT = ("Cells passed", "Deviates", "Worst × noise")
 
 def support_page(run: Run, table: pd.DataFrame) -> str:
     """Return the page for ``table``, which is the run's support table."""
+    cells = cell_table(run)
     blocks = [
         "# Plumbline: support table",
         _facts(run),
-        *_warnings(run, table),
+        _devices(run, table),
+        *_warnings(run, cells),
         markdown_table(table),
-        f"{counts_in_words(cell_table(run))}.",
+        f"{counts_in_words(cells)}.",
         _legend(run),
-        "## What did not pass",
+        "## What went wrong",
         _findings(run),
     ]
     return "\n\n".join(blocks) + "\n"
@@ -73,16 +75,18 @@ def _facts(run: Run) -> str:
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
 
-def _warnings(run: Run, table: pd.DataFrame) -> Iterable[str]:
+def _devices(run: Run, table: pd.DataFrame) -> str:
     if run.header.simulated or SIMULATED in set(table["Devices"]):
-        yield (
-            "**Simulated devices.** Every GPU of this run is a process or a replica on the cpu. "
+        return (
+            "**Simulated devices.** Processes and replicas stand in for the GPUs of this run. "
             "The table is about right and wrong; no figure of this run is about speed."
         )
-    else:
-        yield f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
-    if missing := what_is_missing(run):
-        yield f"> **INCOMPLETE.** {missing} Its marks speak only of what was recorded."
+    return f"**Real devices**: {markdown(', '.join(dict.fromkeys(table['Devices'])) or 'none')}."
+
+
+def _warnings(run: Run, cells: pd.DataFrame) -> Iterable[str]:
+    if missing := what_is_missing(run, cells):
+        yield f"> **{markdown(missing)}**"
 
 
 def _legend(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""What must be said beside every table: how the cells ended, on what devices, and whether the run is whole."""
+"""What must be said beside every table: how cells ended, on what devices, and whether the run is whole."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ SIMULATED = "simulated"
 
 
 def outcome_counts(cells: pd.DataFrame) -> dict[str, int]:
-    """Return how many cells ended how, best first, without outcomes that no cell has."""
+    """Return how many cells ended how, in the order of reading, without outcomes that no cell has."""
     found = cells["outcome"].value_counts()
-    shown = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED, Outcome.ERRORED, Outcome.TIMED_OUT)
-    shown += (Outcome.CRASHED, Outcome.UNSUPPORTED, Outcome.SKIPPED)
-    names = [*(outcome.value for outcome in shown), MISSING]
+    mild = (Outcome.UNSUPPORTED, Outcome.SKIPPED)  # nothing was tried: of less interest than what was
+    ordered = [*(outcome for outcome in Outcome if outcome not in mild), *mild]
+    names = [*(outcome.value for outcome in ordered), MISSING]
     return {name: int(found[name]) for name in names if name in found}
 
 
 def counts_in_words(cells: pd.DataFrame) -> str:
-    """Return for example ``60 cells: 57 passed, 2 deviate, 1 failed``."""
+    """Return for example ``60 cells: 57 passed, 2 deviates, 1 failed``."""
     counts = outcome_counts(cells)
     words = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
     noun = "cell" if len(cells) == 1 else "cells"
@@ -36,16 +36,15 @@ def devices(run: Run, accelerator: str) -> str:
     return printable(run.header.fingerprint.key.device or accelerator)
 
 
-def what_is_missing(run: Run) -> str | None:
-    """Return why the run is incomplete, in a sentence, or None for a whole run."""
+def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:
+    """Return why the run, with these cells, is incomplete, in a sentence; None for a whole run."""
     if not run.incomplete:
         return None
     reasons = []
     if run.footer is None:
-        reasons.append("it has no footer, so it ended before its time")
+        reasons.append("the run has no footer, so it ended before its time or is still going on")
     if run.torn:
         reasons.append("its last record was cut off")
-    if run.missing:
-        planned = len(run.header.planned)
-        reasons.append(f"{len(run.missing)} of {planned} planned cells have no result")
-    return "This run is incomplete: " + "; ".join(reasons) + "."
+    if missing := outcome_counts(cells).get(MISSING):
+        reasons.append(f"{missing} of {len(cells)} cells have no whole answer")
+    return f"INCOMPLETE: {'; '.join(reasons)}."

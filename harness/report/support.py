@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 import pandas as pd
 
@@ -104,8 +103,8 @@ def _how_many(numbers: set[int], letter: str, noun: str) -> str:
 def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
     """Return the mark for cells that ended so; ``MARKS`` says what each means.
 
-    Unsupported cells are left out of the judgement, unless there are no others. ``has_failed``: a check failed in
-    a cell whose own outcome is a worse one.
+    Unsupported cells are left out of the judgement, unless there are no others.
+    ``has_failed``: a check failed in a cell whose own outcome is a worse one.
     """
     judged = {outcome for outcome in outcomes if outcome != Outcome.UNSUPPORTED.value}
     if has_failed or Outcome.FAILED.value in judged:
@@ -114,39 +113,41 @@ def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
         return "-"
     if judged == {Outcome.PASSED.value}:
         return "Y"
-    return "C" if judged == {Outcome.PASSED.value, Outcome.DEVIATES.value} else "?"
+    return "C" if judged <= {Outcome.PASSED.value, Outcome.DEVIATES.value} else "?"
 
 
 def support_table(run: Run) -> pd.DataFrame:
     """Return one row a configuration; columns are ``SUPPORT_COLUMNS``.
 
-    The columns that describe the row's configuration hold its mark, the others are empty. ``Cells passed`` is
-    ``passed/tried``, and says how many cells were not tried. ``Worst × noise`` is the largest error in multiples
-    of rounding noise, NaN where nothing was measured.
+    The columns that describe the row's configuration hold its mark, the others are empty.
+    ``Cells passed`` is ``passed/tried``, and says how many cells were not tried.
+    ``Worst × noise`` is the largest error in multiples of rounding noise, NaN where nothing was measured.
     """
     cells = cell_table(run)
     cells["several_nodes"] = cells["num_nodes"] > 1
     cells["several_devices"] = cells["several_nodes"] | (cells["gpus"] > 1)
     names = list(Configuration.__dataclass_fields__)
-    groups = {Configuration(*key): behind for key, behind in cells.groupby(names, sort=False)}
+    groups = {
+        Configuration(*cast("tuple[str, str, bool, bool, str, str]", key)): behind
+        for key, behind in cells.groupby(names, sort=False)
+    }
     subjects = list(dict.fromkeys(cells["subject"]))
     ordered = sorted(groups, key=lambda one: (subjects.index(one.subject), *_place(one)))
     rows = [_row(run, configuration, groups[configuration]) for configuration in ordered]
-    table = pd.DataFrame(rows, columns=list(SUPPORT_COLUMNS))
-    return table.astype({"Deviates": int, "Worst × noise": float})
+    table: pd.DataFrame = pd.DataFrame(rows, columns=list(SUPPORT_COLUMNS))
+    return table
 
 
 def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[str, str | int | float]:
     outcomes = Counter(cells["outcome"])
     shown = mark(outcomes, has_failed=bool(cells["has_failed"].any()))
     described = configuration.described_by()
-    worst_error = cells["error_x_noise"].max()
     return {
         **{column: shown if column in described else "" for column in MARK_COLUMNS},
         "Command": configuration.command(set(cells["gpus"]), set(cells["num_nodes"])),
         "Cells passed": _passed_of_tried(outcomes),
         "Deviates": outcomes[Outcome.DEVIATES.value],
-        "Worst × noise": math.nan if worst_error is None else float(worst_error),
+        "Worst × noise": float(cells["error_x_noise"].max()),
         "Devices": devices(run, configuration.accelerator),
     }
 

@@ -18,17 +18,16 @@ from harness.store.run import Run
 # Heads over two lines, so that a column is hardly wider than its mark.
 _HEADS = {"1 GPU": "1\nGPU", "1+ GPUs": "1+\nGPUs", "16-bit": "16-\nbit"}
 _COLOURS = {"Y": "green", "C": "cyan", "N": "bold red", "?": "yellow", "-": "dim"}
-_LEGEND = "Y passed  C as the backend's contract says  N failed  ? no verdict  - unsupported"
-_ELIDED = "  … distributed_backend"
+_LEGEND = "Y passed  C as the contract says  N failed  ? no verdict  - unsupported  … distributed_backend"
 
 
 def support_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> str:
     """Return the support table, what its signs mean, and how the cells ended, in lines of at most ``width``.
 
     100 columns hold the reference trainer's rows whole; below that the commands lose their ends. The call is
-    shortened to its arguments, and the cells not tried are left to the counts below the table and to support.md.
+    shortened to its arguments, and cells not tried are left to the counts below the table and to support.md.
     """
-    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, show_edge=False)
     for name in MARK_COLUMNS:
         table.add_column(_HEADS.get(name, name), justify="center", no_wrap=True)
     table.add_column("Command", ratio=1, no_wrap=True, overflow="ellipsis")
@@ -57,11 +56,11 @@ def _closing_lines(run: Run) -> list[Text]:
     cells = cell_table(run)
     computed_by = dict.fromkeys(devices(run, accelerator) for accelerator in cells["accelerator"])
     lines = [
-        Text(_LEGEND + _ELIDED),
+        Text(_LEGEND),
         Text(f"{counts_in_words(cells)}. Devices: {', '.join(computed_by) or 'none'}."),
     ]
-    if missing := what_is_missing(run):
-        lines.append(Text(f"INCOMPLETE. {missing}", style="bold red"))
+    if missing := what_is_missing(run, cells):
+        lines.append(Text(missing, style="bold red"))
     return lines
 
 

@@ -32,7 +32,7 @@ def markdown(text: str) -> str:
 
 
 def markdown_code(text: str) -> str:
-    """Return a code span that shows the text as it is. Not for tables: there a pipe ends the cell even in code."""
+    """Return a code span that shows the text as it is. Not for tables: there a pipe ends even a code span."""
     line = printable(text)
     if not line:
         return ""
@@ -47,7 +47,7 @@ def markdown_table_code(text: str) -> str:
 
 
 def compact(number: float) -> str:
-    """Return a number of few signs: ``0.8``, ``3.2``, ``57``, ``2e6``, ``inf``. Not-a-number (missing) is empty."""
+    """Return a number in few signs: ``0.8``, ``57``, ``2e6``, ``inf``; nothing for a missing one (NaN)."""
     if math.isnan(number):
         return ""
     if math.isinf(number):

@@ -21,6 +21,7 @@ def write_report(run_path: Path) -> pd.DataFrame:
 
     Raises:
         StoreError: the run cannot be read (see ``read_run``), or its folder not be written to.
+
     """
     run = read_run(run_path)
     table = support_table(run)

@@ -14,6 +14,7 @@ def write_text(path: Path, text: str) -> None:
 
     Raises:
         StoreError: the folder cannot be written to.
+
     """
     beside = _name_beside(path)
     try:
@@ -29,6 +30,7 @@ def point_symlink(link: Path, target: str) -> None:
 
     Raises:
         OSError: something that is not a link stands in its place, or the file system has no symlinks.
+
     """
     beside = _name_beside(link)
     try:

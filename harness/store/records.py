@@ -243,6 +243,7 @@ def record_of(line: bytes) -> Header | Result | Footer:
 
     Raises:
         pydantic.ValidationError: it is not JSON, or not a record of this schema version.
+
     """
     return _RECORD.validate_json(line, strict=True)
 

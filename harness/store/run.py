@@ -74,6 +74,7 @@ class RunWriter:
     Raises:
         ReportDirUnusable: the report directory is missing or cannot be written to.
         StoreError: a record cannot be written, for instance because the disk is full.
+
     """
 
     def __init__(self, report_dir: Path, header: Header) -> None:
@@ -135,6 +136,7 @@ def read_run(path: Path) -> Run:
         NewerSchema: it was written by a newer plumbline.
         CorruptRecord: a line in it is not a record, or not where it may stand.
         StoreError: it cannot be read.
+
     """
     file = path / RESULTS if path.is_dir() else path
     if not file.is_file():  # also refuses a pipe or a device, which could be read for ever

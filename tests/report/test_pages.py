@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import pytest
+from rich.cells import cell_len
+
+from harness.core.cell import Cell
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.report.markdown import MOST_FINDINGS, support_page
+from harness.report.support import support_table
+from harness.report.terminal import support_for_terminal
+from harness.store.run import Run
+
+BuildRun = Callable[..., Run]
+
+HOSTILE = "evil|\\|`<script>alert(1)</script>\n\n# title [link](http://x) \x1b[31m\u202e"
+
+
+def page_of(run: Run) -> str:
+    return support_page(run, support_table(run))
+
+
+def hostile_run(build_run: BuildRun) -> Run:
+    cell = Cell(HOSTILE, HOSTILE, HOSTILE, Topology(1, 2), HOSTILE, "cpu")
+    run = build_run({cell: [Outcome.FAILED, Outcome.CRASHED]})
+    results = tuple(
+        result.model_copy(
+            update={"message": HOSTILE, "reproduce": HOSTILE, "check": HOSTILE, "parameter": HOSTILE}
+        )
+        for result in run.results
+    )
+    return dataclasses.replace(run, results=results)
+
+
+def test_the_page_says_what_ran_and_on_what(realistic_run: Run) -> None:
+    page = page_of(realistic_run)
+    above_table = page[: page.index("| 1 GPU |")]
+    assert realistic_run.header.run_id in above_table
+    assert realistic_run.header.fingerprint.commit in above_table
+    assert "Simulated devices" in above_table
+    assert "INCOMPLETE" not in page
+
+
+def test_cells_on_the_cpu_are_simulated_whatever_the_header_says(build_run: BuildRun) -> None:
+    cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
+    assert "Simulated devices" in page_of(build_run({cell: [Outcome.PASSED]}, simulated=False))
+    real = dataclasses.replace(cell, accelerator="cuda")
+    assert "Simulated devices" not in page_of(build_run({real: [Outcome.PASSED]}, simulated=False))
+
+
+def test_an_incomplete_run_is_said_so_above_the_table(realistic_run: Run) -> None:
+    run = dataclasses.replace(realistic_run, footer=None, results=realistic_run.results[:40], torn=True)
+    page = page_of(run)
+    assert "INCOMPLETE" in page[: page.index("| 1 GPU |")]
+    assert "INCOMPLETE" in support_for_terminal(run)
+
+
+def test_the_page_shows_every_finding_that_went_wrong_and_how_to_see_it_again(realistic_run: Run) -> None:
+    page = page_of(realistic_run)
+    bad = [result for result in realistic_run.results if result.outcome.is_bad]
+    assert bad
+    for result in bad:
+        assert f"`{result.reproduce}`" in page
+    assert "4e6 × noise" in page
+
+
+def test_many_findings_are_cut_off_with_their_number(build_run: BuildRun) -> None:
+    cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
+    page = page_of(build_run({cell: [Outcome.FAILED] * (MOST_FINDINGS + 7)}))
+    assert "… and 7 more" in page
+    assert page.count("**failed**") == MOST_FINDINGS
+
+
+def test_what_a_run_says_never_acts_as_markup(build_run: BuildRun) -> None:
+    page = page_of(hostile_run(build_run))
+    markdown_it = pytest.importorskip("markdown_it")
+    html = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table").render(page)
+    assert "<script" not in html
+    assert "<a " not in html
+    assert html.count("<h1") == 1
+    assert html.count("<td") == 12
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+
+
+@pytest.mark.parametrize("width", [100, 140])
+def test_the_terminal_table_holds_every_reference_command_whole(realistic_run: Run, width: int) -> None:
+    shown = support_for_terminal(realistic_run, width)
+    lines = shown.splitlines()
+    assert max(map(cell_len, lines)) <= width
+    assert sum("gpus=" in line or "my-ddp" in line for line in lines) == len(support_table(realistic_run))
+    assert not re.search(r"…(?!=| distributed_backend)", shown)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_whatever_a_run_says_stays_within_the_width(build_run: BuildRun, width: int) -> None:
+    shown = support_for_terminal(hostile_run(build_run), width)
+    assert max(map(cell_len, shown.splitlines())) <= width
+    assert re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", shown) is None
+
+
+def test_the_terminal_says_how_many_cells_and_that_they_are_simulated(realistic_run: Run) -> None:
+    shown = support_for_terminal(realistic_run)
+    assert "230 cells: 179 passed, 41 deviates, 3 failed, 2 crashed, 5 unsupported." in shown
+    assert "simulated" in shown
+
+
+def test_colour_only_where_wanted(realistic_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    plain = support_for_terminal(realistic_run)
+    assert "\x1b" not in plain
+    coloured = support_for_terminal(realistic_run, colour=True)
+    assert "\x1b[" in coloured
+    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).split() == plain.split()
+
+
+def test_a_run_without_cells_has_pages(build_run: BuildRun) -> None:
+    assert "0 cells" in support_for_terminal(build_run({}))
+    assert "0 cells" in page_of(build_run({}))

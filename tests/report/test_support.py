@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable
+
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.core.cell import Cell
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.report.support import MARK_COLUMNS, MARKS, SUPPORT_COLUMNS, support_table
+from harness.store.run import Run
+
+BuildRun = Callable[..., Run]
+
+outcomes = st.lists(st.sampled_from(Outcome), max_size=3)
+names = st.sampled_from(["reference", "my-ddp", "a: b, c"])
+cells = st.builds(
+    Cell,
+    subject=names,
+    workload=st.sampled_from(["mlp", "lm-tokens"]),
+    backend=st.sampled_from(["none", "dp", "ddp", "ddp2", "fsdp", "mlp-dp"]),
+    topology=st.builds(Topology, st.integers(1, 3), st.integers(1, 3)),
+    precision=st.sampled_from(["32", "16", "bf16", "64", "fp8"]),
+    accelerator=st.sampled_from(["cpu", "cuda"]),
+)
+runs_of_cells = st.dictionaries(cells, outcomes, max_size=12)
+
+
+def marks(row: pd.Series) -> set[str]:
+    return {row[column] for column in MARK_COLUMNS} - {""}
+
+
+def counted(row: pd.Series) -> int:
+    """Cells a row speaks of: tried, and not tried."""
+    tried, *others = re.findall(r"/(\d+)|(\d+) [a-z]", row["Cells passed"])
+    return int(tried[0]) + sum(int(number) for _, number in others)
+
+
+def one_row(build_run: BuildRun, ends: list[list[Outcome]], **settings: bool) -> pd.Series:
+    """Return the only row of a run whose cells, all of one configuration, end so."""
+    ddp = {
+        Cell("reference", f"w{place}", "ddp", Topology(1, 2), "32", "cpu"): found
+        for place, found in enumerate(ends)
+    }
+    table = support_table(build_run(ddp, **settings))
+    assert len(table) == 1
+    return table.iloc[0]
+
+
+@given(st.lists(outcomes, min_size=1, max_size=5))
+def test_a_mark_says_what_the_evidence_says(build_run: BuildRun, ends: list[list[Outcome]]) -> None:
+    row = one_row(build_run, ends)
+    (mark,) = marks(row)
+    found = set(itertools.chain.from_iterable(ends))
+    no_verdict = {Outcome.ERRORED, Outcome.CRASHED, Outcome.TIMED_OUT}
+    if mark == "Y":
+        assert [] not in ends
+        assert found <= {Outcome.PASSED, Outcome.UNSUPPORTED, Outcome.SKIPPED}
+        assert all(Outcome.PASSED in end or Outcome.UNSUPPORTED in end for end in ends)
+        assert Outcome.PASSED in found
+    elif mark == "C":
+        assert [] not in ends
+        assert Outcome.DEVIATES in found
+        assert not found & {Outcome.FAILED, *no_verdict}
+    elif mark == "-":
+        assert found <= {Outcome.UNSUPPORTED, Outcome.SKIPPED}
+        assert all(Outcome.UNSUPPORTED in end for end in ends)
+    elif mark == "?":
+        assert Outcome.FAILED not in found
+        assert [] in ends or found & {Outcome.SKIPPED, *no_verdict}
+    assert (mark == "N") == (Outcome.FAILED in found)
+    assert row["Deviates"] <= len(ends)
+
+
+@pytest.mark.parametrize(
+    ("ends", "mark", "share"),
+    [
+        (["passed", "passed"], "Y", "2/2"),
+        (["passed", "deviates"], "C", "1/2"),
+        (["deviates"], "C", "0/1"),
+        (["passed", "deviates", "failed", "crashed"], "N", "1/4"),
+        (["passed", "errored"], "?", "1/2"),
+        (["passed", "timed_out"], "?", "1/2"),
+        (["passed", "skipped"], "?", "1/1 (1 skipped)"),
+        (["passed", None], "?", "1/1 (1 missing)"),
+        (["unsupported", "unsupported"], "-", "0/0 (2 unsupported)"),
+        (["unsupported", "passed"], "Y", "1/1 (1 unsupported)"),
+    ],
+)
+def test_the_marks_of_the_legend(build_run: BuildRun, ends: list[str | None], mark: str, share: str) -> None:
+    row = one_row(build_run, [[Outcome(end)] if end else [] for end in ends])
+    assert marks(row) == {mark}
+    assert mark in MARKS
+    assert row["Cells passed"] == share
+
+
+def test_a_failure_is_not_hidden_by_a_worse_outcome_of_the_same_cell(build_run: BuildRun) -> None:
+    assert marks(one_row(build_run, [[Outcome.FAILED, Outcome.ERRORED]])) == {"N"}
+
+
+def test_the_cell_at_which_a_run_broke_off_has_not_passed(build_run: BuildRun) -> None:
+    ends = [[Outcome.PASSED], [Outcome.PASSED]]
+    assert marks(one_row(build_run, ends)) == {"Y"}
+    row = one_row(build_run, ends, finished=False)
+    assert marks(row) == {"?"}
+    assert row["Cells passed"] == "1/1 (1 missing)"
+
+
+@given(runs_of_cells)
+def test_every_cell_is_in_exactly_one_row(build_run: BuildRun, ends: dict[Cell, list[Outcome]]) -> None:
+    table = support_table(build_run(ends))
+    assert list(table.columns) == list(SUPPORT_COLUMNS)
+    assert sum(counted(row) for _, row in table.iterrows()) == len(ends)
+    passed = sum(int(share.split("/")[0]) for share in table["Cells passed"])
+    assert passed == sum(
+        Outcome.PASSED in end and set(end) <= {Outcome.PASSED, Outcome.SKIPPED, Outcome.UNSUPPORTED}
+        for end in ends.values()
+    )
+    for _, row in table.iterrows():
+        assert len(marks(row)) == 1
+        assert (row["1 GPU"] == "") != (row["1+ GPUs"] == "")
+
+
+def test_the_reference_rows_are_those_of_the_old_documentation(realistic_run: Run) -> None:
+    table = support_table(realistic_run).set_index("Command")
+    expected = {
+        "Trainer(gpus=1)": {"1 GPU"},
+        "Trainer(gpus=1, use_amp=True)": {"1 GPU", "16-bit"},
+        "Trainer(gpus=k, distributed_backend='dp')": {"1+ GPUs", "DP"},
+        "Trainer(gpus=k, distributed_backend='dp', use_amp=True)": {"1+ GPUs", "DP", "16-bit"},
+        "Trainer(gpus=k, distributed_backend='ddp')": {"1+ GPUs", "DDP"},
+        "Trainer(gpus=k, distributed_backend='ddp', use_amp=True)": {"1+ GPUs", "DDP", "16-bit"},
+        "Trainer(gpus=k, num_nodes=n, distributed_backend='ddp')": {"1+ GPUs", "DDP", "Nodes"},
+        "Trainer(gpus=k, num_nodes=n, distributed_backend='ddp2', use_amp=True)": {
+            "1+ GPUs",
+            "DDP2",
+            "Nodes",
+            "16-bit",
+        },
+        "Trainer(gpus=1, precision=64)": {"1 GPU"},
+        "Trainer(gpus=k, distributed_backend='ddp', precision='bf16')": {"1+ GPUs", "DDP", "16-bit"},
+        "my-ddp: ddp, 2 gpus, 32": {"1+ GPUs", "DDP"},
+        "my-ddp: ddp, 4 gpus, 2 nodes, 16": {"1+ GPUs", "DDP", "Nodes", "16-bit"},
+    }
+    for command, columns in expected.items():
+        row = table.loc[command]
+        assert {column for column in MARK_COLUMNS if row[column]} == columns, command
+
+
+def test_a_command_without_cells_of_its_own_is_not_claimed(realistic_run: Run) -> None:
+    assert "Trainer(gpus=k)" not in set(support_table(realistic_run)["Command"])
+
+
+def test_an_unknown_backend_and_precision_have_rows_of_their_own(build_run: BuildRun) -> None:
+    ends = {
+        Cell("reference", "mlp", backend, Topology(1, 4), precision, "cpu"): [Outcome.PASSED]
+        for backend in ("fsdp", "ddp")
+        for precision in ("fp8", "32")
+    }
+    assert list(support_table(build_run(ends))["Command"]) == [
+        "Trainer(gpus=k, distributed_backend='ddp')",
+        "Trainer(gpus=k, distributed_backend='ddp', precision='fp8')",
+        "Trainer(gpus=k, distributed_backend='fsdp')",
+        "Trainer(gpus=k, distributed_backend='fsdp', precision='fp8')",
+    ]
+
+
+def test_a_row_says_what_computed_it(build_run: BuildRun) -> None:
+    cuda = {Cell("reference", "mlp", "none", Topology(1, 1), "32", "cuda"): [Outcome.PASSED]}
+    assert set(support_table(build_run(cuda, simulated=False))["Devices"]) == {"A CPU"}
+    assert set(support_table(build_run(cuda, simulated=True))["Devices"]) == {"simulated"}
+    cpu = {Cell("reference", "mlp", "none", Topology(1, 1), "32", "cpu"): [Outcome.PASSED]}
+    assert set(support_table(build_run(cpu, simulated=False))["Devices"]) == {"simulated"}
+
+
+def test_the_worst_error_is_the_largest_and_missing_is_not_zero(realistic_run: Run) -> None:
+    table = support_table(realistic_run).set_index("Command")["Worst × noise"]
+    assert table["Trainer(gpus=1)"] == 0.8
+    assert table["Trainer(gpus=k, num_nodes=n, distributed_backend='ddp2', use_amp=True)"] == 4.1e6
+    assert math.isnan(table["my-ddp: ddp, 4 gpus, 2 nodes, 16"])
+
+
+def test_an_error_without_a_verdict_is_no_measurement(build_run: BuildRun) -> None:
+    cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
+    run = build_run({cell: [Outcome.PASSED, Outcome.ERRORED]})
+    errors = (0.5, 1e9)
+    results = tuple(
+        result.model_copy(update={"error_x_noise": error})
+        for result, error in zip(run.results, errors, strict=True)
+    )
+    table = support_table(dataclasses.replace(run, results=results))
+    assert list(table["Worst × noise"]) == [0.5]
+
+
+def test_a_run_without_cells_has_a_table_without_rows(build_run: BuildRun) -> None:
+    assert list(support_table(build_run({})).columns) == list(SUPPORT_COLUMNS)
