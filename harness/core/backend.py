@@ -49,6 +49,8 @@ BACKENDS: dict[str, Backend] = {
     backend.name: backend
     for backend in (
         Backend("none", process_per_device=False, several_devices=False, several_nodes=False),
+        # No backend named, several gpus: the trainer chooses, and promises what dp promises.
+        Backend("auto", process_per_device=False, several_devices=True, several_nodes=False),
         Backend("dp", process_per_device=False, several_devices=True, several_nodes=False),
         Backend("ddp", process_per_device=True, several_devices=True, several_nodes=False),
         Backend("ddp2", process_per_device=False, several_devices=True, several_nodes=True),

@@ -64,11 +64,12 @@ def nearest(
 ) -> Finding:
     """Judge against two hypotheses: what one device computes, and what the backend promises.
 
-    ``gap`` is how far they are from each other, in × noise. Where rounding cannot tell them apart they are the
-    same. Otherwise the nearer one is the one that was met, if it was met at all.
+    ``gap`` is how far they are from each other, in × noise. Where rounding may explain that much they are one.
+    Otherwise the nearer one is the one that was met, if it was met at all.
     """
-    if gap <= 1 or whole.x_noise <= contract.x_noise:
-        return single(check, f"{subject} of one device", whole, limit)
+    nearer = min(whole, contract, key=lambda deviation: deviation.x_noise)
+    if nearer is whole or gap <= limit:
+        return single(check, f"{subject} of one device", nearer, limit)
     if contract.x_noise <= limit:
         return Finding(
             check=check,

@@ -60,7 +60,7 @@ class Configuration:
         columns = {
             "1 GPU": not self.several_devices,
             "1+ GPUs": self.several_devices,
-            "DP": self.backend == "dp",
+            "DP": self.backend in ("auto", "dp"),
             "DDP": self.backend == "ddp",
             "DDP2": self.backend == "ddp2",
             "Nodes": self.several_nodes,
@@ -76,7 +76,7 @@ class Configuration:
         arguments = ["gpus=k" if self.several_devices else "gpus=1"]
         if self.several_nodes:
             arguments.append("num_nodes=n")
-        if self.backend != "none":
+        if self.backend not in ("none", "auto"):
             arguments.append(f"distributed_backend={self.backend!r}")
         if self.precision == "16":
             arguments.append("use_amp=True")

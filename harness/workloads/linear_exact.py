@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from harness.workloads.base import Batch, Workload
 
 FEATURES = 8
-SCALE = 8.0
 
 
 class _Linear(nn.Module):
@@ -19,17 +18,17 @@ class _Linear(nn.Module):
         super().__init__()
         self.linear = nn.Linear(FEATURES, 2, bias=False)
         with torch.no_grad():
-            self.linear.weight.copy_(torch.randint(-4, 5, (2, FEATURES)).float() / 2)
+            self.linear.weight.copy_(torch.randint(-4, 5, (2, FEATURES)).float() / 8)
 
     def forward(self, batch: Batch) -> Tensor:
         return self.linear(batch["x"])
 
 
 class LinearExact(Workload):
-    """Least squares on ±8 one-hot features with integer targets.
+    """Least squares on one-hot features of ±1, weights in eighths, targets in halves.
 
-    With N samples a step, the gradient lies on a grid of 64/N times the weights' grid and the learning rate is
-    1/8, so six steps need log2(N/8) more bits each: 24 bits hold them up to N = 128.
+    A step of N samples divides by N and multiplies by the learning rate, 8: log2(N/8) more bits each step, and
+    the 24 of a float32 hold six steps up to N = 128. The sizes keep a loss scale of 65536 below float16's end.
     """
 
     name = "linear-exact"
@@ -38,15 +37,15 @@ class LinearExact(Workload):
     batch_size = 16
 
     def build(self) -> nn.Module:
-        """Return a linear layer without bias, weights in halves."""
+        """Return a linear layer without bias."""
         return _Linear()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``x`` (8,), one entry of ±8, and ``y`` (2,), multiples of 16."""
+        """Return ``x`` (8,), one entry of ±1, and ``y`` (2,), -1 to 1 in halves."""
         hot = torch.randint(FEATURES, (count,), generator=generator)
         sign = torch.randint(2, (count, 1), generator=generator) * 2.0 - 1.0
-        x = torch.nn.functional.one_hot(hot, FEATURES) * sign * SCALE
-        y = torch.randint(-2, 3, (count, 2), generator=generator) * 16.0
+        x = nn.functional.one_hot(hot, FEATURES) * sign
+        y = torch.randint(-2, 3, (count, 2), generator=generator) / 2
         return {"x": x, "y": y}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
@@ -55,4 +54,4 @@ class LinearExact(Workload):
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return SGD with a dyadic learning rate."""
-        return torch.optim.SGD(params, lr=FEATURES / SCALE**2)
+        return torch.optim.SGD(params, lr=float(FEATURES))

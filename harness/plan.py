@@ -1,0 +1,159 @@
+"""From what was asked for to the cells that answer it. Pure: nothing is started here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.core.backend import BACKENDS
+from harness.core.cell import Cell
+from harness.core.errors import PlanError
+from harness.core.precision import PRECISIONS
+from harness.core.topology import Topology
+from harness.workloads import WORKLOADS
+
+COUNTS = (1, 2, 3, 4, 8)
+"""Device counts that are tried within a budget: 3 because mistakes hide behind powers of two."""
+
+DEFAULT_GPUS = 4
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What the user asked for. None: everything there is.
+
+    Without ``nodes``, ``gpus`` is a budget of devices over all nodes; with it, the gpus of each node.
+    """
+
+    gpus: int
+    nodes: int | None = None
+    backends: tuple[str, ...] | None = None
+    precisions: tuple[str, ...] | None = None
+    workloads: tuple[str, ...] | None = None
+    accelerator: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a subject said of itself, and the locator it was found by."""
+
+    name: str
+    locator: str
+    backends: tuple[str, ...]
+    precisions: tuple[str, ...]
+    capabilities: frozenset[str]
+
+    def refusal(self, cell: Cell) -> str | None:
+        """Return why the subject does not do ``cell``, in a sentence, or None if it does."""
+        if cell.backend not in self.backends:
+            return f"{self.name} does not declare backend {cell.backend!r}"
+        if cell.precision not in self.precisions:
+            return f"{self.name} does not declare precision {cell.precision!r}"
+        missing = WORKLOADS[cell.workload].needs - self.capabilities
+        if missing:
+            return f"{self.name} does not declare {', '.join(sorted(missing))}, which {cell.workload} needs"
+        return None
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does."""
+
+    cell: Cell
+    refusal: str | None
+
+    @property
+    def is_smoke(self) -> bool:
+        """Whether the cell is in the small selection that touches every backend in a few seconds."""
+        return (
+            self.refusal is None
+            and self.cell.workload == "mlp"
+            and self.cell.precision == "32"
+            and self.cell.topology in (Topology(1, 1), Topology(1, 2), Topology(2, 2))
+        )
+
+
+def plan(matrix: Matrix, subjects: Sequence[Declaration]) -> list[Planned]:
+    """Return every cell of the matrix, small topologies first; what a subject does not do is in it, refused.
+
+    Raises:
+        PlanError: a name is unknown, or two subjects share one.
+    """
+    backends = _known("backend", matrix.backends, BACKENDS)
+    precisions = _known("precision", matrix.precisions, PRECISIONS)
+    workloads = _known("workload", matrix.workloads, WORKLOADS)
+    names = [declared.name for declared in subjects]
+    for name in names:
+        if names.count(name) > 1:
+            raise PlanError(f"two subjects are called {name!r}: a report could not tell them apart, rename one")
+    return [
+        Planned(cell, declared.refusal(cell))
+        for topology in topologies(matrix.gpus, matrix.nodes)
+        for declared in subjects
+        for backend in backends
+        # Only some trainers choose a backend by themselves; for the others there is nothing to ask.
+        if backend != "auto" or "auto" in declared.backends or matrix.backends
+        if BACKENDS[backend].fits(topology)
+        for workload in workloads
+        for precision in precisions
+        for cell in [Cell(declared.name, workload, backend, topology, precision, matrix.accelerator)]
+    ]
+
+
+def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
+    """Return the topologies of a budget: device counts up to ``gpus`` and their splits into nodes.
+
+    With ``nodes``, ``gpus`` is per node, and the largest topology is ``nodes`` × ``gpus``.
+
+    Raises:
+        PlanError: a number is not positive.
+    """
+    if gpus < 1:
+        raise PlanError(f"--gpus {gpus}: at least one device is needed")
+    if nodes is None:
+        found = {Topology(1, count) for count in _counts(gpus)}
+        for count in _counts(gpus):
+            found |= {
+                Topology(n, count // n)
+                for n in range(2, count)
+                if count % n == 0 and count // n > 1  # one gpu a node says nothing that 2x1 does not
+            }
+        if gpus >= 2:
+            found.add(Topology(2, 1))
+    else:
+        if nodes < 1:
+            raise PlanError(f"--nodes {nodes}: at least one node is needed")
+        found = {Topology(1, count) for count in _counts(gpus)}
+        found |= {Topology(n, g) for n in _counts(nodes) for g in {min(2, gpus), gpus} if n in (1, 2, nodes)}
+    return sorted(found, key=lambda topology: (topology.devices, topology.num_nodes))
+
+
+def _counts(limit: int) -> list[int]:
+    return sorted({count for count in COUNTS if count <= limit} | {limit})
+
+
+def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> list[str]:
+    known = list(known)
+    if wanted is None:
+        return known
+    for name in wanted:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+            raise PlanError(f"there is no {what} {name!r}: {hint}")
+    return list(dict.fromkeys(wanted))
+
+
+def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
+    """Refuse a matrix that needs more CUDA devices than there are.
+
+    Raises:
+        PlanError: with the ways out.
+    """
+    wanted = matrix.gpus * (matrix.nodes or 1)
+    if matrix.accelerator == "cuda" and wanted > present and not oversubscribe:
+        raise PlanError(
+            f"{wanted} devices were asked for and {present} CUDA devices are here: take --gpus {max(present, 1)}, "
+            f"simulate them with --accelerator cpu, or let ranks share devices with --oversubscribe"
+        )

@@ -1,0 +1,108 @@
+"""The pytest plugin: options, cells as tests, the run on disk, the table at the end.
+
+Registered as an entry point, so that its options work from any invocation that reaches ``suites/``. Nothing heavy
+is imported before a cell is really asked for: the plugin is loaded by every pytest in the environment.
+
+The process that the user started writes the run; under xdist the workers train and judge, and their findings
+travel to it with the test reports.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from harness.session import CellTest, Session
+
+SESSION: pytest.StashKey[Session] = pytest.StashKey()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add Plumbline's options."""
+    group = parser.getgroup("plumbline", "plumbline: conformance of distributed trainers")
+    add = group.addoption
+    add("--gpus", type=int, metavar="N", help="budget of devices; with --nodes, devices of each node")
+    add("--nodes", type=int, metavar="N", help="nodes with so many gpus each")
+    add("--backends", metavar="A,B", help="none, auto, dp, ddp, ddp2 (default: all)")
+    add("--precisions", metavar="A,B", help="64, 32, 16, bf16 (default: all)")
+    add("--workloads", metavar="A,B", help="workloads by name (default: all)")
+    add(
+        "--subject",
+        action="append",
+        metavar="WHAT",
+        help="trainer under test: a short name, file.py, file.py::name or a module; "
+        "'…;python=/path/to/python' runs it in another environment (repeatable, default: reference)",
+    )
+    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device")
+    add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device (gloo)")
+    add("--report-dir", metavar="DIR", help="where runs are written (default: reports/ in the root directory)")
+    add("--keep-traces", action="store_true", help="keep the evidence of every cell, not only of the bad ones")
+    add("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one cell (default: %(default)s)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker that selects the few cells which touch everything."""
+    config.addinivalue_line("markers", "smoke: a few cells that touch every backend, in seconds")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make one test of every planned cell."""
+    if "plumbline_cell" not in metafunc.fixturenames:
+        return
+    session = _session(metafunc.config)
+    metafunc.parametrize(
+        "plumbline_cell",
+        [
+            pytest.param(planned, id=planned.cell.id, marks=[pytest.mark.smoke] if planned.is_smoke else [])
+            for planned in session.planned
+        ],
+        indirect=True,
+    )
+
+
+@pytest.fixture
+def plumbline_cell(request: pytest.FixtureRequest) -> Iterator[CellTest]:
+    """One cell to examine."""
+    test = _session(request.config).test(request.param, request.node)
+    yield test
+    test.close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begin the run on disk once it is known which cells were selected."""
+    config = session.config
+    if SESSION not in config.stash or hasattr(config, "workerinput") or config.option.collectonly:
+        return
+    chosen = {item.callspec.id for item in session.items if "plumbline_cell" in getattr(item, "fixturenames", ())}
+    config.stash[SESSION].begin(chosen, _command(config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
+    """Begin the run in xdist's controller, which collects nothing itself."""
+    chosen = {nodeid.rpartition("::test_cell[")[2][:-1] for nodeid in ids if "::test_cell[" in nodeid}
+    if chosen:
+        _session(node.config).begin(chosen, _command(node.config))
+
+
+def _session(config: pytest.Config) -> Session:
+    """Return this process's session, made at the first cell."""
+    if SESSION not in config.stash:
+        from harness.core.errors import PlumblineError
+        from harness.session import Session
+
+        try:
+            session = Session(vars(config.option), config.rootpath)
+        except PlumblineError as error:
+            raise pytest.UsageError(str(error)) from None
+        config.stash[SESSION] = session
+        config.pluginmanager.register(session, "plumbline-session")
+    return config.stash[SESSION]
+
+
+def _command(config: pytest.Config) -> list[str]:
+    return [sys.argv[0], *config.invocation_params.args]

@@ -1,0 +1,279 @@
+"""One pytest session that examines cells: its plan, its pools, its run on disk, its table at the end.
+
+An object of this class is a pytest plugin of its own, registered at the first cell. Under xdist each worker has one
+that trains and judges; the controller's, which alone has begun a run, writes down what reaches it with the reports.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.core.errors import PlanError
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome, worst
+from harness.examine import examine
+from harness.launch.pool import Pool
+from harness.plan import DEFAULT_GPUS, Declaration, Matrix, Planned, check_devices, plan
+from harness.report.terminal import support_for_terminal
+from harness.report.write import write_report
+from harness.store.fingerprint import take_fingerprint
+from harness.store.records import Footer, Header, Result
+from harness.store.run import RunWriter, read_run
+
+PROPERTY = "plumbline"
+OUTCOME = "plumbline-outcome"
+
+_STATUS = {
+    Outcome.DEVIATES: ("deviates", "d", "DEVIATES"),
+    Outcome.UNSUPPORTED: ("unsupported", "u", "UNSUPPORTED"),
+    Outcome.ERRORED: ("failed", "E", "ERRORED"),
+    Outcome.CRASHED: ("failed", "C", "CRASHED"),
+    Outcome.TIMED_OUT: ("failed", "T", "TIMED_OUT"),
+}
+
+
+class Session:
+    """What this process knows of the run. ``options`` are pytest's, ``root`` its root directory.
+
+    Raises:
+        PlumblineError: the options ask for something that cannot be planned, or a subject cannot be loaded.
+    """
+
+    def __init__(self, options: Mapping[str, Any], root: Path) -> None:
+        import torch
+
+        # The judge's tensors are small: more threads would only wait for each other, and for the ranks.
+        torch.set_num_threads(1)
+        self._options = options
+        self._root = root
+        locators = options["subject"] or ["reference"]
+        self._pools = {locator: Pool(*parse_subject(locator)) for locator in locators}
+        present = torch.cuda.device_count()
+        accelerator = options["accelerator"]
+        if accelerator == "auto":
+            accelerator = "cuda" if present else "cpu"
+        self.matrix = Matrix(
+            gpus=options["gpus"] or (present if accelerator == "cuda" else DEFAULT_GPUS),
+            nodes=options["nodes"],
+            backends=_names(options["backends"]),
+            precisions=_names(options["precisions"]),
+            workloads=_names(options["workloads"]),
+            accelerator=accelerator,
+        )
+        try:
+            if options["gpus"] is not None and options["gpus"] < 1:
+                raise PlanError(f"--gpus {options['gpus']}: at least one device is needed")
+            if accelerator == "cuda" and not present:
+                raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
+            check_devices(self.matrix, present, oversubscribe=options["oversubscribe"])
+            self._declarations = [
+                Declaration(
+                    name=declared["name"],
+                    locator=locator,
+                    backends=tuple(declared["backends"]),
+                    precisions=tuple(declared["precisions"]),
+                    capabilities=frozenset(declared["capabilities"]),
+                )
+                for locator, pool in self._pools.items()
+                for declared in pool.subjects
+            ]
+            self.planned: list[Planned] = plan(self.matrix, self._declarations)
+        except BaseException:
+            self.close()
+            raise
+        self._writer: RunWriter | None = None
+        self._results: list[Result] = []
+
+    @cached_property
+    def _locators(self) -> dict[str, str]:
+        return {declared.name: declared.locator for declared in self._declarations}
+
+    def test(self, planned: Planned, item: pytest.Item) -> CellTest:
+        """Return the test of one planned cell."""
+        return CellTest(self, planned, item)
+
+    def pool(self, subject: str) -> Pool:
+        """Return the pool that launches ``subject``."""
+        return self._pools[self._locators[subject]]
+
+    @property
+    def oversubscribe(self) -> bool:
+        """Whether ranks may share a device."""
+        return bool(self._options["oversubscribe"])
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds for one cell."""
+        return float(self._options["time_limit"])
+
+    def begin(self, chosen: Collection[str], command: list[str]) -> None:
+        """Open the run on disk for the cells whose ids were ``chosen``; once is enough."""
+        if self._writer is not None or not chosen:
+            return
+        given = self._options["report_dir"]
+        report_dir = Path(given) if given else self._root / "reports"
+        if not given:
+            report_dir.mkdir(exist_ok=True)
+        repeatable = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator")
+        header = Header.of(
+            [planned.cell for planned in self.planned if planned.cell.id in chosen],
+            command=command,
+            options={name: self._options[name] for name in (*repeatable, "oversubscribe")},
+            fingerprint=take_fingerprint(self.matrix.accelerator),
+            simulated=self.matrix.accelerator == "cpu",
+        )
+        self._writer = RunWriter(report_dir, header)
+
+    def reproduce(self, nodeid: str) -> str:
+        """Return the command that runs just this test again."""
+        options = self._options
+        words = ["pytest", nodeid]
+        for name in ("gpus", "nodes"):
+            if options[name] is not None:
+                words += [f"--{name}", str(options[name])]
+        for locator in options["subject"] or ():
+            words += ["--subject", locator]
+        if options["accelerator"] != "auto":
+            words += ["--accelerator", options["accelerator"]]
+        if self.oversubscribe:
+            words.append("--oversubscribe")
+        return shlex.join(words)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write a cell's findings as soon as they are here, and keep its evidence if somebody may want it."""
+        found = dict(report.user_properties).get(PROPERTY)
+        if report.when != "call" or found is None or self._writer is None:
+            return
+        values = json.loads(str(found))
+        planned = next(planned for planned in self.planned if planned.cell.id == values["cell"])
+        results = [
+            Result.of(planned.cell, _finding(finding), values["reproduce"], values["seconds"])
+            for finding in values["findings"]
+        ]
+        self._results += results
+        self._writer.write(*results)
+        folder = Path(values["evidence"])
+        if worst(result.outcome for result in results).is_bad or self._options["keep_traces"]:
+            if folder.is_dir():
+                shutil.move(folder, self._writer.path / "traces" / planned.cell.id)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        """Show how a cell ended, not only whether."""
+        outcome = dict(report.user_properties).get(OUTCOME) if report.when == "call" else None
+        return _STATUS.get(Outcome(outcome)) if outcome else None
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """End every pool; close the run, unless somebody interrupted it, and write its tables."""
+        self.close()
+        if self._writer is None:
+            return
+        if exitstatus != pytest.ExitCode.INTERRUPTED:
+            self._writer.close(Footer.of(self._results, int(exitstatus)))
+        write_report(self._writer.path)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Close the output with the support table."""
+        if self._writer is None:
+            return
+        width = max(100, shutil.get_terminal_size((100, 24)).columns)
+        run = read_run(self._writer.path)
+        terminalreporter.section("support")
+        terminalreporter.write_line(
+            support_for_terminal(run, width=width, colour=terminalreporter.hasmarkup).rstrip("\n")
+        )
+        terminalreporter.write_line(f"report: {self._writer.path / 'support.md'}")
+
+    def close(self) -> None:
+        """End every pool."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+class CellTest:
+    """What the test function of one cell is handed."""
+
+    def __init__(self, session: Session, planned: Planned, item: pytest.Item) -> None:
+        self._session = session
+        self._planned = planned
+        self._item = item
+        self._folder = Path(tempfile.mkdtemp(prefix="plumbline-"))
+
+    def examine(self) -> None:
+        """Train the cell, judge it, hand the findings over, and end the test as the verdict says."""
+        cell, session = self._planned.cell, self._session
+        if self._planned.refusal:
+            findings: tuple[Finding, ...] = (Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal),)
+            seconds = None
+        else:
+            examined = examine(
+                session.pool(cell.subject),
+                cell,
+                self._folder,
+                time_limit=session.time_limit,
+                oversubscribe=session.oversubscribe,
+            )
+            findings, seconds = examined.findings, examined.seconds
+        outcome = worst(finding.outcome for finding in findings)
+        reproduce = session.reproduce(self._item.nodeid)
+        handed = {
+            "cell": cell.id,
+            "findings": [asdict(finding) for finding in findings],
+            "seconds": seconds,
+            "reproduce": reproduce,
+            "evidence": str(self._folder),
+        }
+        self._item.user_properties += [(PROPERTY, json.dumps(handed)), (OUTCOME, outcome.value)]
+        if outcome is Outcome.UNSUPPORTED:
+            pytest.skip(findings[0].message)
+        if outcome.is_bad:
+            said = "\n".join(
+                f"{finding.check}: {finding.outcome.value}: {finding.message}"
+                for finding in findings
+                if finding.outcome.is_bad
+            )
+            pytest.fail(f"{cell.id} {outcome.value}\n{said}\nreproduce: {reproduce}", pytrace=False)
+
+    def close(self) -> None:
+        """Let go of an evidence folder that nobody was handed."""
+        if not any(name == PROPERTY for name, _ in self._item.user_properties):
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def parse_subject(text: str) -> tuple[str, str | None]:
+    """Split ``locator;python=/path/to/python`` into the locator and the interpreter, None for this one.
+
+    Raises:
+        PlanError: there is something after the semicolon that is not ``python=``.
+    """
+    locator, _, settings = text.partition(";")
+    python = None
+    for setting in filter(None, settings.split(";")):
+        name, _, value = setting.partition("=")
+        if name.strip() != "python" or not value:
+            raise PlanError(f"--subject {text!r}: after the semicolon only python=/path/to/python can stand")
+        python = value.strip()
+        if shutil.which(python) is None:
+            raise PlanError(f"--subject {text!r}: there is no interpreter {python}")
+    if not locator:
+        raise PlanError(f"--subject {text!r} names no subject")
+    return locator, python
+
+
+def _names(given: str | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())
+
+
+def _finding(values: dict[str, Any]) -> Finding:
+    return Finding(**{**values, "outcome": Outcome(values["outcome"])})

@@ -1,0 +1,30 @@
+"""A small trainer: one device, dp, ddp and ddp2, in 64, 32 and 16 bits, on CUDA or on simulated devices.
+
+    from harness.trainer import Module, Trainer
+    Trainer(gpus=2, distributed_backend="ddp", max_epochs=3).fit(MyModule())
+
+Read ``loop.py`` first; ``connector.py`` says what the arguments mean.
+"""
+
+from __future__ import annotations
+
+from harness.trainer.environments import (
+    ClusterEnvironment,
+    PlainEnvironment,
+    SlurmEnvironment,
+    TorchrunEnvironment,
+)
+from harness.trainer.errors import MisconfigurationError, RankError
+from harness.trainer.module import Module
+from harness.trainer.trainer import Trainer
+
+__all__ = [
+    "ClusterEnvironment",
+    "MisconfigurationError",
+    "Module",
+    "PlainEnvironment",
+    "RankError",
+    "SlurmEnvironment",
+    "TorchrunEnvironment",
+    "Trainer",
+]

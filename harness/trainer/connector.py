@@ -1,0 +1,201 @@
+"""Turns what the user typed into a plan; nothing else parses flags."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.trainer.backends import BACKENDS, Backend
+from harness.trainer.environments import ClusterEnvironment, detect_environment
+from harness.trainer.errors import MisconfigurationError
+from harness.trainer.gpus import parse_gpus
+from harness.trainer.precision import Autocast, Converted, MasterWeights, Precision
+
+LEVELS: dict[str, type[Precision]] = {"O0": Precision, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
+HALF = {"16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be trained on, and how.
+
+    ``devices`` are the indices of the devices that each node uses; ``start_method`` is how ranks are started,
+    None where this process is a rank itself.
+    """
+
+    backend: Backend
+    accelerator: str
+    devices: tuple[int, ...]
+    num_nodes: int
+    environment: ClusterEnvironment
+    precision: type[Precision]
+    dtype: torch.dtype
+    start_method: str | None
+    accumulate: int
+    clip_norm: float
+    max_epochs: int | None
+    max_steps: int | None
+    val_every: int | None
+    checkpoint_every: int | None
+    checkpoint_path: str | None
+    seed: int
+
+    @property
+    def processes_per_node(self) -> int:
+        """Return how many ranks a node has."""
+        return len(self.devices) if self.backend.synchronises and not self.backend.splits else 1
+
+    @property
+    def world_size(self) -> int:
+        """Return how many ranks there are."""
+        return self.num_nodes * self.processes_per_node
+
+    @property
+    def devices_per_process(self) -> int:
+        """Return over how many devices a rank spreads its batch."""
+        return len(self.devices) if self.backend.splits else 1
+
+
+def connect(
+    *,
+    gpus: Any,
+    num_nodes: Any,
+    distributed_backend: Any,
+    accelerator: Any,
+    precision: Any,
+    use_amp: bool,
+    amp_level: Any,
+    accumulate_grad_batches: Any,
+    gradient_clip_val: Any,
+    max_epochs: Any,
+    max_steps: Any,
+    val_check_interval: Any,
+    checkpoint_every: Any,
+    checkpoint_path: Any,
+    seed: Any,
+    start_method: Any,
+    variables: Mapping[str, str] = os.environ,
+    cuda_devices: int | None = None,
+) -> Plan:
+    """Return the plan for the Trainer's arguments; ``cuda_devices=None`` counts them, without starting CUDA.
+
+    Raises:
+        MisconfigurationError: They contradict each other, the machine or the launcher.
+
+    """
+    cuda_devices = torch.cuda.device_count() if cuda_devices is None else cuda_devices
+    _one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
+    _one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2"))
+    _one_of("start_method", start_method, (None, "fork", "spawn"))
+    _whole("num_nodes", num_nodes, 1)
+    on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
+    devices = parse_gpus(gpus, cuda_devices if on_cuda else os.cpu_count() or 1)
+    if accelerator == "cuda" and not devices:
+        raise MisconfigurationError(
+            f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or 'cpu'."
+        )
+    on_cuda = on_cuda and bool(devices)
+    if on_cuda and max(devices) >= cuda_devices:
+        raise MisconfigurationError(
+            f"gpus={gpus!r} needs CUDA device {max(devices)}, but there are {cuda_devices}, counted from 0: "
+            "ask for fewer, or simulate them with accelerator='cpu'."
+        )
+    devices = devices or (0,)
+    name = distributed_backend or ("dp" if len(devices) > 1 else "none")
+    if num_nodes > 1 and name in ("none", "dp"):
+        warnings.warn(
+            f"num_nodes={num_nodes} cannot be trained with distributed_backend={distributed_backend!r}: "
+            "'ddp' is used.",
+            stacklevel=3,
+        )
+        name = "ddp"
+    member, dtype = _precision(precision, use_amp, amp_level)
+    _whole("accumulate_grad_batches", accumulate_grad_batches, 1)
+    for option, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
+        _whole(option, value, 0, optional=True)
+    for option, value in (("val_check_interval", val_check_interval), ("checkpoint_every", checkpoint_every)):
+        _whole(option, value, 1, optional=True)
+    _whole("seed", seed, 0)
+    if isinstance(gradient_clip_val, bool) or not isinstance(gradient_clip_val or 0, (int, float)):
+        raise MisconfigurationError(
+            f"gradient_clip_val={gradient_clip_val!r} is not a number: give a 2-norm, or None."
+        )
+    if not (gradient_clip_val or 0) >= 0:
+        raise MisconfigurationError(
+            f"gradient_clip_val={gradient_clip_val} is no norm: give 0 or more, or None."
+        )
+    if checkpoint_every and not checkpoint_path:
+        raise MisconfigurationError(
+            "checkpoint_every needs to know where: give checkpoint_path, as 'last.ckpt'."
+        )
+    environment = detect_environment(variables)
+    plan = Plan(
+        backend=BACKENDS[name],
+        accelerator="cuda" if on_cuda else "cpu",
+        devices=devices,
+        num_nodes=num_nodes,
+        environment=environment,
+        precision=member,
+        dtype=dtype,
+        # A fork takes milliseconds and pickles nothing. It is unsafe with CUDA, which does not survive it,
+        # also where this process merely differentiated something while it saw a device (autograd keeps a
+        # thread for each).
+        start_method=start_method or ("fork" if cuda_devices == 0 and hasattr(os, "fork") else "spawn"),
+        accumulate=accumulate_grad_batches,
+        clip_norm=float(gradient_clip_val or 0),
+        max_epochs=1 if max_epochs is None and max_steps is None else max_epochs,
+        max_steps=max_steps,
+        val_every=val_check_interval,
+        checkpoint_every=checkpoint_every,
+        checkpoint_path=checkpoint_path and str(checkpoint_path),
+        seed=seed,
+    )
+    environment.check(num_nodes, plan.processes_per_node)
+    return plan
+
+
+def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Precision], torch.dtype]:
+    """Return the class and dtype of ``precision``, ``use_amp`` and ``amp_level``."""
+    bits = None if precision is None else str(precision)
+    if isinstance(precision, bool) or bits not in (None, "64", "32", "16", "bf16"):
+        raise MisconfigurationError(f"precision={precision!r} does not exist: use 64, 32, 16 or 'bf16'.")
+    _one_of("amp_level", amp_level, (None, *LEVELS))
+    if not isinstance(use_amp, bool):
+        raise MisconfigurationError(f"use_amp={use_amp!r} is neither True nor False.")
+    if bits is None:
+        bits = "32" if not use_amp or amp_level == "O0" else "16"
+    elif use_amp and bits not in HALF and amp_level != "O0":
+        raise MisconfigurationError(
+            f"use_amp=True contradicts precision={precision!r}: leave one of them out."
+        )
+    if amp_level is not None and (amp_level == "O0") != (bits == "32"):
+        raise MisconfigurationError(
+            f"amp_level={amp_level!r} contradicts "
+            f"{'precision=' + bits if precision is not None else 'use_amp=False'}: O0 is precision=32; O1, "
+            "O2 and O3 go with use_amp=True, precision=16 or precision='bf16'."
+        )
+    if bits in HALF:
+        return LEVELS[amp_level or "O1"], HALF[bits]
+    return (Converted, torch.float64) if bits == "64" else (Precision, torch.float32)
+
+
+def _one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        return
+    spelled = {choice.lower(): choice for choice in choices if choice}
+    close = difflib.get_close_matches(str(value).lower(), spelled, n=1)
+    hint = f"did you mean {spelled[close[0]]!r}?" if close else f"use {', '.join(map(repr, choices))}."
+    raise MisconfigurationError(f"{option}={value!r} does not exist: {hint}")
+
+
+def _whole(option: str, value: Any, least: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise MisconfigurationError(f"{option}={value!r} must be a whole number, {least} or more.")

@@ -1,0 +1,77 @@
+"""Tasks that srun has started."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+
+from harness.trainer.environments.base import ClusterEnvironment
+from harness.trainer.errors import MisconfigurationError
+
+
+class SlurmEnvironment(ClusterEnvironment):
+    """A task is a rank; the first host of the job is the main one."""
+
+    name = "SLURM"
+
+    @staticmethod
+    def detect(variables: Mapping[str, str]) -> bool:
+        """Say whether this is a task of srun; a shell that srun opened (job name ``bash``) is none."""
+        return {"SLURM_PROCID", "SLURM_NTASKS"} <= set(variables) and variables.get(
+            "SLURM_JOB_NAME"
+        ) != "bash"
+
+    def node_rank(self) -> int:
+        """Return SLURM_NODEID."""
+        return self.number("SLURM_NODEID", 0)
+
+    def local_rank(self) -> int:
+        """Return SLURM_LOCALID."""
+        return self.number("SLURM_LOCALID")
+
+    def rank(self, local_rank: int, processes_per_node: int) -> int:
+        """Return SLURM_PROCID: with ``--distribution=cyclic`` it is not what the nodes suggest."""
+        return self.number("SLURM_PROCID")
+
+    def main_address(self) -> str:
+        """Return the first host of the job's node list."""
+        nodes = self.variables.get("SLURM_NODELIST") or self.variables.get("SLURM_JOB_NODELIST")
+        return expand_hosts(nodes)[0] if nodes else "127.0.0.1"
+
+    def main_port(self) -> int:
+        """Return MASTER_PORT, or a port below the ephemeral ones that follows from the job's id."""
+        return self.number("MASTER_PORT", 12000 + self.number("SLURM_JOB_ID", 0) % 20000)
+
+    def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
+        """Return the numbers of tasks and nodes that the trainer's topology means."""
+        return {"SLURM_NTASKS": num_nodes * processes_per_node, "SLURM_NNODES": num_nodes}
+
+
+def expand_hosts(nodes: str) -> list[str]:
+    """Return the hosts of a SLURM node list: ``a[1-2,07],b3`` is a1, a2, a07, b3.
+
+    Raises:
+        MisconfigurationError: The brackets or ranges are malformed.
+
+    """
+    group = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+    if not re.fullmatch(rf"{group}(,{group})*", nodes):
+        raise MisconfigurationError(
+            f"The node list {nodes!r} is malformed: it should look like node[1-3,7],other4."
+        )
+    hosts = []
+    for pattern in re.findall(group, nodes):
+        parts = re.split(r"\[([^\]]*)\]", pattern)  # text, ranges, text, ranges, … text
+        choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
+        hosts += ["".join(choice) for choice in itertools.product(*choices)]
+    return hosts
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Return the numbers of ``001-003,7`` with their leading zeros."""
+    numbers = []
+    for item in ranges.split(","):
+        low, _, high = item.partition("-")
+        numbers += [f"{number:0{len(low)}d}" for number in range(int(low), int(high or low) + 1)]
+    return numbers

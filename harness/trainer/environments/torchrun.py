@@ -1,0 +1,42 @@
+"""Ranks that torchrun, or anything that sets its variables, has started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.trainer.environments.base import ClusterEnvironment
+
+
+class TorchrunEnvironment(ClusterEnvironment):
+    """The launcher's variables say everything."""
+
+    name = "torchrun"
+
+    @staticmethod
+    def detect(variables: Mapping[str, str]) -> bool:
+        """Say whether torchrun's variables are set."""
+        return "TORCHELASTIC_RUN_ID" in variables or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(variables)
+
+    def node_rank(self) -> int:
+        """Return GROUP_RANK."""
+        return self.number("GROUP_RANK", 0)
+
+    def local_rank(self) -> int:
+        """Return LOCAL_RANK."""
+        return self.number("LOCAL_RANK")
+
+    def rank(self, local_rank: int, processes_per_node: int) -> int:
+        """Return RANK: torchrun counts, nobody else."""
+        return self.number("RANK")
+
+    def main_address(self) -> str:
+        """Return MASTER_ADDR."""
+        return self.variables.get("MASTER_ADDR", "127.0.0.1")
+
+    def main_port(self) -> int:
+        """Return MASTER_PORT."""
+        return self.number("MASTER_PORT")
+
+    def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
+        """Return the world sizes that the trainer's topology means."""
+        return {"WORLD_SIZE": num_nodes * processes_per_node, "LOCAL_WORLD_SIZE": processes_per_node}

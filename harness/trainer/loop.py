@@ -1,0 +1,234 @@
+"""The training loop, from top to bottom: data, forward, backward, clip, step."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from harness.trainer.checkpoint import State, capture, write
+from harness.trainer.data import set_epoch
+from harness.trainer.errors import MisconfigurationError
+from harness.trainer.optimizers import OnlyItsOwn
+from harness.trainer.precision import map_tensors
+from harness.trainer.step import loss_function
+
+NOTHING = nullcontext()
+
+
+@dataclass
+class Work:
+    """What a rank trains with.
+
+    ``forward`` synchronises; ``evaluate`` does not, as ranks may have unequal numbers of validation batches.
+    ``devices`` are this rank's; ``weights`` holds for each optimizer the module's parameters that it trains.
+    """
+
+    forward: nn.Module
+    evaluate: nn.Module
+    devices: list[torch.device]
+    train_loader: Any
+    val_loader: Any
+    weights: list[list[nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One optimizer's part of a step; ``parameters`` are what it steps: weights, or their masters."""
+
+    optimizer: Optimizer
+    parameters: list[torch.Tensor]
+    context: Any
+    arguments: tuple[int, ...]
+
+
+def train(trainer: Any, state: State, work: Work) -> None:
+    """Train until ``max_epochs`` or ``max_steps``."""
+    for optimizer in state.optimizers:
+        optimizer.zero_grad()
+    state.module.zero_grad()
+    if not state.module.training:
+        state.module.train()
+    while trainer.plan.max_epochs is None or trainer.current_epoch < trainer.plan.max_epochs:
+        if not train_epoch(trainer, state, work):
+            return
+        if work.val_loader is not None and trainer.plan.val_every is None:
+            validate(trainer, work)
+        for schedule in state.schedules:
+            if schedule.interval == "epoch":
+                schedule.step(trainer.metrics)
+        trainer.current_epoch += 1
+        state.batches = 0
+
+
+def train_epoch(trainer: Any, state: State, work: Work) -> bool:
+    """Train the rest of this epoch; return False if ``max_steps`` cut it short."""
+    plan, precision, forward = trainer.plan, state.precision, work.forward
+    loss_of = loss_function(state.module, precision, len(work.devices) > 1)
+    turns = take_turns(state, work)
+    move = batch_mover(work.devices)
+    no_sync = getattr(forward, "no_sync", nullcontext)
+    check_reduced = getattr(forward, "_check_reducer_finalized", None)
+    max_steps = float("inf") if plan.max_steps is None else plan.max_steps
+    val_every = plan.val_every if work.val_loader is not None else None
+    step_schedules = [schedule for schedule in state.schedules if schedule.interval == "step"]
+    loss = None
+
+    set_epoch(work.train_loader, trainer.current_epoch)
+    batches = itertools.islice(work.train_loader, state.batches, None)
+    for window in windows(batches, plan.accumulate, uneven(work.train_loader, trainer.world_size)):
+        if (
+            trainer.global_step >= max_steps
+        ):  # asked here, with a batch at hand, so that a whole epoch ends as one
+            report_loss(trainer, loss)
+            return False
+        share = len(window)
+        for place, batch in enumerate(window, start=1):
+            last = place == share
+            if move is not None:
+                batch = move(batch)
+            for turn in turns:
+                with NOTHING if last else no_sync(), turn.context:
+                    loss = loss_of(forward("training_step", batch, state.batches, *turn.arguments))
+                    precision.backward(loss if share == 1 else loss / share)
+                if last:
+                    if check_reduced is not None:
+                        insist(check_reduced)
+                    precision.unscale(turn.optimizer)
+                    if plan.clip_norm:
+                        clip_grad_norm_(turn.parameters, plan.clip_norm)
+                    precision.step(turn.optimizer)
+                    turn.optimizer.zero_grad()
+            state.batches += 1
+            if last:
+                precision.update()
+                trainer.global_step += 1
+                for schedule in step_schedules:
+                    if precision.stepped(schedule.scheduler.optimizer):
+                        schedule.step(trainer.metrics)
+            if val_every and state.batches % val_every == 0:
+                validate(trainer, work)
+        if plan.checkpoint_every and trainer.global_step % plan.checkpoint_every == 0 and trainer.rank == 0:
+            write(capture(trainer, state), plan.checkpoint_path.format(step=trainer.global_step))
+    report_loss(trainer, loss)
+    return True
+
+
+def windows(batches: Iterator[Any], size: int, agree: bool) -> Iterator[list[Any]]:
+    """Yield the micro-batches of one step at a time.
+
+    A window is drawn before it is used, because its losses are divided by its true length: the last one of an
+    epoch may be shorter. With ``agree`` all ranks stop at the one that has least, so that none waits for the
+    others for ever.
+    """
+    while window := list(itertools.islice(batches, size)):
+        if agree:
+            window = window[: least(len(window))]
+        if not window:
+            return
+        yield window
+    if agree:
+        least(0)
+
+
+def least(count: int) -> int:
+    """Return the smallest ``count`` of all ranks."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    box = torch.tensor(count, device=device)
+    dist.all_reduce(box, dist.ReduceOp.MIN)
+    return int(box)
+
+
+def uneven(loader: Any, world: int) -> bool:
+    """Say whether ranks may have unequal numbers of batches, as those of a dataset that shards itself do."""
+    return world > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset)
+
+
+def take_turns(state: State, work: Work) -> list[Turn]:
+    """Return each optimizer's turn; several leave each other's weights alone."""
+    several = len(state.optimizers) > 1
+    names = inspect.signature(state.module.training_step).parameters
+    told = several and ("optimizer_idx" in names or len(names) > 2)
+    turns = []
+    for number, (optimizer, own) in enumerate(zip(state.optimizers, work.weights, strict=True)):
+        mine = {id(weight) for weight in own}
+        others = [weight for weights in work.weights for weight in weights if id(weight) not in mine]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        turns.append(
+            Turn(optimizer, parameters, OnlyItsOwn(others) if several else NOTHING, (number,) * told)
+        )
+    return turns
+
+
+def batch_mover(devices: list[torch.device]) -> Callable[[Any], Any] | None:
+    """Return what brings a batch to the device; None where it is there, or DataParallel spreads it itself."""
+    if devices[0].type == "cpu" or len(devices) > 1:
+        return None
+    return partial(map_tensors, lambda tensor: tensor.to(devices[0], non_blocking=True))
+
+
+def insist(check_reduced: Callable[[], None]) -> None:
+    """Raise if this backward left gradients that were not averaged; DDP says so only at its next forward."""
+    try:
+        check_reduced()
+    except RuntimeError as error:
+        raise MisconfigurationError(
+            "Some weights took no part in the loss, so their gradients were not averaged over ranks: freeze "
+            f"them, or pass find_unused_parameters=True in configure_ddp. ({error})"
+        ) from error
+
+
+def validate(trainer: Any, work: Work) -> None:
+    """Set the metrics to the means over all validation samples; gradients and training modes stay."""
+    modes = [(layer, layer.training) for layer in work.evaluate.modules()]
+    if getattr(work.forward, "broadcast_buffers", False) and trainer.world_size > 1:
+        share_buffers(work.evaluate)
+    move = batch_mover(work.devices)
+    totals: dict[str, torch.Tensor] = {}
+    work.evaluate.eval()
+    with torch.no_grad():
+        for index, batch in enumerate(work.val_loader):
+            rows = work.evaluate("validation_step", batch if move is None else move(batch), index)
+            for name, row in rows.items():
+                totals[name] = row.sum(0) + totals.get(name, 0)
+    for layer, mode in modes:
+        layer.training = mode
+    sums = {name: tuple(total.tolist()) for name, total in totals.items()}
+    trainer.metrics.update(means_over_ranks(sums, trainer.world_size))
+
+
+def share_buffers(module: nn.Module) -> None:
+    """Give all ranks rank 0's buffers, as DDP does before a training forward."""
+    for buffer in module.buffers():
+        dist.broadcast(buffer, src=0)
+
+
+def report_loss(trainer: Any, loss: torch.Tensor | None) -> None:
+    """Set the metric ``loss`` to the last micro-batch's, a mean over ranks."""
+    if loss is not None:
+        trainer.metrics.update(means_over_ranks({"loss": (float(loss.detach()), 1.0)}, trainer.world_size))
+
+
+def means_over_ranks(totals: dict[str, tuple[float, float]], world: int) -> dict[str, float]:
+    """Return Σ sums / Σ weights for each name, over all ranks; a rank without samples may lack names."""
+    every = [totals]
+    if world > 1:
+        every = [totals] * world
+        dist.all_gather_object(every, totals)
+    names = dict.fromkeys(name for one in every for name in one)
+    return {
+        name: sum(one[name][0] for one in every if name in one)
+        / sum(one[name][1] for one in every if name in one)
+        for name in names
+    }

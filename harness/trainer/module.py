@@ -1,0 +1,78 @@
+"""What the user writes: a module with its training step, optimizers and data."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.rendezvous import rendezvous
+
+_connections = itertools.count()
+
+
+class Module(nn.Module):
+    """The base class: override ``training_step``, ``configure_optimizers``, ``train_dataloader``, and more.
+
+    During ``fit`` the attribute ``trainer`` is the trainer; it knows device, rank, world_size and optimizers.
+    """
+
+    trainer: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the scalar loss of a batch, or a dict with ``"loss"``.
+
+        With ``training_step_end`` it may return anything made of tensors with the batch in dim 0. Under dp
+        and ddp2 the batch is one device's chunk. With several optimizers a third argument, if there is one,
+        is the index of the optimizer whose turn it is.
+        """
+        raise NotImplementedError
+
+    def training_step_end(self, outputs: Any) -> Any:
+        """Return the scalar loss, or a dict with it, of the outputs of ``training_step``.
+
+        They are gathered from all devices of this process: a loss over whole batches belongs here. By default
+        the devices' losses are averaged.
+        """
+        return outputs
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return a dict of metrics, each a mean over the batch; a bare tensor is called ``val_loss``.
+
+        Over batches, devices and ranks they are averaged with the number of samples as weights.
+        """
+        raise NotImplementedError
+
+    def configure_optimizers(self) -> Any:
+        """Return an optimizer, a list of them, or a list of optimizers and a list of schedulers.
+
+        A scheduler steps once an epoch; as ``{"scheduler": s, "interval": "step"}`` it does after each
+        optimizer step. ReduceLROnPlateau is given as ``{"scheduler": s, "monitor": "val_loss"}``.
+        """
+        raise NotImplementedError
+
+    def train_dataloader(self) -> Any:
+        """Return the DataLoader to train on, as for one device: ranks get their share by a sampler."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """Return the DataLoader to validate on, or None."""
+        return None
+
+    def init_ddp_connection(self, proc_rank: int, world_size: int) -> None:
+        """Open the process group; MASTER_ADDR and MASTER_PORT are set."""
+        backend = "nccl" if self.trainer.device.type == "cuda" else "gloo"
+        store, _, _ = next(rendezvous("env://", proc_rank, world_size))
+        # torchrun's store outlives a process group: a second fit that read the first one's keys would hang.
+        store = dist.PrefixStore(f"connection-{next(_connections)}", store)
+        dist.init_process_group(backend, store=store, rank=proc_rank, world_size=world_size)
+
+    def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
+        """Return ``model`` wrapped such that its backward averages gradients over ranks.
+
+        Parameters that a step may leave unused need ``find_unused_parameters=True`` here. Optimizers that
+        take turns leave each other's unused, so then it is set.
+        """
+        turns = len(self.trainer.optimizers) > 1
+        return nn.parallel.DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=turns)
