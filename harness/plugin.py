@@ -41,7 +41,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device (gloo)")
     add("--report-dir", metavar="DIR", help="where runs are written (default: reports/ in the root directory)")
     add("--keep-traces", action="store_true", help="keep the evidence of every cell, not only of the bad ones")
-    add("--time-limit", type=float, default=120.0, metavar="SECONDS", help="for one cell (default: %(default)s)")
+    add(
+        "--time-limit",
+        type=float,
+        default=120.0,
+        metavar="SECONDS",
+        help="for one cell (default: %(default)s)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -117,8 +117,8 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
     """
     parts: dict[tuple[int, str], Tensors] = {}
     for key, value in tensors.items():
-        number, part, name = key.split("/", 2)
-        parts.setdefault((int(number), part), {})[name] = value
+        place, part, name = key.split("/", 2)
+        parts.setdefault((int(place), part), {})[name] = value
     steps: list[Step] = []
     for number, step in enumerate(values["steps"]):
         steps.append(

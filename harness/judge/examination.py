@@ -105,9 +105,7 @@ class Examination:
 
     def _unit(self, parts: Sequence[Sequence[Tensors]], name: str) -> float:
         count = sum(len(groups) for groups in parts)
-        return rounding_unit(
-            (part[name] / count for groups in parts for part in groups if name in part), self.epsilon
-        )
+        return rounding_unit((part[name] / count for groups in parts for part in groups if name in part), self.epsilon)
 
     @cached_property
     def noise(self) -> NoiseScale:

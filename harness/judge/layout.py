@@ -27,9 +27,7 @@ def contract_layout(steps: Sequence[Step], devices_per_process: int) -> Layout:
     micro_batches = max(len(step.micro_batches) for step in steps)
     return tuple(
         tuple(
-            _group(step.micro_batches[place], devices_per_process)
-            for step in steps
-            if place < len(step.micro_batches)
+            _group(step.micro_batches[place], devices_per_process) for step in steps if place < len(step.micro_batches)
         )
         for place in range(micro_batches)
     )
@@ -56,8 +54,7 @@ def shuffled(layout: Layout, rng: random.Random) -> Layout:
     """Return the same layout in another order of summation: samples within a share, and groups, permuted."""
     return tuple(
         tuple(
-            tuple(tuple(rng.sample(share, len(share))) for share in group)
-            for group in rng.sample(groups, len(groups))
+            tuple(tuple(rng.sample(share, len(share))) for share in group) for group in rng.sample(groups, len(groups))
         )
         for groups in layout
     )

@@ -1,5 +1,7 @@
-"""The oracle: a plain single-process loop over the workload. In float64 it says what is right; in the cell's own
-precision, on one device and in other orders of summation, it says how much rounding alone explains.
+"""The oracle: a plain single-process loop over the workload.
+
+In float64 it says what is right; in the cell's own precision, on one device and in other orders of summation, it
+says how much rounding alone explains.
 """
 
 from __future__ import annotations
@@ -51,9 +53,7 @@ class Oracle:
         return {k: v.double() for k, v in mean_gradient(self.group_gradients(layout, scale)).items()}
 
     def _group_gradient(self, group: Group, scale: float) -> Tensors:
-        gradients = torch.autograd.grad(
-            self._loss(group) * scale, tuple(self.parameters.values()), allow_unused=True
-        )
+        gradients = torch.autograd.grad(self._loss(group) * scale, tuple(self.parameters.values()), allow_unused=True)
         return {
             name: gradient.to_dense() / scale
             for name, gradient in zip(self.parameters, gradients, strict=True)

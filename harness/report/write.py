@@ -32,7 +32,5 @@ def write_report(run_path: Path) -> pd.DataFrame:
 
 
 def _csv(table: pd.DataFrame) -> str:
-    text: str = table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(
-        index=False
-    )
+    text: str = table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(index=False)
     return text

@@ -142,9 +142,7 @@ def project_commit(root: Path | None = None) -> str | None:
     if commit is None or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
         return None
     # Only the code that ran counts: a report or a note that lies about does not make the run another one.
-    changes = _answer(
-        "git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", "harness", "suites"
-    )
+    changes = _answer("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", "harness", "suites")
     return commit if changes == "" else f"{commit}-dirty"
 
 

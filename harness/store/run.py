@@ -151,9 +151,7 @@ def read_run(path: Path) -> Run:
     except OSError as error:
         raise StoreError(f"Cannot read {file} ({error.strerror}): make it readable.") from error
     if len(content) > LARGEST_FILE:
-        raise RunTooLarge(
-            f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not one of plumbline's runs."
-        )
+        raise RunTooLarge(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not one of plumbline's runs.")
     return _assemble(content, file.resolve())
 
 
@@ -235,9 +233,7 @@ def _read_header(file: Path, number: int, line: bytes) -> Header:
 
 
 def _is_no_json(error: ValidationError) -> bool:
-    return any(
-        part["type"] == "json_invalid" for part in error.errors(include_input=False, include_url=False)
-    )
+    return any(part["type"] == "json_invalid" for part in error.errors(include_input=False, include_url=False))
 
 
 def _first_complaint(error: ValidationError) -> str:

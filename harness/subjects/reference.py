@@ -33,9 +33,7 @@ class _Adapter(Module):
         return DataLoader(self.job.dataset, batch_size=self.job.batch_size, shuffle=self.job.shuffle)
 
 
-@subject(
-    name="reference", backends=["none", "auto", "dp", "ddp", "ddp2"], precisions=["64", "32", "16", "bf16"]
-)
+@subject(name="reference", backends=["none", "auto", "dp", "ddp", "ddp2"], precisions=["64", "32", "16", "bf16"])
 def train(job: Any) -> None:
     """Train ``job`` with ``harness.Trainer``."""
     backend = None if job.backend in ("none", "auto") else job.backend

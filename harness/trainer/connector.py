@@ -97,9 +97,7 @@ def connect(
     on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
     devices = parse_gpus(gpus, cuda_devices if on_cuda else os.cpu_count() or 1)
     if accelerator == "cuda" and not devices:
-        raise MisconfigurationError(
-            f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or 'cpu'."
-        )
+        raise MisconfigurationError(f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or 'cpu'.")
     on_cuda = on_cuda and bool(devices)
     if on_cuda and max(devices) >= cuda_devices:
         raise MisconfigurationError(
@@ -110,8 +108,7 @@ def connect(
     name = distributed_backend or ("dp" if len(devices) > 1 else "none")
     if num_nodes > 1 and name in ("none", "dp"):
         warnings.warn(
-            f"num_nodes={num_nodes} cannot be trained with distributed_backend={distributed_backend!r}: "
-            "'ddp' is used.",
+            f"num_nodes={num_nodes} cannot be trained with distributed_backend={distributed_backend!r}: 'ddp' is used.",
             stacklevel=3,
         )
         name = "ddp"
@@ -123,17 +120,11 @@ def connect(
         _whole(option, value, 1, optional=True)
     _whole("seed", seed, 0)
     if isinstance(gradient_clip_val, bool) or not isinstance(gradient_clip_val or 0, (int, float)):
-        raise MisconfigurationError(
-            f"gradient_clip_val={gradient_clip_val!r} is not a number: give a 2-norm, or None."
-        )
+        raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val!r} is not a number: give a 2-norm, or None.")
     if not (gradient_clip_val or 0) >= 0:
-        raise MisconfigurationError(
-            f"gradient_clip_val={gradient_clip_val} is no norm: give 0 or more, or None."
-        )
+        raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val} is no norm: give 0 or more, or None.")
     if checkpoint_every and not checkpoint_path:
-        raise MisconfigurationError(
-            "checkpoint_every needs to know where: give checkpoint_path, as 'last.ckpt'."
-        )
+        raise MisconfigurationError("checkpoint_every needs to know where: give checkpoint_path, as 'last.ckpt'.")
     environment = detect_environment(variables)
     plan = Plan(
         backend=BACKENDS[name],
@@ -171,9 +162,7 @@ def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Prec
     if bits is None:
         bits = "32" if not use_amp or amp_level == "O0" else "16"
     elif use_amp and bits not in HALF and amp_level != "O0":
-        raise MisconfigurationError(
-            f"use_amp=True contradicts precision={precision!r}: leave one of them out."
-        )
+        raise MisconfigurationError(f"use_amp=True contradicts precision={precision!r}: leave one of them out.")
     if amp_level is not None and (amp_level == "O0") != (bits == "32"):
         raise MisconfigurationError(
             f"amp_level={amp_level!r} contradicts "

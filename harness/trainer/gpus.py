@@ -24,25 +24,22 @@ def parse_gpus(gpus: int | str | Sequence[int] | None, every_device: int) -> tup
     if gpus is None:
         return ()
     if isinstance(gpus, str):
-        if gpus.strip() == "-1":
+        if gpus.strip(" ") == "-1":
             return tuple(range(every_device))
-        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*,?\s*", gpus):
+        if not re.fullmatch(r" *[0-9]+ *(, *[0-9]+ *)*,? *", gpus):
             raise MisconfigurationError(
                 f"gpus={gpus!r} is not a list of device indices: write '0,' or '0, 1', or '-1' for all."
             )
-        gpus = [int(index) for index in re.findall(r"\d+", gpus)]
+        gpus = [int(index) for index in re.findall(r"[0-9]+", gpus)]
     if isinstance(gpus, (list, tuple)):
         if any(isinstance(index, bool) or not isinstance(index, int) or index < 0 for index in gpus):
-            raise MisconfigurationError(
-                f"gpus={gpus!r} must hold device indices, each 0 or more, as in [0, 1]."
-            )
+            raise MisconfigurationError(f"gpus={gpus!r} must hold device indices, each 0 or more, as in [0, 1].")
         if len(set(gpus)) < len(gpus):
             raise MisconfigurationError(f"gpus={gpus!r} names a device twice: name each device once.")
         return tuple(gpus)
     if isinstance(gpus, bool) or not isinstance(gpus, int):
         raise MisconfigurationError(
-            f"gpus={gpus!r} is a {type(gpus).__name__}: give a count (2), a list ([0, 1]), a string ('0, 1') "
-            "or None."
+            f"gpus={gpus!r} is a {type(gpus).__name__}: give a count (2), a list ([0, 1]), a string ('0, 1') or None."
         )
     if gpus < -1:
         raise MisconfigurationError(f"gpus={gpus} is negative: give a count, or -1 for all devices.")

@@ -55,8 +55,6 @@ class Turn:
 
 def train(trainer: Any, state: State, work: Work) -> None:
     """Train until ``max_epochs`` or ``max_steps``."""
-    for optimizer in state.optimizers:
-        optimizer.zero_grad()
     state.module.zero_grad()
     if not state.module.training:
         state.module.train()
@@ -88,9 +86,7 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
     set_epoch(work.train_loader, trainer.current_epoch)
     batches = itertools.islice(work.train_loader, state.batches, None)
     for window in windows(batches, plan.accumulate, uneven(work.train_loader, trainer.world_size)):
-        if (
-            trainer.global_step >= max_steps
-        ):  # asked here, with a batch at hand, so that a whole epoch ends as one
+        if trainer.global_step >= max_steps:  # asked here, with a batch at hand, so that a whole epoch ends as one
             report_loss(trainer, loss)
             return False
         share = len(window)
@@ -165,9 +161,7 @@ def take_turns(state: State, work: Work) -> list[Turn]:
         mine = {id(weight) for weight in own}
         others = [weight for weights in work.weights for weight in weights if id(weight) not in mine]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        turns.append(
-            Turn(optimizer, parameters, OnlyItsOwn(others) if several else NOTHING, (number,) * told)
-        )
+        turns.append(Turn(optimizer, parameters, OnlyItsOwn(others) if several else NOTHING, (number,) * told))
     return turns
 
 
@@ -228,7 +222,6 @@ def means_over_ranks(totals: dict[str, tuple[float, float]], world: int) -> dict
         dist.all_gather_object(every, totals)
     names = dict.fromkeys(name for one in every for name in one)
     return {
-        name: sum(one[name][0] for one in every if name in one)
-        / sum(one[name][1] for one in every if name in one)
+        name: sum(one[name][0] for one in every if name in one) / sum(one[name][1] for one in every if name in one)
         for name in names
     }

@@ -28,8 +28,7 @@ class Schedule:
             self.scheduler.step(metrics[self.monitor])
         else:
             raise MisconfigurationError(
-                f"A scheduler monitors {self.monitor!r}, but the metrics are {sorted(metrics)}: name one of "
-                "them."
+                f"A scheduler monitors {self.monitor!r}, but the metrics are {sorted(metrics)}: name one of them."
             )
 
 
@@ -67,12 +66,7 @@ def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer],
             "list of optimizers, or a list of optimizers and a list of schedulers."
         )
     own = {id(parameter) for parameter in module.parameters()}
-    if any(
-        id(p) not in own
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for p in group["params"]
-    ):
+    if any(id(p) not in own for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
         raise MisconfigurationError(
             "An optimizer has parameters that are not the module's: make it in configure_optimizers, of "
             "self.parameters()."
@@ -84,16 +78,11 @@ def _schedule(entry: Any) -> Schedule:
     options = dict(entry) if isinstance(entry, dict) else {"scheduler": entry}
     if "scheduler" not in options or options.keys() - {"scheduler", "interval", "monitor"}:
         raise MisconfigurationError(
-            f"The scheduler entry has the keys {sorted(options)}: it takes 'scheduler', 'interval' and "
-            "'monitor'."
+            f"The scheduler entry has the keys {sorted(options)}: it takes 'scheduler', 'interval' and 'monitor'."
         )
     schedule = Schedule(**options)
     if schedule.interval not in ("epoch", "step"):
-        raise MisconfigurationError(
-            f"A scheduler's interval is 'epoch' or 'step', not {schedule.interval!r}."
-        )
+        raise MisconfigurationError(f"A scheduler's interval is 'epoch' or 'step', not {schedule.interval!r}.")
     if isinstance(schedule.scheduler, ReduceLROnPlateau) and schedule.monitor is None:
-        raise MisconfigurationError(
-            "ReduceLROnPlateau needs a metric: return {'scheduler': s, 'monitor': 'val_loss'}."
-        )
+        raise MisconfigurationError("ReduceLROnPlateau needs a metric: return {'scheduler': s, 'monitor': 'val_loss'}.")
     return schedule

@@ -105,15 +105,11 @@ def _scatter(value: Any, count: int, chunks: int) -> list[Any]:
         return list(value.chunk(count))
     if isinstance(value, dict):
         parts = (
-            zip(*(_scatter(item, count, chunks) for item in value.values()), strict=True)
-            if value
-            else [()] * chunks
+            zip(*(_scatter(item, count, chunks) for item in value.values()), strict=True) if value else [()] * chunks
         )
         return [type(value)(zip(value, part, strict=True)) for part in parts]
     if isinstance(value, (list, tuple)):
-        parts = (
-            zip(*(_scatter(item, count, chunks) for item in value), strict=True) if value else [()] * chunks
-        )
+        parts = zip(*(_scatter(item, count, chunks) for item in value), strict=True) if value else [()] * chunks
         return [_like(value, part) for part in parts]
     return [value] * chunks
 

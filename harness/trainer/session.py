@@ -23,9 +23,7 @@ from harness.trainer.optimizers import parse_optimizers
 from harness.trainer.step import StepModule
 
 
-def run_rank(
-    trainer: Any, module: Module, local_rank: int, ckpt_path: Any, result_path: str | None = None
-) -> None:
+def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, result_path: str | None = None) -> None:
     """Train as one rank; leave the outcome in ``trainer`` and ``module``, and write it to ``result_path``."""
     plan = trainer.plan
     trainer.rank = plan.environment.rank(local_rank, plan.processes_per_node)
@@ -65,9 +63,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
     trainer.checkpoint = partial(checkpoints.capture, trainer, state)
     if getattr(train_loader, "batch_size", None):
         state.samples_per_batch = train_loader.batch_size * trainer.world_size
-    weights = [
-        [p for group in optimizer.param_groups for p in group["params"]] for optimizer in state.optimizers
-    ]
+    weights = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in state.optimizers]
 
     evaluate = forward = split(StepModule(module, precision), devices)
     if plan.backend.synchronises:
@@ -85,9 +81,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
 def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
     """Return the devices of one rank; simulated ones are all the cpu."""
     mine = plan.devices if plan.backend.splits else plan.devices[local_rank : local_rank + 1]
-    return [
-        torch.device("cuda", index) if plan.accelerator == "cuda" else torch.device("cpu") for index in mine
-    ]
+    return [torch.device("cuda", index) if plan.accelerator == "cuda" else torch.device("cpu") for index in mine]
 
 
 def rank_loader(trainer: Any, loader: Any, *, training: bool) -> Any:
@@ -95,9 +89,7 @@ def rank_loader(trainer: Any, loader: Any, *, training: bool) -> Any:
     if loader is None:
         return None
     check_loader(loader, trainer.plan, training)
-    return share_loader(
-        loader, world=trainer.world_size, rank=trainer.rank, seed=trainer.plan.seed, training=training
-    )
+    return share_loader(loader, world=trainer.world_size, rank=trainer.rank, seed=trainer.plan.seed, training=training)
 
 
 def join_ranks(trainer: Any, module: Module) -> bool:

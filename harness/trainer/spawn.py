@@ -43,8 +43,7 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
             )
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise MisconfigurationError(
-                f"The module cannot be sent to spawned ranks ({error}): define it at the top of an "
-                "importable file."
+                f"The module cannot be sent to spawned ranks ({error}): define it at the top of an importable file."
             ) from error
         try:
             while not context.join():

@@ -76,8 +76,7 @@ class Trainer:
     ) -> None:
         if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(
-                f"num_nodes={num_nodes} and its older name nb_gpu_nodes={nb_gpu_nodes} differ: give "
-                "num_nodes alone."
+                f"num_nodes={num_nodes} and its older name nb_gpu_nodes={nb_gpu_nodes} differ: give num_nodes alone."
             )
         self.plan: Plan = connect(
             gpus=gpus,
@@ -144,9 +143,7 @@ class Trainer:
             return
         # This process is a rank: a launcher, or the user with a process group of their own, has started it.
         own_group = environment.starts_ranks and dist.is_initialized()
-        run_rank(
-            self, module, dist.get_rank() % per_node if own_group else environment.local_rank(), ckpt_path
-        )
+        run_rank(self, module, dist.get_rank() % per_node if own_group else environment.local_rank(), ckpt_path)
 
     def _show_devices(self) -> None:
         """Set the CUDA variables for the user; under SLURM they are SLURM's."""
@@ -180,6 +177,4 @@ def check_module(module: Module, ckpt_path: Any) -> None:
         if getattr(type(module), hook) is getattr(Module, hook):
             raise MisconfigurationError(f"{type(module).__name__} has no {hook}: write that method.")
     if ckpt_path is not None and not os.path.isfile(ckpt_path):
-        raise MisconfigurationError(
-            f"There is no checkpoint {str(ckpt_path)!r}: give the path of one, or None."
-        )
+        raise MisconfigurationError(f"There is no checkpoint {str(ckpt_path)!r}: give the path of one, or None.")

@@ -101,9 +101,7 @@ def realistic_run(cells: list[Cell]) -> Run:
         simulated=True,
     )
     results = tuple(
-        Result.of(cell, finding, f"pytest suites/ -k {cell.id}", 0.4)
-        for cell in cells
-        for finding in _findings(cell)
+        Result.of(cell, finding, f"pytest suites/ -k {cell.id}", 0.4) for cell in cells for finding in _findings(cell)
     )
     return Run(header, results, Footer.of(results, 1), NOWHERE)
 

@@ -28,9 +28,7 @@ def hostile_run(build_run: BuildRun) -> Run:
     cell = Cell(HOSTILE, HOSTILE, HOSTILE, Topology(1, 2), HOSTILE, "cpu")
     run = build_run({cell: [Outcome.FAILED, Outcome.CRASHED]})
     results = tuple(
-        result.model_copy(
-            update={"message": HOSTILE, "reproduce": HOSTILE, "check": HOSTILE, "parameter": HOSTILE}
-        )
+        result.model_copy(update={"message": HOSTILE, "reproduce": HOSTILE, "check": HOSTILE, "parameter": HOSTILE})
         for result in run.results
     )
     return dataclasses.replace(run, results=results)

@@ -46,8 +46,7 @@ def counted(row: pd.Series) -> int:
 def one_row(build_run: BuildRun, ends: list[list[Outcome]], **settings: bool) -> pd.Series:
     """Return the only row of a run whose cells, all of one configuration, end so."""
     ddp = {
-        Cell("reference", f"w{place}", "ddp", Topology(1, 2), "32", "cpu"): found
-        for place, found in enumerate(ends)
+        Cell("reference", f"w{place}", "ddp", Topology(1, 2), "32", "cpu"): found for place, found in enumerate(ends)
     }
     table = support_table(build_run(ddp, **settings))
     assert len(table) == 1
@@ -192,8 +191,7 @@ def test_an_error_without_a_verdict_is_no_measurement(build_run: BuildRun) -> No
     run = build_run({cell: [Outcome.PASSED, Outcome.ERRORED]})
     errors = (0.5, 1e9)
     results = tuple(
-        result.model_copy(update={"error_x_noise": error})
-        for result, error in zip(run.results, errors, strict=True)
+        result.model_copy(update={"error_x_noise": error}) for result, error in zip(run.results, errors, strict=True)
     )
     table = support_table(dataclasses.replace(run, results=results))
     assert list(table["Worst × noise"]) == [0.5]

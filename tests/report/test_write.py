@@ -58,9 +58,7 @@ def test_metrics_are_one_row_a_figure_with_its_unit(recorded_run: Path) -> None:
     assert not metrics["value"].isna().any()
 
 
-def test_an_infinite_error_is_a_metric_and_a_missing_one_is_not(
-    realistic_run: Run, cells: list[Cell]
-) -> None:
+def test_an_infinite_error_is_a_metric_and_a_missing_one_is_not(realistic_run: Run, cells: list[Cell]) -> None:
     found = [
         Finding("infinite", Outcome.FAILED, "", error_x_noise=math.nan),
         Finding("infinite", Outcome.FAILED, "", error_x_noise=2.0),

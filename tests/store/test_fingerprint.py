@@ -14,9 +14,7 @@ from harness.store.fingerprint import project_commit, public_environment, take_f
 
 def git(root: Path, *command: str) -> str:
     identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(root), *identity, *command], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["git", "-C", str(root), *identity, *command], capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

@@ -38,9 +38,7 @@ def refuse_constant(name: str) -> None:
 
 
 @given(findings, any_text, st.none() | st.floats(0, 1e9))
-def test_a_result_comes_back_as_it_was_written(
-    finding: Finding, reproduce: str, seconds: float | None
-) -> None:
+def test_a_result_comes_back_as_it_was_written(finding: Finding, reproduce: str, seconds: float | None) -> None:
     result = Result.of(CELL, finding, reproduce, seconds)
     line = line_of(result)
     assert record_of(line) == result

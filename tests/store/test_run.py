@@ -32,9 +32,7 @@ CELLS = [Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu") for back
 
 
 def new_header() -> Header:
-    return Header.of(
-        CELLS, command=["pytest"], options={"gpus": 2}, fingerprint=Fingerprint(), simulated=True
-    )
+    return Header.of(CELLS, command=["pytest"], options={"gpus": 2}, fingerprint=Fingerprint(), simulated=True)
 
 
 def some_results() -> list[Result]:

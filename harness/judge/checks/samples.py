@@ -28,7 +28,10 @@ def samples(examination: Examination) -> Finding:
     problem = (
         _loss_saw_something_else(examination)
         or _strangers(used, expected)
-        or next((p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))), None)
+        or next(
+            (p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))),
+            None,
+        )
         or _order(epochs, workload.shuffle, expected)
     )
     if problem:

@@ -42,9 +42,7 @@ class PlainEnvironment(ClusterEnvironment):
             for variable in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
                 self.variables.pop(variable, None)  # left over from something else
             return
-        missing = [
-            name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not self.variables.get(name)
-        ]
+        missing = [name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not self.variables.get(name)]
         if missing:
             raise MisconfigurationError(
                 f"num_nodes={num_nodes} needs {', '.join(missing)}: set NODE_RANK (0 to {num_nodes - 1}), "
@@ -52,8 +50,7 @@ class PlainEnvironment(ClusterEnvironment):
             )
         if self.node_rank() >= num_nodes:
             raise MisconfigurationError(
-                f"NODE_RANK={self.node_rank()} does not exist among num_nodes={num_nodes}: count nodes from "
-                "0."
+                f"NODE_RANK={self.node_rank()} does not exist among num_nodes={num_nodes}: count nodes from 0."
             )
 
 

@@ -18,9 +18,7 @@ class SlurmEnvironment(ClusterEnvironment):
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
         """Say whether this is a task of srun; a shell that srun opened (job name ``bash``) is none."""
-        return {"SLURM_PROCID", "SLURM_NTASKS"} <= set(variables) and variables.get(
-            "SLURM_JOB_NAME"
-        ) != "bash"
+        return {"SLURM_PROCID", "SLURM_NTASKS"} <= set(variables) and variables.get("SLURM_JOB_NAME") != "bash"
 
     def node_rank(self) -> int:
         """Return SLURM_NODEID."""
@@ -57,9 +55,7 @@ def expand_hosts(nodes: str) -> list[str]:
     """
     group = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(rf"{group}(,{group})*", nodes):
-        raise MisconfigurationError(
-            f"The node list {nodes!r} is malformed: it should look like node[1-3,7],other4."
-        )
+        raise MisconfigurationError(f"The node list {nodes!r} is malformed: it should look like node[1-3,7],other4.")
     hosts = []
     for pattern in re.findall(group, nodes):
         parts = re.split(r"\[([^\]]*)\]", pattern)  # text, ranges, text, ranges, … text
