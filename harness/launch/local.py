@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import sys
 import time
 from pathlib import Path
 
+import torch
 import torch.distributed
 
 from harness.core.cell import Cell
@@ -30,6 +33,7 @@ def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubsc
             cell=cell,
             rank=rank,
             comm=comm,
+            devices=_devices(cell, rank, oversubscribe),
             environment=_environment(cell, rank, store.port, oversubscribe),
             evidence=str(folder / f"rank-{rank}.safetensors"),
             log=str(folder / f"rank-{rank}.log"),
@@ -63,8 +67,23 @@ def _store() -> torch.distributed.TCPStore:
     )
 
 
+def _devices(cell: Cell, rank: int, oversubscribe: bool) -> tuple[str, ...]:
+    """Return the names under which this rank finds its devices."""
+    spread = cell.contract.devices_per_process(cell.topology)
+    if cell.accelerator == "cpu":
+        return ("cpu",) * spread
+    if oversubscribe:
+        present = torch.cuda.device_count()
+        return tuple(f"cuda:{(rank * spread + i) % present}" for i in range(spread))
+    first = 0 if spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
+    return tuple(f"cuda:{first + i}" for i in range(spread))
+
+
 def _environment(cell: Cell, rank: int, port: int, oversubscribe: bool) -> dict[str, str]:
-    """Return the variables that torchrun sets for this rank."""
+    """Return the variables that torchrun sets for this rank.
+
+    Nodes that share a machine each see their own CUDA devices only, as nodes of their own would.
+    """
     local_world = cell.contract.processes_per_node(cell.topology)
     node = rank // local_world
     variables = {
@@ -85,16 +104,15 @@ def _environment(cell: Cell, rank: int, port: int, oversubscribe: bool) -> dict[
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": 1,
         # Names of network interfaces are the machine's affair; ranks on one machine meet on loopback.
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    if cell.accelerator == "cuda":
-        present = torch.cuda.device_count()
+    if cell.accelerator == "cuda" and cell.topology.num_nodes > 1 and not oversubscribe:
+        every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if every == [""]:
+            every = [str(device) for device in range(torch.cuda.device_count())]
         first = node * cell.topology.gpus
-        visible = [first + i for i in range(cell.topology.gpus)]
-        if oversubscribe:
-            visible = [device % present for device in visible]
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in visible)
         variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + cell.topology.gpus])
     return {name: str(value) for name, value in variables.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,8 +54,10 @@ def subject(
         capabilities: what it does beyond forward, backward, step, epochs and shuffling.
 
     Raises:
-        SubjectError: a name is not one of those.
+        SubjectError: a name is not one of those, or cannot stand in a test id and a file name.
     """
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
+        raise SubjectError(f"subject name {name!r}: use letters, digits and . _ + - so that it can name files")
     for what, given, known in (
         ("backend", backends, BACKENDS),
         ("precision", precisions, PRECISIONS),

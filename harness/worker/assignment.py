@@ -13,13 +13,14 @@ from harness.core.topology import Topology
 class Assignment:
     """One rank's part in one launch.
 
-    ``environment`` holds the variables that a launcher sets (torchrun's). ``evidence`` and ``log`` are file paths.
+    ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets (torchrun's). ``evidence`` and ``log`` are file paths.
     """
 
     launch: int
     cell: Cell
     rank: int
     comm: str
+    devices: tuple[str, ...]
     environment: dict[str, str]
     evidence: str
     log: str

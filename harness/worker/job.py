@@ -45,11 +45,7 @@ class Job:
         )
         self.world_size = cell.processes
 
-        spread = cell.contract.devices_per_process(cell.topology)
-        self.devices = [
-            torch.device("cpu") if cell.accelerator == "cpu" else torch.device("cuda", self.local_rank + i)
-            for i in range(spread)
-        ]
+        self.devices = [torch.device(name) for name in assignment.devices]
         self.device = self.devices[0]
 
         devices = cell.topology.devices

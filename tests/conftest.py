@@ -1,0 +1,49 @@
+"""What every folder's tests may ask for: a pytest inside pytest, and ranks from pools that are warm already."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.launch.pool import Pool
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(scope="session")
+def warm_pool():
+    """Return the session's pool for a locator; it is warmed up once and closed at the end."""
+    pools: dict[str, Pool] = {}
+
+    def pool(locator: str | Path) -> Pool:
+        if str(locator) not in pools:
+            pools[str(locator)] = Pool(str(locator))
+        return pools[str(locator)]
+
+    yield pool
+    for opened in pools.values():
+        opened.close()
+
+
+@pytest.fixture(scope="session")
+def cell_of():
+    """Return a cell from words: ``cell_of("mlp", "ddp", "2x2", "32", subject="torch")``."""
+
+    def cell(workload: str, backend: str, topology: str, precision: str = "32", subject: str = "simulated") -> Cell:
+        nodes, gpus = map(int, topology.split("x"))
+        return Cell(subject, workload, backend, Topology(nodes, gpus), precision, "cpu")
+
+    return cell
+
+
+@pytest.fixture
+def one_thread():
+    """Let torch compute in one thread, as the harness does, and put it back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
