@@ -73,6 +73,7 @@ def train(trainer: Any, state: State, work: Work) -> None:
 def train_epoch(trainer: Any, state: State, work: Work) -> bool:
     """Train the rest of this epoch; return False if ``max_steps`` cut it short."""
     plan, precision, forward = trainer.plan, state.precision, work.forward
+    clip_norm, checkpoint_every = plan.clip_norm, plan.checkpoint_every
     loss_of = loss_function(state.module, precision, len(work.devices) > 1)
     turns = take_turns(state, work)
     move = batch_mover(work.devices)
@@ -102,8 +103,8 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
                     if check_reduced is not None:
                         insist(check_reduced)
                     precision.unscale(turn.optimizer)
-                    if plan.clip_norm:
-                        clip_grad_norm_(turn.parameters, plan.clip_norm)
+                    if clip_norm:
+                        clip_grad_norm_(turn.parameters, clip_norm)
                     precision.step(turn.optimizer)
                     turn.optimizer.zero_grad()
             state.batches += 1
@@ -115,7 +116,7 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
                         schedule.step(trainer.metrics)
             if val_every and state.batches % val_every == 0:
                 validate(trainer, work)
-        if plan.checkpoint_every and trainer.global_step % plan.checkpoint_every == 0 and trainer.rank == 0:
+        if checkpoint_every and trainer.global_step % checkpoint_every == 0 and trainer.rank == 0:
             write(capture(trainer, state), plan.checkpoint_path.format(step=trainer.global_step))
     report_loss(trainer, loss)
     return True

@@ -30,13 +30,14 @@ class StepModule(nn.Module):
 
     def forward(self, hook: str, batch: Any, *indices: int) -> Any:
         """Return what ``hook`` returns: a loss, outputs for ``training_step_end``, or weighted metrics."""
+        step = getattr(self._modules["module"], hook)  # self.module takes a detour that shows in short steps
         if self.plain:
-            outputs = getattr(self.module, hook)(batch, *indices)
+            outputs = step(batch, *indices)
         else:
             if self.precision.casts_batches:
                 batch = cast(batch, self.precision.dtype)
             with self.precision.autocast():
-                outputs = getattr(self.module, hook)(batch, *indices)
+                outputs = step(batch, *indices)
         if hook == "validation_step":
             return weighted(outputs, batch_length(batch) or 1, self.precision.device_type)
         return outputs if self.ends else scalar_loss(outputs)

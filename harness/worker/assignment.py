@@ -13,7 +13,8 @@ from harness.core.topology import Topology
 class Assignment:
     """One rank's part in one launch.
 
-    ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets (torchrun's). ``evidence`` and ``log`` are file paths.
+    ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets
+    (torchrun's). ``evidence`` and ``log`` are file paths.
     """
 
     launch: int
