@@ -79,10 +79,17 @@ class Examination:
         return Oracle(self.workload, self.devices, self.cell.arithmetic)
 
     @cached_property
+    def start(self) -> Tensors:
+        """The job's own weights, in the precision in which the subject gets them."""
+        model = self.workload.model(self.rough.dtype)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    @cached_property
     def layouts(self) -> dict[int, Layout]:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
-        return {moment.index: contract_layout(moment.ranks, spread) for moment in self.taken}
+        accumulate = self.workload.accumulate
+        return {moment.index: contract_layout(moment.ranks, spread, accumulate) for moment in self.taken}
 
     @cached_property
     def truths(self) -> dict[int, Truth]:

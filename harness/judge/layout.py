@@ -19,25 +19,39 @@ Group = tuple[Share, ...]
 Layout = tuple[tuple[Group, ...], ...]
 
 
-def contract_layout(steps: Sequence[Step], devices_per_process: int) -> Layout:
+def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate: int) -> Layout:
     """Return what the backend promises for the samples that every rank used in one step (one entry a rank).
 
     A rank that had fewer micro-batches than another takes no part in those it did not have.
     """
-    micro_batches = max(len(step.micro_batches) for step in steps)
+    ranks = [_micro_batches(step.micro_batches, devices_per_process, accumulate) for step in steps]
     return tuple(
-        tuple(
-            _group(step.micro_batches[place], devices_per_process) for step in steps if place < len(step.micro_batches)
-        )
-        for place in range(micro_batches)
+        tuple(_group(rank[place], devices_per_process) for rank in ranks if place < len(rank))
+        for place in range(max(map(len, ranks)))
     )
 
 
-def _group(micro_batch: MicroBatch, devices: int) -> Group:
-    forwards = tuple(share for share in micro_batch.forwards if share)
+def _micro_batches(recorded: Sequence[MicroBatch], devices: int, accumulate: int) -> list[tuple[Share, ...]]:
+    """Return the forwards of each micro-batch that the workload asks for, at most ``accumulate``.
+
+    A subject that takes a loss for each of its devices, or a loss of its own, leaves more of them than it was
+    asked for. What it promised is the loss over all of them: so they are put together again.
+    """
+    passes = len(recorded)
+    if all(micro.loss is None for micro in recorded):
+        passes = -(-passes // devices)
+    size = -(-len(recorded) // max(min(accumulate, passes), 1))
+    return [
+        tuple(share for micro in recorded[start : start + size] for share in micro.forwards)
+        for start in range(0, len(recorded), max(size, 1))
+    ]
+
+
+def _group(forwards: Sequence[Share], devices: int) -> Group:
+    shares = tuple(share for share in forwards if share)
     if devices == 1:
-        return (tuple(i for share in forwards for i in share),)
-    return forwards
+        return (tuple(i for share in shares for i in share),)
+    return shares
 
 
 def whole(layout: Layout) -> Layout:

@@ -31,6 +31,15 @@ def distance(left: Tensor, right: Tensor) -> float:
     return value if math.isfinite(value) else math.inf
 
 
+def in_noise(error: float, noise: float) -> float:
+    """Return ``error`` in multiples of ``noise``; infinite where there is an error and no finite noise explains it."""
+    if error == 0:
+        return 0.0
+    if noise == 0 or not (math.isfinite(error) and math.isfinite(noise)):
+        return math.inf
+    return error / noise
+
+
 @lru_cache
 def limit(draws: int, false_alarm: float = FALSE_ALARM) -> float:
     """Return how many × noise a right trainer stays under, with noise the largest of ``draws`` measured errors.

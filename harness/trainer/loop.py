@@ -75,6 +75,8 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
     plan, precision, forward = trainer.plan, state.precision, work.forward
     clip_norm, checkpoint_every = plan.clip_norm, plan.checkpoint_every
     loss_of = loss_function(state.module, precision, len(work.devices) > 1)
+    alone = not plan.backend.synchronises and len(work.devices) == 1
+    call = forward.forward if alone else forward  # nobody hooks the bare step: spare it the way through __call__
     turns = take_turns(state, work)
     move = batch_mover(work.devices)
     no_sync = getattr(forward, "no_sync", nullcontext)
@@ -97,7 +99,7 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
                 batch = move(batch)
             for turn in turns:
                 with NOTHING if last else no_sync(), turn.context:
-                    loss = loss_of(forward("training_step", batch, state.batches, *turn.arguments))
+                    loss = loss_of(call("training_step", batch, state.batches, *turn.arguments))
                     precision.backward(loss if share == 1 else loss / share)
                 if last:
                     if check_reduced is not None:

@@ -54,6 +54,7 @@ def run(assignment: Assignment, subject: Subject, announce: Callable[[dict[str, 
             failed_at = time.time()
             error = f"{type(raised).__name__}: {raised}".strip()
             traceback.print_exc()
+        recorder.note_world()
         trace = RankTrace(assignment.rank, recorder.world_size, tuple(recorder.steps), error, failed_at)
         evidence.write(assignment.evidence, trace)
         announce({"event": "evidence", "launch": assignment.launch, "rank": assignment.rank})

@@ -52,6 +52,11 @@ class Recorder:
         if torch.is_grad_enabled():
             self._close_micro_batch(_ids(batch))
 
+    def note_world(self) -> None:
+        """Take down how many ranks torch.distributed connects, if it connects any at this moment."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.world_size = torch.distributed.get_world_size()
+
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Without gradients it is validation; inside a backward it is an activation being recomputed.
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
@@ -87,8 +92,7 @@ class Recorder:
             self._micro_batches.append(MicroBatch((ids,)))
         self._forwards = []
         # Asked at every step: the group may be gone by the time the subject returns.
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.world_size = torch.distributed.get_world_size()
+        self.note_world()
         self.steps.append(
             Step(
                 micro_batches=tuple(self._micro_batches),

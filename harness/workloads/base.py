@@ -80,7 +80,7 @@ class Workload:
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return a new model on the cpu, with the same weights at every call, whatever the global RNG."""
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)  # the cpu's alone: no device is touched
             return self.build().to(dtype)
 
     def dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:

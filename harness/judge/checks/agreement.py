@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.examination import DRAWS, Examination
-from harness.judge.noise import distance, limit, rounding_unit
+from harness.judge.noise import distance, in_noise, limit, rounding_unit
 from harness.judge.verdict import Deviation, larger, times
 
 
@@ -26,11 +26,13 @@ def ranks_agree(examination: Examination) -> Finding | None:
             )
     worst = Deviation(0.0)
     for moment, rank, step in examination.differing_ranks("after"):
+        if rank == 0:
+            continue
         reference = moment.ranks[0].after
         for name, value in step.after.items():
             unit = rounding_unit([reference[name].double()], examination.epsilon)
             error = distance(value, reference[name])
-            worst = larger(worst, Deviation(error / unit if unit else error, moment.index, name, rank))
+            worst = larger(worst, Deviation(in_noise(error, unit), moment.index, name, rank))
     good = worst.x_noise <= limit(DRAWS)
     return Finding(
         "ranks-agree",

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
 from harness.judge.examination import Examination, Truth
-from harness.judge.noise import distance, norm
+from harness.judge.noise import distance, in_noise, norm
 from harness.judge.verdict import Deviation, Vacuous, larger, nearest
 
 PROMISE = "the backend promises for these shares"
@@ -29,21 +27,15 @@ def gradients(examination: Examination) -> Finding:
             noise = examination.noise.at(name, truth.units[name])
             given = step.gradients.get(name, torch.zeros_like(truth.contract[name]))
             place = (moment.index, name, rank)
-            whole = larger(whole, Deviation(_times(distance(given, truth.whole[name]), noise), *place))
-            contract = larger(contract, Deviation(_times(distance(given, truth.contract[name]), noise), *place))
-            gap = max(gap, _times(distance(truth.whole[name], truth.contract[name]), noise))
+            whole = larger(whole, Deviation(in_noise(distance(given, truth.whole[name]), noise), *place))
+            contract = larger(contract, Deviation(in_noise(distance(given, truth.contract[name]), noise), *place))
+            gap = max(gap, in_noise(distance(truth.whole[name], truth.contract[name]), noise))
     assert whole is not None
     assert contract is not None
     return nearest(
         "gradients", "gradients", whole=whole, contract=contract, gap=gap,
         limit=0.0 if examination.exact else examination.limit, promise=PROMISE,
     )  # fmt: skip
-
-
-def _times(error: float, noise: float) -> float:
-    if noise == 0:
-        return 0.0 if error == 0 else math.inf
-    return error / noise
 
 
 def _refuse_blindness(examination: Examination) -> None:
@@ -59,7 +51,8 @@ def _refuse_blindness(examination: Examination) -> None:
 def _shares_differ(truth: Truth, examination: Examination) -> bool:
     parts: list[Tensors] = [part for groups in truth.parts for part in groups]
     return any(
-        distance(part[name], mean) > examination.limit * examination.noise.at(name, truth.units[name])
+        # Numbers that are not finite are no reason to call the check blind.
+        not distance(part[name], mean) <= examination.limit * examination.noise.at(name, truth.units[name])
         for name, mean in truth.contract.items()
         for part in parts
         if name in part

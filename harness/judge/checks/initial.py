@@ -12,11 +12,10 @@ def initial_weights(examination: Examination) -> Finding:
     """The weights before the first step equal ``job.model()``'s bit for bit."""
     if not examination.moments:
         raise Vacuous("no optimizer step was seen")
-    expected = dict(examination.workload.model(examination.rough.dtype).named_parameters())
     for rank, step in enumerate(examination.moments[0].ranks):
-        for name, parameter in expected.items():
+        for name, parameter in examination.start.items():
             value = step.before.get(name)
-            if value is None or not value.equal(parameter.detach()):
+            if value is None or not value.equal(parameter):
                 what = "is missing" if value is None else "is not the job's"
                 return Finding(
                     "initial-weights",

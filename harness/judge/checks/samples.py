@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.core.trace import Step
 from harness.judge.examination import Examination
 from harness.judge.verdict import Vacuous
 
@@ -16,10 +18,7 @@ Used = list[list[int]]
 def samples(examination: Examination) -> Finding:
     """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
     workload, world = examination.workload, examination.cell.processes
-    used: Used = [
-        [i for step in moment.ranks for micro in step.micro_batches for share in micro.forwards for i in share]
-        for moment in examination.moments
-    ]
+    used: Used = [[i for step in moment.ranks for i in _forwarded(step)] for moment in examination.moments]
     if not any(used):
         raise Vacuous("the model was never called with a batch that has an 'index'")
     windows = -(-workload.steps_per_epoch // workload.accumulate)
@@ -41,15 +40,23 @@ def samples(examination: Examination) -> Finding:
 
 def _loss_saw_something_else(examination: Examination) -> str | None:
     for moment in examination.moments:
+        everybody = sorted(i for step in moment.ranks for i in _forwarded(step))
         for rank, step in enumerate(moment.ranks):
-            for micro in step.micro_batches:
-                seen = sorted(i for share in micro.forwards for i in share)
-                if micro.loss is not None and sorted(micro.loss) != seen:
-                    return (
-                        f"at step {moment.index} on rank {rank} the loss was given other samples "
-                        f"({len(micro.loss)}) than went through the model ({len(seen)})"
-                    )
+            if any(micro.loss is None for micro in step.micro_batches):
+                continue  # a loss of the subject's own
+            given = sorted(i for micro in step.micro_batches for i in micro.loss or ())
+            seen = sorted(_forwarded(step))
+            # A loss over all ranks' gathered outputs is given everybody's samples.
+            if given not in (seen, everybody):
+                return (
+                    f"at step {moment.index} on rank {rank} the loss was given other samples "
+                    f"({len(given)}) than went through the model ({len(seen)})"
+                )
     return None
+
+
+def _forwarded(step: Step) -> Iterable[int]:
+    return (i for micro in step.micro_batches for share in micro.forwards for i in share)
 
 
 def _strangers(used: Used, expected: int) -> str | None:

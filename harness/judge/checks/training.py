@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import random
 
-import torch
-
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
 from harness.judge.examination import Examination
 from harness.judge.layout import Layout, shuffled, whole
-from harness.judge.noise import distance, limit, rounding_unit
+from harness.judge.noise import distance, in_noise, limit, rounding_unit
 from harness.judge.oracle import Oracle
 from harness.judge.verdict import Deviation, Vacuous, larger, nearest
 
@@ -46,9 +44,9 @@ def training(examination: Examination) -> Finding:
         if noise == 0:
             continue
         place = (last.index, name)
-        from_whole = larger(from_whole, Deviation(distance(value, one_device[name]) / noise, *place))
-        from_contract = larger(from_contract, Deviation(distance(value, contract[name]) / noise, *place))
-        gap = max(gap, distance(one_device[name], contract[name]) / noise)
+        from_whole = larger(from_whole, Deviation(in_noise(distance(value, one_device[name]), noise), *place))
+        from_contract = larger(from_contract, Deviation(in_noise(distance(value, contract[name]), noise), *place))
+        gap = max(gap, in_noise(distance(one_device[name], contract[name]), noise))
     if from_whole is None or from_contract is None:
         raise Vacuous("every weight is zero at the end")
     return nearest(
@@ -58,8 +56,7 @@ def training(examination: Examination) -> Finding:
 
 
 def _train(oracle: Oracle, examination: Examination, layouts: list[Layout]) -> Tensors:
-    start = examination.workload.model(torch.float64).named_parameters()
-    oracle.load({name: parameter.detach() for name, parameter in start})
+    oracle.load(examination.start)
     optimizer = oracle.optimizer()
     for moment, layout in zip(examination.taken, layouts, strict=True):
         oracle.set_gradients(oracle.gradient(layout, moment.ranks[0].scale or 1.0))

@@ -7,7 +7,7 @@ import torch
 from harness.core.finding import Finding
 from harness.core.trace import RankTrace
 from harness.judge.examination import DRAWS, Examination, same
-from harness.judge.noise import distance, limit, rounding_unit
+from harness.judge.noise import distance, in_noise, limit, rounding_unit
 from harness.judge.oracle import Oracle
 from harness.judge.verdict import Deviation, Vacuous, larger, single
 
@@ -56,7 +56,7 @@ def _replay(trace: RankTrace, examination: Examination) -> Deviation:
             unit = rounding_unit(parts, examination.epsilon)
             noise = max(unit, distance(rounded[name], right[name]))
             error = distance(value, right[name])
-            worst = larger(worst, Deviation(error / noise if noise else error, index, name, trace.rank))
+            worst = larger(worst, Deviation(in_noise(error, noise), index, name, trace.rank))
     return worst
 
 
