@@ -1,0 +1,135 @@
+"""Who a process is, under each launcher."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.trainer import MisconfigurationError, PlainEnvironment, SlurmEnvironment, TorchrunEnvironment
+from harness.trainer.environments import detect_environment
+from harness.trainer.environments.slurm import expand_hosts
+
+TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_ID": "123456",
+    "SLURM_NODELIST": "node[07-08]",
+}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("node[1-3,7]", ["node1", "node2", "node3", "node7"]),
+        ("n[001-003]", ["n001", "n002", "n003"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("a[1-2],b3", ["a1", "a2", "b3"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("gpu-a[1,3]-ib.x,h", ["gpu-a1-ib.x", "gpu-a3-ib.x", "h"]),
+    ],
+)
+def test_host_lists(nodes, hosts):
+    assert expand_hosts(nodes) == hosts
+
+
+@pytest.mark.parametrize("nodes", ["", "a[1-2", "a[1-]", "a]", "a,,b", "a[]", "a[b-c]"])
+def test_malformed_host_lists_are_refused(nodes):
+    with pytest.raises(MisconfigurationError, match="malformed"):
+        expand_hosts(nodes)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.from_regex(r"[a-z][a-z-]{0,5}", fullmatch=True),
+            st.lists(st.tuples(st.integers(0, 200), st.integers(0, 5)), max_size=3),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_a_written_host_list_is_read_back(groups):
+    text, hosts = [], []
+    for name, ranges, width in groups:
+        spelled = [(f"{low:0{width}d}", f"{low + more:0{width}d}") for low, more in ranges]
+        items = ",".join(low if low == high else f"{low}-{high}" for low, high in spelled)
+        text.append(f"{name}[{items}]" if ranges else name)
+        numbers = [f"{n:0{len(f'{low:0{width}d}')}d}" for low, more in ranges for n in range(low, low + more + 1)]
+        hosts += [name + number for number in numbers] if ranges else [name]
+    assert expand_hosts(",".join(text)) == hosts
+
+
+def test_torchrun():
+    environment = detect_environment({**TORCHRUN, "MASTER_ADDR": "head", "MASTER_PORT": "29500", **SLURM})
+    assert isinstance(environment, TorchrunEnvironment)
+    assert (environment.rank(1, 2), environment.local_rank(), environment.node_rank()) == (3, 1, 1)
+    assert (environment.main_address(), environment.main_port()) == ("head", 29500)
+    environment.check(num_nodes=2, processes_per_node=2)
+    for topology in ((1, 2), (1, 4), (4, 1)):
+        with pytest.raises(MisconfigurationError, match="WORLD_SIZE"):
+            environment.check(*topology)
+
+
+def test_torchrun_is_known_by_its_run_id_too():
+    assert isinstance(detect_environment({"TORCHELASTIC_RUN_ID": "x"}), TorchrunEnvironment)
+
+
+def test_slurm():
+    environment = detect_environment(SLURM)
+    assert isinstance(environment, SlurmEnvironment)
+    assert (environment.rank(0, 2), environment.local_rank(), environment.node_rank()) == (2, 0, 1)
+    assert environment.main_address() == "node07"
+    assert environment.main_port() == SlurmEnvironment(dict(SLURM)).main_port() in range(1024, 32768)
+    assert SlurmEnvironment({**SLURM, "MASTER_PORT": "4711"}).main_port() == 4711
+    others = {k: v for k, v in SLURM.items() if k != "SLURM_NODELIST"} | {"SLURM_JOB_NODELIST": "b3,a1"}
+    assert SlurmEnvironment(others).main_address() == "b3"
+    environment.check(num_nodes=2, processes_per_node=2)
+    with pytest.raises(MisconfigurationError, match="SLURM_NNODES=2"):
+        environment.check(num_nodes=1, processes_per_node=4)
+    with pytest.raises(MisconfigurationError, match="SLURM_NTASKS=4"):
+        environment.check(num_nodes=2, processes_per_node=1)
+
+
+def test_a_shell_of_slurm_is_no_task():
+    assert isinstance(detect_environment({**SLURM, "SLURM_JOB_NAME": "bash"}), PlainEnvironment)
+
+
+def test_plain_on_one_node_ignores_what_is_left_over():
+    environment = PlainEnvironment({"MASTER_ADDR": "gone", "MASTER_PORT": "1", "NODE_RANK": "3"})
+    environment.check(num_nodes=1, processes_per_node=2)
+    assert (environment.node_rank(), environment.main_address()) == (0, "127.0.0.1")
+    assert environment.main_port() > 1023
+
+
+def test_plain_on_several_nodes_needs_to_be_told():
+    several = {"NODE_RANK": "1", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
+    environment = PlainEnvironment(several)
+    environment.check(num_nodes=2, processes_per_node=3)
+    assert [environment.rank(local, 3) for local in range(3)] == [3, 4, 5]
+    for missing in several:
+        with pytest.raises(MisconfigurationError, match=missing):
+            PlainEnvironment({k: v for k, v in several.items() if k != missing}).check(2, 3)
+    with pytest.raises(MisconfigurationError, match="NODE_RANK=2"):
+        PlainEnvironment({**several, "NODE_RANK": "2"}).check(2, 3)
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "1.5"])
+def test_a_variable_that_is_no_number_is_refused(value):
+    with pytest.raises(MisconfigurationError, match="LOCAL_RANK"):
+        TorchrunEnvironment({**TORCHRUN, "LOCAL_RANK": value}).local_rank()
+
+
+def test_reading_changes_nothing():
+    variables = dict(itertools.chain(SLURM.items(), TORCHRUN.items()))
+    before = dict(variables)
+    detect_environment(variables).check(2, 2)
+    assert variables == before
