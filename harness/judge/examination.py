@@ -11,9 +11,9 @@ import torch
 
 from harness.core.cell import Cell
 from harness.core.trace import Step, Tensors, Trace
-from harness.judge.layout import Layout, contract_layout, shuffled, whole
+from harness.judge.layout import Layout, at_once, contract_layout, shuffled, whole
 from harness.judge.noise import NoiseScale, limit, rounding_unit
-from harness.judge.oracle import Oracle, mean_gradient
+from harness.judge.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import Workload
 
 DRAWS = 12
@@ -24,14 +24,21 @@ DRAWS = 12
 class Truth:
     """What is right at one step, in float64, at the subject's own weights and samples.
 
-    ``whole`` is the gradient of ℓ(B), ``contract`` what the backend promises, ``parts`` the gradient of each
-    group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor.
+    ``one_device`` are the gradients that one device may compute: of the mean over micro-batches, and of all samples
+    at once. ``contract`` is what the backend promises, ``raw`` the same before it is clipped, ``parts`` the gradient
+    of each group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor.
     """
 
-    whole: Tensors
+    one_device: tuple[Tensors, ...]
     contract: Tensors
+    raw: Tensors
     parts: Sequence[Sequence[Tensors]]
     units: dict[str, float]
+
+    @property
+    def whole(self) -> Tensors:
+        """The gradient of one device that takes the same micro-batches."""
+        return self.one_device[0]
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,16 @@ class Examination:
             layout = self.layouts[moment.index]
             self.oracle.load(moment.ranks[0].before)
             parts = self.oracle.group_gradients(layout)
-            contract = mean_gradient(parts)
-            # One device under its own contract is ℓ(B) already.
-            is_whole = whole(layout) == layout
+            raw = mean_gradient(parts)
+            contract = clipped(raw, self.workload.clip_norm)
             truths[moment.index] = Truth(
-                whole=contract if is_whole else self.oracle.gradient(whole(layout)),
+                one_device=tuple(
+                    # One device's own layout is what it is already.
+                    contract if other == layout else self.oracle.gradient(other)
+                    for other in dict.fromkeys((whole(layout), at_once(layout)))
+                ),
                 contract=contract,
+                raw=raw,
                 parts=parts,
                 units={name: self._unit(parts, name) for name in contract},
             )

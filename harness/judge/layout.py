@@ -59,6 +59,11 @@ def whole(layout: Layout) -> Layout:
     return tuple(((tuple(samples((groups,))),),) for groups in layout)
 
 
+def at_once(layout: Layout) -> Layout:
+    """Return the same samples as one device without accumulation would take them: all in one batch."""
+    return (((tuple(samples(layout)),),),)
+
+
 def samples(layout: Layout) -> list[int]:
     """Return every sample id of the step, with repetitions."""
     return [i for groups in layout for group in groups for share in group for i in share]

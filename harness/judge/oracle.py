@@ -6,7 +6,7 @@ says how much rounding alone explains.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,8 +49,12 @@ class Oracle:
         return [[self._group_gradient(group, scale) for group in groups] for groups in layout]
 
     def gradient(self, layout: Layout, scale: float = 1.0) -> Tensors:
-        """Return the gradient of the mean over groups and micro-batches, as float64, summed in this arithmetic."""
-        return {k: v.double() for k, v in mean_gradient(self.group_gradients(layout, scale)).items()}
+        """Return what the optimizer is handed: the mean over groups and micro-batches, clipped where that is due.
+
+        It is summed in this arithmetic and returned as float64.
+        """
+        gradient = mean_gradient(self.group_gradients(layout, scale))
+        return {k: v.double() for k, v in clipped(gradient, self.workload.clip_norm).items()}
 
     def _group_gradient(self, group: Group, scale: float) -> Tensors:
         gradients = torch.autograd.grad(self._loss(group) * scale, tuple(self.parameters.values()), allow_unused=True)
@@ -69,6 +73,11 @@ class Oracle:
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the workload's optimizer over this oracle's own parameters."""
         return self.workload.optimizer(self.model.parameters())
+
+    def schedule(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        """Return what the workload's schedule does after each optimizer step; nothing where it has none."""
+        scheduler = self.workload.scheduler(optimizer)
+        return scheduler.step if scheduler is not None else lambda: None
 
     def set_gradients(self, gradients: Tensors) -> None:
         """Put ``gradients`` where an optimizer looks for them; what is absent becomes None."""
@@ -90,6 +99,18 @@ def mean_gradient(parts: Sequence[Sequence[Tensors]]) -> Tensors:
                 share = value / (len(groups) * len(parts))
                 total[name] = total[name] + share if name in total else share
     return total
+
+
+def clipped(gradient: Tensors, norm: float | None) -> Tensors:
+    """Return the gradient scaled down so that the 2-norm of all tensors together is at most ``norm``, if given.
+
+    As ``torch.nn.utils.clip_grad_norm_`` does: the factor is norm / (length + 1e-6), and at most 1.
+    """
+    if norm is None or not gradient:
+        return gradient
+    length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in gradient.values()]))
+    factor = min(1.0, norm / (float(length) + 1e-6))
+    return {name: value * factor for name, value in gradient.items()}
 
 
 def gather(outputs: Sequence[Any]) -> Any:

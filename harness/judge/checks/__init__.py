@@ -12,6 +12,7 @@ from harness.core.finding import Finding
 from harness.judge.checks.agreement import ranks_agree
 from harness.judge.checks.gradients import gradients
 from harness.judge.checks.initial import initial_weights
+from harness.judge.checks.learning_rate import learning_rate
 from harness.judge.checks.samples import samples
 from harness.judge.checks.skipped import skipped_steps
 from harness.judge.checks.steps import steps
@@ -28,6 +29,7 @@ CHECKS: dict[str, Check] = {
     "ranks-agree": ranks_agree,
     "gradients": gradients,
     "update": update,
+    "learning-rate": learning_rate,
     "skipped-steps": skipped_steps,
     "training": training,
 }

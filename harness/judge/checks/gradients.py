@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from harness.core.finding import Finding
+from harness.core.outcome import Outcome
 from harness.core.trace import Tensors
+from harness.judge.causes import explain_gradients
 from harness.judge.examination import Examination, Truth
 from harness.judge.noise import distance, in_noise, norm
 from harness.judge.verdict import Deviation, Vacuous, larger, nearest
@@ -18,24 +20,32 @@ def gradients(examination: Examination) -> Finding:
     if not examination.taken:
         raise Vacuous("no optimizer step was seen on every rank")
     _refuse_blindness(examination)
-    whole: Deviation | None = None
     contract: Deviation | None = None
-    gap = 0.0
+    # One device may take the micro-batches one by one or all samples at once; a trainer keeps to one of them.
+    one_device: dict[int, Deviation] = {}
+    gaps: dict[int, float] = {}
     for moment, rank, step in examination.differing_ranks("gradients"):
         truth = examination.truths[moment.index]
-        for name in truth.contract:
+        for name, promised in truth.contract.items():
             noise = examination.noise.at(name, truth.units[name])
-            given = step.gradients.get(name, torch.zeros_like(truth.contract[name]))
+            given = step.gradients.get(name, torch.zeros_like(promised))
             place = (moment.index, name, rank)
-            whole = larger(whole, Deviation(in_noise(distance(given, truth.whole[name]), noise), *place))
-            contract = larger(contract, Deviation(in_noise(distance(given, truth.contract[name]), noise), *place))
-            gap = max(gap, in_noise(distance(truth.whole[name], truth.contract[name]), noise))
-    assert whole is not None
+            contract = larger(contract, Deviation(in_noise(distance(given, promised), noise), *place))
+            for way, gradient in enumerate(truth.one_device):
+                error = in_noise(distance(given, gradient[name]), noise)
+                one_device[way] = larger(one_device.get(way), Deviation(error, *place))
+                gaps[way] = max(gaps.get(way, 0.0), in_noise(distance(gradient[name], promised), noise))
     assert contract is not None
-    return nearest(
-        "gradients", "gradients", whole=whole, contract=contract, gap=gap,
-        limit=0.0 if examination.exact else examination.limit, promise=PROMISE,
-    )  # fmt: skip
+    finding = nearest(
+        "gradients",
+        "gradients",
+        whole=min(one_device.values(), key=lambda deviation: deviation.x_noise),
+        contract=contract,
+        gap=min(gaps.values()),
+        limit=0.0 if examination.exact else examination.limit,
+        promise=PROMISE,
+    )
+    return explain_gradients(finding, examination) if finding.outcome is Outcome.FAILED else finding
 
 
 def _refuse_blindness(examination: Examination) -> None:
@@ -53,7 +63,7 @@ def _shares_differ(truth: Truth, examination: Examination) -> bool:
     return any(
         # Numbers that are not finite are no reason to call the check blind.
         not distance(part[name], mean) <= examination.limit * examination.noise.at(name, truth.units[name])
-        for name, mean in truth.contract.items()
+        for name, mean in truth.raw.items()
         for part in parts
         if name in part
     )

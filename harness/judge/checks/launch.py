@@ -27,6 +27,11 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
     if stuck:
         rank, exit = min(stuck.items())
         return _finding(Outcome.TIMED_OUT, rank, exit.message, trace)
+    present = [rank.rank for rank in trace.ranks]
+    if present != list(range(cell.processes)):
+        return Finding(
+            "launch", Outcome.ERRORED, f"evidence of ranks {present} is here, not of 0 to {cell.processes - 1}"
+        )
     alone = [rank for rank in trace.ranks if rank.world_size != cell.processes]
     if alone:
         return Finding(

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from harness.core.finding import Finding
+from harness.core.outcome import Outcome
 from harness.core.trace import RankTrace
+from harness.judge.causes import explain_update
+from harness.judge.causes.update import set_learning_rates
 from harness.judge.examination import DRAWS, Examination, same
 from harness.judge.noise import distance, in_noise, limit, rounding_unit
 from harness.judge.oracle import Oracle
@@ -35,7 +38,8 @@ def update(examination: Examination) -> Finding:
         judged.append(trace)
         worst = larger(worst, _replay(trace, examination))
     assert worst is not None
-    return single("update", "weights after the step", worst, 0.0 if examination.exact else limit(DRAWS))
+    finding = single("update", "weights after the step", worst, 0.0 if examination.exact else limit(DRAWS))
+    return explain_update(finding, examination) if finding.outcome is Outcome.FAILED else finding
 
 
 def _replay(trace: RankTrace, examination: Examination) -> Deviation:
@@ -49,6 +53,8 @@ def _replay(trace: RankTrace, examination: Examination) -> Deviation:
         for oracle, optimizer in replays:
             oracle.load(step.before)
             oracle.set_gradients(step.gradients)
+            # The subject's own rate: whether that is right is a question of its own.
+            set_learning_rates(optimizer, step.learning_rates)
             optimizer.step()
         right, rounded = exact.weights(), rough.weights()
         for name, value in step.after.items():

@@ -1,0 +1,61 @@
+"""Finds the explanation of a wrong update: the gradient was right, or at least its own, and the weights are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from harness.core.finding import Finding
+from harness.judge.examination import Examination
+from harness.judge.noise import norm
+from harness.judge.oracle import Oracle
+
+
+def explain(finding: Finding, examination: Examination) -> Finding:
+    """Return the finding with a cause, if the update is a multiple of the right one, or nothing moved."""
+    if finding.step is None:
+        return finding
+    trace = examination.trace.ranks[finding.rank or 0]
+    oracle = Oracle(examination.workload, examination.devices)
+    optimizer = oracle.optimizer()
+    for index, step in enumerate(trace.steps[: finding.step + 1]):
+        if step.skipped:
+            continue
+        oracle.load(step.before)
+        oracle.set_gradients(step.gradients)
+        set_learning_rates(optimizer, step.learning_rates)
+        optimizer.step()
+        if index != finding.step:
+            continue
+        names = list(step.after)
+        right = torch.cat([(oracle.weights()[n] - step.before[n].double()).flatten() for n in names])
+        made = torch.cat([(step.after[n].double() - step.before[n].double()).flatten() for n in names])
+        if norm(made) == 0:
+            return _caused(finding, "no-update", "optimizer", "the weights did not move: was the step undone?")
+        if norm(right) == 0:
+            return finding
+        factor = float(made @ right / (right @ right))
+        # Rounding of the weights limits how well the factor is known.
+        if norm(made - factor * right) > 1e-3 * norm(made):
+            return _caused(
+                finding, "another-optimizer", "optimizer", "no multiple of the right update: its rule or state"
+            )
+        world = examination.cell.processes
+        if world > 1 and abs(factor - world) < 1e-3 * world:
+            look = f"the update was applied {world} times: do ranks share the parameters' memory?"
+            return _caused(finding, "applied-once-a-rank", "averaging", look)
+        look = f"the update is {factor:.4g} × the right one: another learning rate, or several steps"
+        return _caused(finding, "scaled-update", "optimizer", look)
+    return finding
+
+
+def set_learning_rates(optimizer: torch.optim.Optimizer, rates: tuple[float, ...]) -> None:
+    """Give each parameter group the rate that the subject's optimizer had; nothing where they do not correspond."""
+    if len(rates) == len(optimizer.param_groups):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+
+def _caused(finding: Finding, cause: str, family: str, look: str) -> Finding:
+    return replace(finding, cause=cause, family=family, message=f"{finding.message}: {look}")

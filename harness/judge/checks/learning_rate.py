@@ -1,0 +1,35 @@
+"""Does every step use the learning rate that the workload's schedule has for it?"""
+
+from __future__ import annotations
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.examination import Examination
+
+PRECISION = 1e-12
+"""Rates are float64 numbers that went through a handful of operations: this is thousands of roundings."""
+
+
+def learning_rate(examination: Examination) -> Finding:
+    """The rates of all parameter groups at each step taken; a schedule moves on after each of them."""
+    optimizer = examination.oracle.optimizer()
+    schedule = examination.oracle.schedule(optimizer)
+    for moment in examination.taken:
+        expected = [float(group["lr"]) for group in optimizer.param_groups]
+        for rank, step in enumerate(moment.ranks):
+            used = list(step.learning_rates)
+            if len(used) != len(expected) or any(
+                abs(u - e) > PRECISION * abs(e) for u, e in zip(used, expected, strict=True)
+            ):
+                return Finding(
+                    "learning-rate",
+                    Outcome.FAILED,
+                    f"at step {moment.index} rank {rank} stepped with learning rates {used}, not {expected}",
+                    family="optimizer",
+                    step=moment.index,
+                    rank=rank,
+                )
+        examination.oracle.set_gradients({})
+        optimizer.step()  # without gradients it changes nothing; a schedule insists on it
+        schedule()
+    return Finding("learning-rate", Outcome.PASSED, "every step used the workload's learning rate")
