@@ -139,8 +139,8 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
         return known
     for name in wanted:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
+            close = " or ".join(map(repr, difflib.get_close_matches(name, known, 2)))
+            hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
             raise PlanError(f"there is no {what} {name!r}: {hint}")
     return list(dict.fromkeys(wanted))
 
@@ -153,7 +153,9 @@ def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
     """
     wanted = matrix.gpus * (matrix.nodes or 1)
     if matrix.accelerator == "cuda" and wanted > present and not oversubscribe:
+        nodes = min(matrix.nodes or 1, max(present, 1))
+        fewer = f"--gpus {max(present // nodes, 1)}" + (f" --nodes {nodes}" if matrix.nodes else "")
         raise PlanError(
-            f"{wanted} devices were asked for and {present} CUDA devices are here: take --gpus {max(present, 1)}, "
+            f"{wanted} devices were asked for and {present} CUDA devices are here: take {fewer}, "
             f"simulate them with --accelerator cpu, or let ranks share devices with --oversubscribe"
         )

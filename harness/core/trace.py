@@ -113,7 +113,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
     """Undo :func:`flatten`.
 
     Raises:
-        KeyError, TypeError, ValueError: the values are not those of a trace.
+        LookupError, TypeError, ValueError: the values are not those of a trace.
     """
     parts: dict[tuple[int, str], Tensors] = {}
     for key, value in tensors.items():

@@ -22,7 +22,7 @@ def read_rank(path: Path) -> RankTrace:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         return unflatten(json.loads(metadata["plumbline"]), tensors)
-    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
         raise TraceError(
             f"{path} is not a whole trace ({type(error).__name__}: {error}); run the cell again"
         ) from error

@@ -50,4 +50,4 @@ class Assignment:
         """Undo :meth:`to_json`."""
         cell = dict(values["cell"])
         cell["topology"] = Topology(**cell["topology"])
-        return cls(**{**values, "cell": Cell(**cell)})
+        return cls(**{**values, "cell": Cell(**cell), "devices": tuple(values["devices"])})

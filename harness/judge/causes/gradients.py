@@ -11,7 +11,7 @@ from harness.core.finding import Finding
 from harness.core.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene
 from harness.judge.causes.mistakes import MISTAKES
-from harness.judge.examination import Examination
+from harness.judge.examination import Examination, same
 from harness.judge.noise import distance, norm
 from harness.judge.verdict import times
 
@@ -24,6 +24,8 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     wrong = [scene for scene in _scenes(examination) if not _is_right(scene, examination)]
     if not wrong:
         return finding
+    # Once ranks hold different weights there is no common gradient to predict: the beginning tells the cause.
+    wrong = [scene for scene in wrong if _ranks_agree_before(scene, examination)] or wrong
     for explanation in MISTAKES:
         error = _misfit(explanation, wrong, examination)
         if error <= examination.limit:
@@ -52,6 +54,11 @@ def _scenes(examination: Examination) -> Iterable[Scene]:
             clip_norm=examination.workload.clip_norm,
             earlier=before.gradients if before else None,
         )
+
+
+def _ranks_agree_before(scene: Scene, examination: Examination) -> bool:
+    ranks = examination.moments[scene.index].ranks
+    return all(same(step.before, ranks[0].before) for step in ranks[1:])
 
 
 def _is_right(scene: Scene, examination: Examination) -> bool:

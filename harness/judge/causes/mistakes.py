@@ -148,6 +148,11 @@ def _absent(scene: Scene) -> Iterable[Tensors]:
         yield {name: value for name, value in right.items() if name in given}
 
 
+def _zero(scene: Scene) -> Iterable[Tensors]:
+    if scene.step.gradients:
+        yield {name: torch.zeros_like(value) for name, value in scene.truth.contract.items()}
+
+
 def _weighted_shares(scene: Scene) -> Iterable[Tensors]:
     """Fit the weight of each share's gradient: a sum of the right shares, with the wrong weights."""
     parts = [part for groups in scene.truth.parts for part in groups]
@@ -176,6 +181,10 @@ def _weighted_shares(scene: Scene) -> Iterable[Tensors]:
 
 
 MISTAKES: tuple[Explanation, ...] = (
+    Explanation(
+        "zero", "optimizer",
+        "all zero", "they were zeroed, or the loss detached, before the optimizer stepped", _zero,
+    ),
     Explanation(
         "parameter-not-in-optimizer", "optimizer",
         "right, but the optimizer was not handed all of them",
