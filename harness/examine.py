@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from harness.core.errors import LaunchError, TraceError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.judge import judge
-from harness.launch.local import launch
+from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
 from harness.workloads import WORKLOADS
 
@@ -23,10 +24,19 @@ class Examined:
     seconds: float | None
 
 
-def examine(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool) -> Examined:
+def examine(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Examined:
     """Train ``cell`` with ranks from ``pool``, leave the evidence in ``folder``, and judge it."""
     try:
-        trace = launch(pool, cell, folder, time_limit=time_limit, oversubscribe=oversubscribe)
+        return verdict(start(pool, cell, folder, time_limit=time_limit, oversubscribe=oversubscribe), cell)
+    except LaunchError as error:
+        return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
+
+
+def verdict(launched: Launched, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
+    """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done."""
+    try:
+        trace = launched.trace()
     except (LaunchError, TraceError) as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
+    meanwhile()
     return Examined(judge(trace, WORKLOADS[cell.workload], cell), trace.seconds)

@@ -10,7 +10,6 @@ travel to it with the test reports.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -71,11 +70,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def plumbline_cell(request: pytest.FixtureRequest) -> Iterator[CellTest]:
+def plumbline_cell(request: pytest.FixtureRequest) -> CellTest:
     """One cell to examine."""
-    test = _session(request.config).test(request.param, request.node)
-    yield test
-    test.close()
+    return _session(request.config).test(request.param, request.node)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

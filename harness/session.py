@@ -11,17 +11,18 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.core.errors import PlanError
+from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
-from harness.examine import examine
+from harness.examine import verdict
+from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
 from harness.plan import DEFAULT_GPUS, Declaration, Matrix, Planned, check_devices, plan
 from harness.report.terminal import support_for_terminal
@@ -92,6 +93,8 @@ class Session:
             self.close()
             raise
         self._writer: RunWriter | None = None
+        self._next: Planned | None = None
+        self._ahead: Ahead | None = None
         self._results: list[Result] = []
 
     @cached_property
@@ -102,10 +105,6 @@ class Session:
         """Return the test of one planned cell."""
         return CellTest(self, planned, item)
 
-    def pool(self, subject: str) -> Pool:
-        """Return the pool that launches ``subject``."""
-        return self._pools[self._locators[subject]]
-
     @property
     def oversubscribe(self) -> bool:
         """Whether ranks may share a device."""
@@ -115,6 +114,38 @@ class Session:
     def time_limit(self) -> float:
         """Seconds for one cell."""
         return float(self._options["time_limit"])
+
+    def launched(self, planned: Planned) -> Ahead:
+        """Return the launch of a cell: the one that was begun ahead, or a new one.
+
+        Raises:
+            LaunchError: the pool's server is gone.
+        """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.planned == planned:
+            return ahead
+        if ahead is not None:
+            ahead.drop()
+        folder = Path(tempfile.mkdtemp(prefix="plumbline-"))
+        pool = self._pools[self._locators[planned.cell.subject]]
+        return Ahead(
+            planned,
+            folder,
+            start(pool, planned.cell, folder, time_limit=self.time_limit, oversubscribe=self.oversubscribe),
+        )
+
+    def launch_ahead(self) -> None:
+        """Begin the next test's cell: its ranks train while this process judges the last one."""
+        if self._next is not None and self._next.refusal is None:
+            try:
+                self._ahead = self.launched(self._next)
+            except LaunchError:
+                self._ahead = None  # the next test will meet it itself, and say so
+
+    def pytest_runtest_protocol(self, nextitem: pytest.Item | None) -> None:
+        """Remember what comes next."""
+        parameters = getattr(nextitem, "callspec", None)
+        self._next = parameters.params.get("plumbline_cell") if parameters else None
 
     def begin(self, chosen: Collection[str], command: list[str]) -> None:
         """Open the run on disk for the cells whose ids were ``chosen``; once is enough."""
@@ -162,6 +193,8 @@ class Session:
         ]
         self._results += results
         self._writer.write(*results)
+        if values["evidence"] is None:
+            return
         folder = Path(values["evidence"])
         if worst(result.outcome for result in results).is_bad or self._options["keep_traces"]:
             if folder.is_dir():
@@ -199,6 +232,23 @@ class Session:
         """End every pool."""
         for pool in self._pools.values():
             pool.close()
+        if self._ahead is not None:
+            shutil.rmtree(self._ahead.folder, ignore_errors=True)
+            self._ahead = None
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A launch that has begun, and where its evidence will lie."""
+
+    planned: Planned
+    folder: Path
+    launched: Launched
+
+    def drop(self) -> None:
+        """Let it end, and forget it."""
+        self.launched.trace()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class CellTest:
@@ -208,23 +258,21 @@ class CellTest:
         self._session = session
         self._planned = planned
         self._item = item
-        self._folder = Path(tempfile.mkdtemp(prefix="plumbline-"))
 
     def examine(self) -> None:
         """Train the cell, judge it, hand the findings over, and end the test as the verdict says."""
         cell, session = self._planned.cell, self._session
+        evidence, seconds = None, None
         if self._planned.refusal:
             findings: tuple[Finding, ...] = (Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal),)
-            seconds = None
         else:
-            examined = examine(
-                session.pool(cell.subject),
-                cell,
-                self._folder,
-                time_limit=session.time_limit,
-                oversubscribe=session.oversubscribe,
-            )
-            findings, seconds = examined.findings, examined.seconds
+            try:
+                ahead = session.launched(self._planned)
+                evidence = str(ahead.folder)
+                examined = verdict(ahead.launched, cell, meanwhile=session.launch_ahead)
+                findings, seconds = examined.findings, examined.seconds
+            except LaunchError as error:
+                findings = (Finding("launch", Outcome.ERRORED, str(error)),)
         outcome = worst(finding.outcome for finding in findings)
         reproduce = session.reproduce(self._item.nodeid)
         handed = {
@@ -232,7 +280,7 @@ class CellTest:
             "findings": [asdict(finding) for finding in findings],
             "seconds": seconds,
             "reproduce": reproduce,
-            "evidence": str(self._folder),
+            "evidence": evidence,
         }
         self._item.user_properties += [(PROPERTY, json.dumps(handed)), (OUTCOME, outcome.value)]
         if outcome is Outcome.UNSUPPORTED:
@@ -244,11 +292,6 @@ class CellTest:
                 if finding.outcome.is_bad
             )
             pytest.fail(f"{cell.id} {outcome.value}\n{said}\nreproduce: {reproduce}", pytrace=False)
-
-    def close(self) -> None:
-        """Let go of an evidence folder that nobody was handed."""
-        if not any(name == PROPERTY for name, _ in self._item.user_properties):
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def parse_subject(text: str) -> tuple[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,20 +14,51 @@ import torch.distributed
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.trace import Exit, RankTrace, Trace
-from harness.launch.pool import Pool, RankEnd
+from harness.launch.pool import Pool, RankEnd, Running
 from harness.store.traces import read_rank
 from harness.worker.assignment import Assignment
 
 LOOPBACK = "127.0.0.1"
 
 
-def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Trace:
-    """Train ``cell`` once and return its evidence, which lies in ``folder`` afterwards, a file a rank."""
+@dataclass(frozen=True)
+class Launched:
+    """A cell that is being trained. ``store`` is where its ranks meet: it must live as long as they do."""
+
+    pool: Pool
+    running: Running
+    assignments: tuple[Assignment, ...]
+    store: torch.distributed.TCPStore
+
+    def trace(self) -> Trace:
+        """Wait for the end and return the evidence.
+
+        Raises:
+            LaunchError: the pool's server is gone.
+            TraceError: a rank's evidence cannot be read.
+        """
+        ends = self.pool.finish(self.running)
+        ranks: list[RankTrace] = []
+        exits: dict[int, Exit] = {}
+        for assignment, end in zip(self.assignments, ends, strict=True):
+            if end.evidence:
+                ranks.append(read_rank(Path(assignment.evidence)))
+            else:
+                exits[end.rank] = _explain(end, Path(assignment.log), self.running.deadline - self.running.started)
+        return Trace(tuple(ranks), exits, max(end.seconds for end in ends))
+
+
+def start(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Launched:
+    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
+
+    Raises:
+        LaunchError: the pool's server is gone.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     store = _store()
     number = pool.next_launch()
     comm = "nccl" if cell.accelerator == "cuda" and not oversubscribe else "gloo"
-    assignments = [
+    assignments = tuple(
         Assignment(
             launch=number,
             cell=cell,
@@ -39,19 +70,13 @@ def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubsc
             log=str(folder / f"rank-{rank}.log"),
         )
         for rank in range(cell.processes)
-    ]
-    started = time.monotonic()
-    ends = pool.launch(cell.subject, assignments, time_limit)
-    seconds = time.monotonic() - started
-    del store
-    ranks: list[RankTrace] = []
-    exits: dict[int, Exit] = {}
-    for assignment, end in zip(assignments, ends, strict=True):
-        if end.evidence:
-            ranks.append(read_rank(Path(assignment.evidence)))
-        else:
-            exits[end.rank] = _explain(end, Path(assignment.log), time_limit)
-    return Trace(tuple(ranks), exits, seconds)
+    )
+    return Launched(pool, pool.begin(cell.subject, assignments, time_limit), assignments, store)
+
+
+def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Trace:
+    """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`Launched.trace`."""
+    return start(pool, cell, folder, time_limit=time_limit, oversubscribe=oversubscribe).trace()
 
 
 def _store() -> torch.distributed.TCPStore:

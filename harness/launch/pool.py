@@ -55,6 +55,16 @@ class RankEnd:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Running:
+    """A launch that has begun. Times are of the monotonic clock."""
+
+    number: int
+    ranks: tuple[int, ...]
+    started: float
+    deadline: float
+
+
 class Pool:
     """Launches ranks of one subject. Start it early: it warms up while the caller does something else."""
 
@@ -97,33 +107,40 @@ class Pool:
         self._launches += 1
         return self._launches
 
-    def launch(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> list[RankEnd]:
-        """Run one launch to its end and say how each rank ended, within ``time_limit`` seconds plus the grace.
+    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> Running:
+        """Begin one launch; it goes on while the caller does something else. One launch at a time.
+
+        Raises:
+            LaunchError: the server itself is gone.
+        """
+        assert self.subjects
+        self._send({"command": "launch", "subject": subject, "assignments": [a.to_json() for a in assignments]})
+        started = time.monotonic()
+        ranks = tuple(assignment.rank for assignment in assignments)
+        return Running(assignments[0].launch, ranks, started, started + time_limit)
+
+    def finish(self, running: Running) -> list[RankEnd]:
+        """Follow a launch to its end and say how each rank ended, soon after its deadline at the latest.
 
         A rank has ended well when its evidence is complete; one that then hangs on its way out is ended.
 
         Raises:
             LaunchError: the server itself is gone.
         """
-        assert self.subjects
-        number = assignments[0].launch
-        started = time.monotonic()
-        waiting = {assignment.rank for assignment in assignments}
+        waiting = set(running.ranks)
         evidence: set[int] = set()
         ends: dict[int, RankEnd] = {}
-        self._send({"command": "launch", "subject": subject, "assignments": [a.to_json() for a in assignments]})
-        deadline = started + time_limit
+        deadline = running.deadline
         stage = 0
         while waiting:
             event = self._next(deadline)
-            now = time.monotonic() - started
             if event is None:
                 # First ask for the stacks, then make an end of it.
-                self._send({"command": "signal", "launch": number, "signal": _ENDINGS[stage]})
+                self._send({"command": "signal", "launch": running.number, "signal": _ENDINGS[stage]})
                 deadline = time.monotonic() + (0.5 if stage == 0 else START_LIMIT)
                 stage = min(stage + 1, len(_ENDINGS) - 1)
                 continue
-            if event.get("launch") != number:
+            if event.get("launch") != running.number:
                 continue
             rank = event["rank"]
             if event["event"] == "evidence":
@@ -131,11 +148,11 @@ class Pool:
             elif event["event"] == "exit":
                 waiting.discard(rank)
                 code = None if stage else event["code"]
-                ends[rank] = RankEnd(rank, rank in evidence, code, now)
+                ends[rank] = RankEnd(rank, rank in evidence, code, event["at"] - running.started)
             if not stage and (event.get("code") or evidence >= waiting):
                 # Somebody is gone for a bad reason, or all that is left to do is to end.
                 deadline = min(deadline, time.monotonic() + GRACE)
-        return [ends[assignment.rank] for assignment in assignments]
+        return [ends[rank] for rank in running.ranks]
 
     def close(self) -> None:
         """End the server and every rank of it."""

@@ -16,6 +16,7 @@ import os
 import selectors
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -148,7 +149,8 @@ class Server:
             os.waitpid(pid, 0)
 
     def _announce(self, event: dict[str, Any]) -> None:
-        os.write(self._events, json.dumps(event).encode() + b"\n")
+        # The clock is the machine's: the parent may read this later than it happened.
+        os.write(self._events, json.dumps({**event, "at": time.monotonic()}).encode() + b"\n")
 
 
 def _signal(pid: int, number: int) -> None:
