@@ -10,6 +10,8 @@ travel to it with the test reports.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from harness.session import CellTest, Session
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
+REFUSAL = "plumbline-refusal"
+REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,13 +62,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of every planned cell."""
     if "plumbline_cell" not in metafunc.fixturenames:
         return
-    session = _session(metafunc.config)
+    try:
+        planned = _session(metafunc.config).planned
+    except pytest.UsageError as error:
+        # Raised here it would read like a broken test file; it is said when the collection is done.
+        metafunc.config.stash[REFUSED] = error
+        if hasattr(metafunc.config, "workeroutput"):
+            metafunc.config.workeroutput[REFUSAL] = str(error)
+        planned = []
     metafunc.parametrize(
         "plumbline_cell",
-        [
-            pytest.param(planned, id=planned.cell.id, marks=[pytest.mark.smoke] if planned.is_smoke else [])
-            for planned in session.planned
-        ],
+        [pytest.param(one, id=one.cell.id, marks=[pytest.mark.smoke] if one.is_smoke else []) for one in planned],
         indirect=True,
     )
 
@@ -78,10 +86,13 @@ def plumbline_cell(request: pytest.FixtureRequest) -> CellTest:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin the run on disk once it is known which cells were selected."""
     config = session.config
+    if REFUSED in config.stash and not hasattr(config, "workerinput"):
+        raise config.stash[REFUSED]
     if SESSION not in config.stash or hasattr(config, "workerinput") or config.option.collectonly:
         return
     chosen = {item.callspec.id for item in session.items if "plumbline_cell" in getattr(item, "fixturenames", ())}
-    config.stash[SESSION].begin(chosen, _command(config))
+    with _usage_errors():
+        config.stash[SESSION].begin(chosen, _command(config))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -89,22 +100,39 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """Begin the run in xdist's controller, which collects nothing itself."""
     chosen = {nodeid.rpartition("::test_cell[")[2][:-1] for nodeid in ids if "::test_cell[" in nodeid}
     if chosen:
-        _session(node.config).begin(chosen, _command(node.config))
+        with _usage_errors():
+            _session(node.config).begin(chosen, _command(node.config))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Say in xdist's controller why its workers found nothing to do."""
+    refusal = getattr(node, "workeroutput", {}).get(REFUSAL)
+    if refusal:
+        raise pytest.UsageError(refusal)
 
 
 def _session(config: pytest.Config) -> Session:
     """Return this process's session, made at the first cell."""
     if SESSION not in config.stash:
-        from harness.core.errors import PlumblineError
-        from harness.session import Session
+        with _usage_errors():
+            from harness.session import Session
 
-        try:
             session = Session(vars(config.option), config.rootpath)
-        except PlumblineError as error:
-            raise pytest.UsageError(str(error)) from None
         config.stash[SESSION] = session
         config.pluginmanager.register(session, "plumbline-session")
     return config.stash[SESSION]
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Turn our errors into pytest's way of saying that an invocation makes no sense: a sentence, exit code 4."""
+    from harness.core.errors import PlumblineError
+
+    try:
+        yield
+    except PlumblineError as error:
+        raise pytest.UsageError(str(error)) from None
 
 
 def _command(config: pytest.Config) -> list[str]:

@@ -57,6 +57,10 @@ class Session:
         torch.set_num_threads(1)
         self._options = options
         self._root = root
+        self._writer: RunWriter | None = None
+        self._results: list[Result] = []
+        self._next: Planned | None = None
+        self._ahead: Ahead | None = None
         locators = options["subject"] or ["reference"]
         self._pools = {locator: Pool(*parse_subject(locator)) for locator in locators}
         present = torch.cuda.device_count()
@@ -92,10 +96,6 @@ class Session:
         except BaseException:
             self.close()
             raise
-        self._writer: RunWriter | None = None
-        self._next: Planned | None = None
-        self._ahead: Ahead | None = None
-        self._results: list[Result] = []
 
     @cached_property
     def _locators(self) -> dict[str, str]:

@@ -149,7 +149,8 @@ class Pool:
                 waiting.discard(rank)
                 code = None if stage else event["code"]
                 ends[rank] = RankEnd(rank, rank in evidence, code, event["at"] - running.started)
-            if not stage and (event.get("code") or evidence >= waiting):
+            gone = event["event"] == "exit" and (event["code"] or rank not in evidence)
+            if not stage and (gone or evidence >= waiting):
                 # Somebody is gone for a bad reason, or all that is left to do is to end.
                 deadline = min(deadline, time.monotonic() + GRACE)
         return [ends[rank] for rank in running.ranks]
@@ -190,7 +191,12 @@ class Pool:
                     return None
                 raise LaunchError(f"the fork server of {self.locator} died: {self._stderr_tail()}")
             *whole, self._rest = (self._rest + chunk).split(b"\n")
-            self._queue.extend(json.loads(line) for line in whole)
+            try:
+                self._queue.extend([json.loads(line) for line in whole])
+            except ValueError as error:
+                if self._subjects is None:
+                    return None  # what was started is no Python, or not ours
+                raise LaunchError(f"the fork server of {self.locator} talks nonsense: {error}") from error
         return self._queue.pop(0)
 
     def _stderr_tail(self) -> str:

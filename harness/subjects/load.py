@@ -53,7 +53,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise SubjectError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
