@@ -11,7 +11,7 @@ from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
-from harness.workloads import WORKLOADS
+from harness.workloads import WORKLOADS, Workload
 
 COUNTS = (1, 2, 3, 4, 8)
 """Device counts that are tried within a budget: 3 because mistakes hide behind powers of two."""
@@ -50,9 +50,12 @@ class Declaration:
             return f"{self.name} does not declare backend {cell.backend!r}"
         if cell.precision not in self.precisions:
             return f"{self.name} does not declare precision {cell.precision!r}"
-        missing = WORKLOADS[cell.workload].needs - self.capabilities
+        workload = WORKLOADS[cell.workload]
+        missing = workload.needs - self.capabilities
         if missing:
             return f"{self.name} does not declare {', '.join(sorted(missing))}, which {cell.workload} needs"
+        if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
+            return workload.gloo_only
         return None
 
 
@@ -87,9 +90,10 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration]) -> list[Planned]:
     for name in names:
         if names.count(name) > 1:
             raise PlanError(f"two subjects are called {name!r}: a report could not tell them apart, rename one")
+    planned = topologies(matrix.gpus, matrix.nodes)
     return [
         Planned(cell, declared.refusal(cell))
-        for topology in topologies(matrix.gpus, matrix.nodes)
+        for topology in planned
         for declared in subjects
         for backend in backends
         # Only some trainers choose a backend by themselves; for the others there is nothing to ask.
@@ -97,8 +101,21 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration]) -> list[Planned]:
         if BACKENDS[backend].fits(topology)
         for workload in workloads
         for precision in precisions
+        if not WORKLOADS[workload].narrow or _suffices(WORKLOADS[workload], backend, topology, precision, planned)
         for cell in [Cell(declared.name, workload, backend, topology, precision, matrix.accelerator)]
     ]
+
+
+def _suffices(
+    workload: Workload, backend: str, topology: Topology, precision: str, planned: Sequence[Topology]
+) -> bool:
+    """Say whether a narrow workload is worth a cell: one device, three (or as many as there are), two nodes of two."""
+    single = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
+    return (
+        backend != "auto"
+        and precision in workload.precisions
+        and (topology in (single[0], single[-1]) or topology == Topology(2, 2))
+    )
 
 
 def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:

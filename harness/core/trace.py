@@ -36,6 +36,7 @@ class Step:
     ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer was handed: unscaled,
     averaged, clipped, whatever the subject did to it. A parameter without a gradient is absent from it.
     ``learning_rates`` has one entry a parameter group. ``scale`` is the loss scale, None without a scaler.
+    ``buffers`` are the model's where the step's first forward began: what a trainer that shares them had shared.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -45,6 +46,7 @@ class Step:
     learning_rates: tuple[float, ...]
     skipped: bool = False
     scale: float | None = None
+    buffers: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class RankTrace:
     """What one rank emitted. ``world_size`` is what torch.distributed said, 1 where there was no group.
 
     ``error`` is what ``train`` raised, with its traceback, and ``failed_at`` when (seconds since the epoch).
+    ``final`` are the weights when ``train`` was done, None where there was no model.
     """
 
     rank: int
@@ -59,6 +62,7 @@ class RankTrace:
     steps: tuple[Step, ...]
     error: str | None = None
     failed_at: float | None = None
+    final: Tensors | None = None
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
     previous: Tensors | None = None
     for number, step in enumerate(trace.steps):
         continues = step.before is previous
-        for part in ("gradients", "after") if continues else ("before", "gradients", "after"):
+        for part in ("gradients", "after", "buffers") + (() if continues else ("before",)):
             tensors.update({f"{number}/{part}/{name}": value for name, value in getattr(step, part).items()})
         steps.append(
             {
@@ -100,7 +104,12 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
             }
         )
         previous = step.after
+    # As with a step's: the end usually is what the last step left.
+    ended = previous is not None and trace.final is previous
+    if trace.final is not None and not ended:
+        tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})
     return {
+        "final": None if trace.final is None else "last" if ended else "own",
         "rank": trace.rank,
         "world_size": trace.world_size,
         "error": trace.error,
@@ -133,6 +142,15 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
                 learning_rates=tuple(step["learning_rates"]),
                 skipped=step["skipped"],
                 scale=step["scale"],
+                buffers=parts.get((number, "buffers"), {}),
             )
         )
-    return RankTrace(values["rank"], values["world_size"], tuple(steps), values["error"], values["failed_at"])
+    finals = {None: None, "own": parts.get((len(steps), "final"), {}), "last": steps[-1].after if steps else None}
+    return RankTrace(
+        rank=values["rank"],
+        world_size=values["world_size"],
+        steps=tuple(steps),
+        error=values["error"],
+        failed_at=values["failed_at"],
+        final=finals[values["final"]],
+    )

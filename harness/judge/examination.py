@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from harness.core.cell import Cell
 from harness.core.trace import Step, Tensors, Trace
 from harness.judge.layout import Layout, at_once, contract_layout, shuffled, whole
-from harness.judge.noise import NoiseScale, limit, rounding_unit
+from harness.judge.noise import NoiseScale, limit, norm, rounding_unit
 from harness.judge.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import Workload
 
@@ -117,7 +118,8 @@ class Examination:
                 contract=contract,
                 raw=raw,
                 parts=parts,
-                units={name: self._unit(parts, name) for name in contract},
+                # Clipping shortens the roundings of a gradient with it.
+                units={name: self._unit(parts, name) * _ratio(contract[name], raw[name]) for name in contract},
             )
         return truths
 
@@ -172,6 +174,10 @@ def same(left: Tensors, right: Tensors) -> bool:
         or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))
         for name in left
     )
+
+
+def _ratio(shorter: Tensor, longer: Tensor) -> float:
+    return norm(shorter) / norm(longer) if norm(longer) else 1.0
 
 
 def _divisors(layout: Layout) -> Iterable[int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.core.precision import Precision
 from harness.core.trace import Tensors
-from harness.judge.layout import Group, Layout
+from harness.judge.layout import Group, Layout, Share
 from harness.workloads import Columns, Workload
 
 
@@ -33,6 +33,7 @@ class Oracle:
         self.data: Columns = workload.dataset(devices, self.dtype)
         self.model: nn.Module = workload.model(self.dtype).train()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        self.trained: dict[str, nn.Parameter] = {k: p for k, p in self.parameters.items() if p.requires_grad}
 
     def load(self, weights: Tensors) -> None:
         """Take over ``weights``, a value for every parameter, cast to this arithmetic."""
@@ -57,18 +58,37 @@ class Oracle:
         return {k: v.double() for k, v in clipped(gradient, self.workload.clip_norm).items()}
 
     def _group_gradient(self, group: Group, scale: float) -> Tensors:
-        gradients = torch.autograd.grad(self._loss(group) * scale, tuple(self.parameters.values()), allow_unused=True)
+        gradients = torch.autograd.grad(self._loss(group) * scale, tuple(self.trained.values()), allow_unused=True)
         return {
             name: gradient.to_dense() / scale
-            for name, gradient in zip(self.parameters, gradients, strict=True)
+            for name, gradient in zip(self.trained, gradients, strict=True)
             if gradient is not None
         }
 
+    def _precision(self) -> torch.autocast:
+        return torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+
     def _loss(self, group: Group) -> Tensor:
-        with torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None):
+        with self._precision():
             outputs = [self.model(self.data.batch(share)) for share in group]
             batch = self.data.batch([i for share in group for i in share])
             return self.workload.loss(gather(outputs), batch)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The model's own buffers, by name."""
+        return dict(self.model.named_buffers())
+
+    def buffers_after(self, start: Tensors, shares: Sequence[Share]) -> Tensors:
+        """Return what one device's forwards over ``shares``, one after the other, make of the buffers ``start``."""
+        own = self.buffers
+        with torch.no_grad():
+            for name, value in start.items():
+                own[name].copy_(value)
+            for share in shares:
+                with self._precision():
+                    self.model(self.data.batch(share))
+        return {name: buffer.clone() for name, buffer in own.items()}
 
     def optimizer(self) -> torch.optim.Optimizer:
         """Return the workload's optimizer over this oracle's own parameters."""

@@ -12,7 +12,17 @@ from harness.core.errors import SubjectError
 from harness.core.precision import PRECISIONS
 
 CAPABILITIES = frozenset(
-    {"accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint", "metrics"}
+    {
+        "accumulation",
+        "clipping",
+        "scheduler",
+        "several-optimizers",
+        "validation",
+        "checkpoint",
+        "metrics",
+        "unused-parameters",
+        "sparse-gradients",
+    }
 )
 
 Train = Callable[[Any], None]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from harness.subjects.declare import subject
 from harness.trainer import Module, Trainer
+
+CAPABILITIES = ["accumulation", "clipping", "scheduler", "validation", "unused-parameters", "sparse-gradients"]
 
 
 class _Adapter(Module):
@@ -26,14 +28,34 @@ class _Adapter(Module):
     def training_step_end(self, parts: dict[str, Any]) -> Tensor:
         return self.job.loss(parts["outputs"], parts["batch"])
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.job.optimizer(self.parameters())
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        return {"val_loss": self.job.loss(self.model(batch), batch)}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.job.optimizer(self.parameters())
+        scheduler = self.job.scheduler(optimizer)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if scheduler is not None else []
+
+    def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
+        if not self.job.unused_parameters:
+            return super().configure_ddp(model, device_ids)
+        return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
 
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.job.dataset, batch_size=self.job.batch_size, shuffle=self.job.shuffle)
 
+    def val_dataloader(self) -> DataLoader[Any] | None:
+        if self.job.validate_every is None:
+            return None
+        return DataLoader(self.job.val_dataset, batch_size=self.job.batch_size)
 
-@subject(name="reference", backends=["none", "auto", "dp", "ddp", "ddp2"], precisions=["64", "32", "16", "bf16"])
+
+@subject(
+    name="reference",
+    backends=["none", "auto", "dp", "ddp", "ddp2"],
+    precisions=["64", "32", "16", "bf16"],
+    capabilities=CAPABILITIES,
+)
 def train(job: Any) -> None:
     """Train ``job`` with ``harness.Trainer``."""
     backend = None if job.backend in ("none", "auto") else job.backend
@@ -43,6 +65,9 @@ def train(job: Any) -> None:
         distributed_backend=backend,
         accelerator=job.accelerator,
         precision=job.precision,
+        accumulate_grad_batches=job.accumulate,
+        gradient_clip_val=job.clip_norm,
+        val_check_interval=job.validate_every,
         max_epochs=job.epochs,
         seed=job.seed,
     ).fit(_Adapter(job))

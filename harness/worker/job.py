@@ -20,6 +20,9 @@ class Job:
     Attributes:
         dataset, val_dataset: map-style datasets of dicts of tensors, each sample with its ``"index"``.
         epochs, max_steps, accumulate, clip_norm, shuffle, seed: hyper-parameters, None where unused.
+        validate_every: evaluate on ``val_dataset`` after every so many batches, counted from the start of an epoch:
+            ``model.eval()`` and ``no_grad``, then go on as if nothing had been. None where there is no evaluation.
+        unused_parameters: whether a step may leave parameters unused, everywhere or on some ranks.
         batch_size: samples a loader of this process draws at once.
         global_batch_size: samples drawn at once over all processes.
         backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
@@ -56,6 +59,8 @@ class Job:
         self.epochs, self.max_steps = workload.epochs, workload.max_steps
         self.accumulate, self.clip_norm = workload.accumulate, workload.clip_norm
         self.shuffle, self.seed = workload.shuffle, workload.seed
+        self.validate_every = workload.validate_every
+        self.unused_parameters = workload.unused_parameters
 
     def model(self) -> nn.Module:
         """Return a new model on the cpu with the job's seeded weights; ``forward(batch: dict) -> Tensor``."""
@@ -73,7 +78,11 @@ class Job:
         return self._workload.optimizer(params)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return the workload's learning-rate schedule for ``optimizer``, or None if it has none."""
+        """Return the workload's learning-rate schedule for ``optimizer``, or None if it has none.
+
+        It counts optimizer steps: ``scheduler.step()`` is due once after each one that was really taken, and not
+        after one that the GradScaler skipped.
+        """
         return self._workload.scheduler(optimizer)
 
     def autocast(self) -> AbstractContextManager[Any]:

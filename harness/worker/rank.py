@@ -55,7 +55,9 @@ def run(assignment: Assignment, subject: Subject, announce: Callable[[dict[str, 
             error = f"{type(raised).__name__}: {raised}".strip()
             traceback.print_exc()
         recorder.note_world()
-        trace = RankTrace(assignment.rank, recorder.world_size, tuple(recorder.steps), error, failed_at)
+        trace = RankTrace(
+            assignment.rank, recorder.world_size, tuple(recorder.steps), error, failed_at, recorder.final()
+        )
         evidence.write(assignment.evidence, trace)
         announce({"event": "evidence", "launch": assignment.launch, "rank": assignment.rank})
         status = 0 if error is None else 1

@@ -34,6 +34,7 @@ class Recorder:
         self._before: Tensors = {}
         self._gradients: Tensors = {}
         self._scale: float | None = None
+        self._buffers: Tensors = {}
 
     def install(self) -> None:
         """Hook into torch's optimizers and GradScaler."""
@@ -64,6 +65,8 @@ class Recorder:
         for value in (*args, *kwargs.values()):
             ids = _ids(value)
             if ids is not None:
+                if not self._forwards and not self._micro_batches:
+                    self._buffers = {name: _copy(buffer) for name, buffer in module.named_buffers()}
                 device = value["index"].device.index or 0
                 self._forwards.append((device, ids))
                 return
@@ -102,9 +105,17 @@ class Recorder:
                 learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
                 skipped=skipped,
                 scale=self._scale,
+                buffers=self._buffers,
             )
         )
         self._micro_batches = []
+
+    def final(self) -> Tensors | None:
+        """Return the model's weights as they are now: the last step's own object where they are the same."""
+        if self._model is None:
+            return None
+        weights = self._weights()
+        return self.steps[-1].after if self.steps and _equal(weights, self.steps[-1].after) else weights
 
     def _watch_scaler(self, scaler_class: Any) -> None:
         step = scaler_class.step

@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+from harness.workloads.accumulation import Accumulation
+from harness.workloads.accumulation_tokens import AccumulationTokens
+from harness.workloads.adam import Adam
+from harness.workloads.adamw import AdamW
 from harness.workloads.base import Batch, Columns, Workload
+from harness.workloads.clipping import Clipping
+from harness.workloads.clipping_adamw import ClippingAdamW
 from harness.workloads.cnn_batchnorm import CnnBatchNorm
 from harness.workloads.contrastive import Contrastive
+from harness.workloads.dropout import Dropout
+from harness.workloads.embedding_sparse import EmbeddingSparse
+from harness.workloads.frozen import Frozen
 from harness.workloads.linear_exact import LinearExact
 from harness.workloads.lm_tokens import LmTokens
 from harness.workloads.mlp import Mlp
+from harness.workloads.nested_outputs import NestedOutputs
+from harness.workloads.overflow import Overflow
+from harness.workloads.overflow_schedule import OverflowSchedule
+from harness.workloads.schedule import Schedule
+from harness.workloads.schedule_windows import ScheduleWindows
+from harness.workloads.sequential import Sequential
+from harness.workloads.transformer import Transformer
+from harness.workloads.uneven import Uneven
+from harness.workloads.unused_at_the_end import UnusedAtTheEnd
+from harness.workloads.unused_parameters import UnusedParameters
+from harness.workloads.validation import Validation
 
 WORKLOADS: dict[str, Workload] = {
-    workload.name: workload for workload in (LinearExact(), Mlp(), CnnBatchNorm(), Contrastive(), LmTokens())
+    workload.name: workload
+    for workload in (
+        LinearExact(),
+        Mlp(),
+        CnnBatchNorm(),
+        Contrastive(),
+        LmTokens(),
+        Adam(),
+        AdamW(),
+        Schedule(),
+        Clipping(),
+        ClippingAdamW(),
+        Accumulation(),
+        AccumulationTokens(),
+        ScheduleWindows(),
+        Validation(),
+        Sequential(),
+        Uneven(),
+        Dropout(),
+        Transformer(),
+        EmbeddingSparse(),
+        NestedOutputs(),
+        Frozen(),
+        UnusedParameters(),
+        UnusedAtTheEnd(),
+        Overflow(),
+        OverflowSchedule(),
+    )
 }
 
 __all__ = ["WORKLOADS", "Batch", "Columns", "Workload"]

@@ -37,12 +37,21 @@ class Workload:
     A workload is one small file with a subclass. ``exposes`` says in a sentence which mistakes it is there for.
     ``needs`` names the capabilities a subject must declare beyond forward, backward, step, epochs and shuffling.
     ``exact`` promises that every sum is exact in float32 in any order, wherever all divisors are powers of two.
+
+    A ``narrow`` workload is not trained over the whole matrix, but on the few topologies and the ``precisions`` that
+    suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
+    ``unused_parameters`` says that a step may leave parameters unused, everywhere or on some ranks.
+    ``validate_every`` counts training batches.
     """
 
     name: ClassVar[str]
     exposes: ClassVar[str]
     needs: ClassVar[frozenset[str]] = frozenset()
     exact: ClassVar[bool] = False
+    narrow: ClassVar[bool] = False
+    precisions: ClassVar[tuple[str, ...]] = ("32", "16")
+    gloo_only: ClassVar[str | None] = None
+    unused_parameters: ClassVar[bool] = False
 
     batch_size: ClassVar[int] = 24
     steps_per_epoch: ClassVar[int] = 3
@@ -50,6 +59,7 @@ class Workload:
     max_steps: ClassVar[int | None] = None
     accumulate: ClassVar[int] = 1
     clip_norm: ClassVar[float | None] = None
+    validate_every: ClassVar[int | None] = None
     shuffle: ClassVar[bool] = True
     seed: ClassVar[int] = 1234
 
@@ -70,12 +80,16 @@ class Workload:
         return torch.optim.SGD(params, lr=0.1)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """Return the workload's learning-rate schedule, or None."""
+        """Return the workload's learning-rate schedule, or None; it steps once after each optimizer step taken."""
         return None
 
     def global_batch_size(self, devices: int) -> int:
         """Return how many samples one step consumes over all devices: the least multiple that is enough."""
         return -(-self.batch_size // devices) * devices
+
+    def samples(self, devices: int) -> int:
+        """Return how many samples an epoch has: whole batches, unless a workload says otherwise."""
+        return self.steps_per_epoch * self.global_batch_size(devices)
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
         """Return a new model on the cpu, with the same weights at every call, whatever the global RNG."""
@@ -85,7 +99,7 @@ class Workload:
 
     def dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
         """Return the training data for a cell of so many devices."""
-        return self._draw(self.steps_per_epoch * self.global_batch_size(devices), self.seed + 1, dtype)
+        return self._draw(self.samples(devices), self.seed + 1, dtype)
 
     def val_dataset(self, devices: int, dtype: torch.dtype = torch.float32) -> Columns:
         """Return held-out data; its size is a multiple of nothing, so that shards are unequal."""

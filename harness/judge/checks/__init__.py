@@ -10,6 +10,8 @@ from collections.abc import Callable
 
 from harness.core.finding import Finding
 from harness.judge.checks.agreement import ranks_agree
+from harness.judge.checks.buffers import buffers
+from harness.judge.checks.final import final_weights
 from harness.judge.checks.gradients import gradients
 from harness.judge.checks.initial import initial_weights
 from harness.judge.checks.learning_rate import learning_rate
@@ -31,5 +33,7 @@ CHECKS: dict[str, Check] = {
     "update": update,
     "learning-rate": learning_rate,
     "skipped-steps": skipped_steps,
+    "buffers": buffers,
+    "final-weights": final_weights,
     "training": training,
 }

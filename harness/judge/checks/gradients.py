@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from harness.core.finding import Finding
@@ -26,6 +28,9 @@ def gradients(examination: Examination) -> Finding:
     gaps: dict[int, float] = {}
     for moment, rank, step in examination.differing_ranks("gradients"):
         truth = examination.truths[moment.index]
+        for name in step.gradients.keys() - truth.contract.keys():
+            if norm(step.gradients[name]):  # nothing in the step depends on it: frozen, or unused
+                contract = larger(contract, Deviation(math.inf, moment.index, name, rank))
         for name, promised in truth.contract.items():
             noise = examination.noise.at(name, truth.units[name])
             given = step.gradients.get(name, torch.zeros_like(promised))

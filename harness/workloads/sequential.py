@@ -1,0 +1,14 @@
+"""Samples in the order of the dataset."""
+
+from __future__ import annotations
+
+from harness.workloads.mlp import Mlp
+
+
+class Sequential(Mlp):
+    """The perceptron without shuffling."""
+
+    name = "sequential"
+    exposes = "shuffling that nobody asked for, contiguous shards in the place of interleaved ones"
+    narrow = True
+    shuffle = False

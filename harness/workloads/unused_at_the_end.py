@@ -1,0 +1,50 @@
+"""A parameter that some ranks leave unused in the very last step, after which nobody complains."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from harness.workloads.base import Batch
+from harness.workloads.mlp import Mlp
+
+
+class _Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.extra, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, batch: Batch) -> Tensor:
+        hidden = self.first(batch["x"])
+        hard = batch["hard"].nonzero().flatten()
+        if len(hard):
+            hidden = hidden.index_add(0, hard, self.extra(batch["x"][hard]).to(hidden.dtype))
+        return self.last(hidden.tanh())
+
+
+class UnusedAtTheEnd(Mlp):
+    """A perceptron with a branch that every sample takes; in the last step only the last sample does.
+
+    DistributedDataParallel without ``find_unused_parameters`` leaves a whole bucket unreduced then, and raises at the
+    next forward (https://github.com/pytorch/pytorch/issues/128949). Here there is none: one epoch, in order.
+    """
+
+    name = "unused-at-the-end"
+    exposes = "a bucket left unreduced in the last step, which DistributedDataParallel would only notice in the next"
+    needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
+    unused_parameters = True
+    narrow = True
+    epochs = 1
+    shuffle = False
+
+    def build(self) -> nn.Module:
+        """Return 16 → 32 → 8 with a branch beside the first layer."""
+        return _Branching()
+
+    def columns(self, count: int, generator: torch.Generator) -> Batch:
+        """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""
+        place = torch.arange(count)
+        before_last_step = place < count - count // self.steps_per_epoch
+        return {**super().columns(count, generator), "hard": before_last_step | (place == count - 1)}
