@@ -45,18 +45,24 @@ def times(x_noise: float) -> str:
     return f"{x_noise:.2g} × noise"
 
 
-def single(check: str, subject: str, deviation: Deviation, limit: float) -> Finding:
-    """Judge against the one thing that is right. ``subject`` names in the plural what was compared."""
-    good = deviation.x_noise <= limit
+def found(check: str, outcome: Outcome, message: str, deviation: Deviation) -> Finding:
+    """Return a finding that points to where the deviation is."""
     return Finding(
         check=check,
-        outcome=Outcome.PASSED if good else Outcome.FAILED,
-        message=f"{subject} are {'right' if good else 'wrong'}: {times(deviation.x_noise)} at {deviation.where}",
+        outcome=outcome,
+        message=message,
         error_x_noise=deviation.x_noise,
         step=deviation.step,
         parameter=deviation.parameter,
         rank=deviation.rank,
     )
+
+
+def single(check: str, subject: str, deviation: Deviation, limit: float) -> Finding:
+    """Judge against the one thing that is right. ``subject`` names in the plural what was compared."""
+    good = deviation.x_noise <= limit
+    message = f"{subject} are {'right' if good else 'wrong'}: {times(deviation.x_noise)} at {deviation.where}"
+    return found(check, Outcome.PASSED if good else Outcome.FAILED, message, deviation)
 
 
 def nearest(
@@ -71,27 +77,13 @@ def nearest(
     if nearer is whole or gap <= limit:
         return single(check, f"{subject} of one device", nearer, limit)
     if contract.x_noise <= limit:
-        return Finding(
-            check=check,
-            outcome=Outcome.DEVIATES,
-            message=(
-                f"{subject} are not those of one device ({times(whole.x_noise)} from that), "
-                f"but exactly what {promise} ({times(contract.x_noise)}, {contract.where})"
-            ),
-            error_x_noise=contract.x_noise,
-            step=contract.step,
-            parameter=contract.parameter,
-            rank=contract.rank,
+        message = (
+            f"{subject} are not those of one device ({times(whole.x_noise)} from that), "
+            f"but exactly what {promise} ({times(contract.x_noise)}, {contract.where})"
         )
-    return Finding(
-        check=check,
-        outcome=Outcome.FAILED,
-        message=(
-            f"{subject} are neither those of one device ({times(whole.x_noise)}, {whole.where}) "
-            f"nor what {promise} ({times(contract.x_noise)}, {contract.where})"
-        ),
-        error_x_noise=contract.x_noise,
-        step=contract.step,
-        parameter=contract.parameter,
-        rank=contract.rank,
+        return found(check, Outcome.DEVIATES, message, contract)
+    message = (
+        f"{subject} are neither those of one device ({times(whole.x_noise)}, {whole.where}) "
+        f"nor what {promise} ({times(contract.x_noise)}, {contract.where})"
     )
+    return found(check, Outcome.FAILED, message, contract)
