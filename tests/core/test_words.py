@@ -1,0 +1,85 @@
+"""Topologies, backends, outcomes: what they promise to everybody else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.core.backend import BACKENDS
+from harness.core.outcome import Outcome, worst
+from harness.core.precision import PRECISIONS
+from harness.core.topology import Topology
+
+TOPOLOGIES = st.builds(Topology, st.integers(1, 16), st.integers(1, 16))
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(0, 1), (1, 0), (-1, 2)])
+def test_a_topology_has_a_device(nodes, gpus):
+    with pytest.raises(ValueError, match="at least one"):
+        Topology(nodes, gpus)
+
+
+@given(TOPOLOGIES)
+def test_ranks_times_devices_are_the_topology(topology):
+    for backend in BACKENDS.values():
+        if backend.fits(topology):
+            assert backend.processes(topology) * backend.devices_per_process(topology) == topology.devices
+            assert backend.processes(topology) == topology.num_nodes * backend.processes_per_node(topology)
+
+
+@given(TOPOLOGIES)
+def test_every_topology_has_a_backend(topology):
+    assert any(backend.fits(topology) for backend in BACKENDS.values())
+
+
+@given(TOPOLOGIES)
+def test_one_device_is_for_no_backend_alone(topology):
+    fitting = {name for name, backend in BACKENDS.items() if backend.fits(topology)}
+    assert ("none" in fitting) == (topology.devices == 1)
+    if "none" in fitting:
+        assert fitting == {"none"}
+
+
+@pytest.mark.parametrize(
+    ("topology", "fitting"),
+    [
+        (Topology(1, 1), {"none"}),
+        (Topology(1, 4), {"auto", "dp", "ddp"}),
+        (Topology(2, 1), {"ddp"}),
+        (Topology(2, 4), {"ddp", "ddp2"}),
+    ],
+)
+def test_a_backend_is_tried_where_it_means_something(topology, fitting):
+    assert {name for name, backend in BACKENDS.items() if backend.fits(topology)} == fitting
+
+
+@pytest.mark.parametrize(
+    ("backend", "processes", "devices"), [("ddp", 8, 1), ("ddp2", 2, 4)], ids=["a process a device", "one a node"]
+)
+def test_who_drives_what_on_two_nodes_of_four(backend, processes, devices):
+    assert BACKENDS[backend].processes(Topology(2, 4)) == processes
+    assert BACKENDS[backend].devices_per_process(Topology(2, 4)) == devices
+
+
+def test_a_cell_is_as_bad_as_its_worst_finding():
+    assert worst([Outcome.PASSED, Outcome.DEVIATES]) is Outcome.DEVIATES
+    assert worst([Outcome.FAILED, Outcome.DEVIATES, Outcome.PASSED]) is Outcome.FAILED
+    assert worst([Outcome.FAILED, Outcome.ERRORED]) is Outcome.ERRORED
+
+
+@given(st.lists(st.sampled_from(Outcome), min_size=1))
+def test_the_worst_is_bad_if_any_is(outcomes):
+    assert worst(outcomes) in outcomes
+    assert worst(outcomes).is_bad == any(outcome.is_bad for outcome in outcomes)
+    if worst(outcomes) is Outcome.PASSED:
+        assert set(outcomes) <= {Outcome.PASSED, Outcome.SKIPPED, Outcome.UNSUPPORTED}
+
+
+def test_no_finding_is_no_outcome():
+    with pytest.raises(ValueError, match="empty"):
+        worst([])
+
+
+def test_only_float16_is_scaled():
+    assert [name for name, precision in PRECISIONS.items() if precision.scaled] == ["16"]

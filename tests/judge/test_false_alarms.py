@@ -1,0 +1,63 @@
+"""A right trainer is not accused, whatever its order of summation, its layout, its precision and its problem."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from harness.core.outcome import Outcome
+from harness.workloads import WORKLOADS
+
+PLAIN = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
+
+LAYOUTS = (
+    ("none", "1x1"),
+    ("dp", "1x2"),
+    ("dp", "1x3"),
+    ("ddp", "1x2"),
+    ("ddp", "1x3"),
+    ("ddp", "2x2"),
+    ("ddp2", "2x2"),
+)
+PRECISIONS = ("64", "32", "16", "bf16")
+COUPLED = {"cnn-batchnorm": {"dp", "ddp", "ddp2"}, "contrastive": {"ddp", "ddp2"}, "lm-tokens": {"ddp", "ddp2"}}
+"""Where DESIGN section 3 says that a right trainer is not one device."""
+
+WORST: dict[tuple[str, str], tuple[float, str]] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _printed():
+    """Print how near right trainers came to the limit (seen with -s)."""
+    yield
+    for (precision, check), (error, where) in sorted(WORST.items()):
+        print(f"right trainers, precision {precision:>4}, {check:>10}: at worst {error:.2f} × noise ({where})")
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("workload", PLAIN)
+def test_a_right_trainer_is_never_accused(simulation, cell_of, workload, precision):
+    for backend, topology in LAYOUTS:
+        for seed in range(2):
+            cell = cell_of(workload, backend, topology, precision)
+            problem = simulation.seeded(WORKLOADS[workload], random.Random(f"{cell.id} {seed}").randrange(1 << 30))
+            findings = simulation.judge(simulation.right_trace(problem, cell, seed), problem, cell)
+            for check, finding in findings.items():
+                if finding.error_x_noise is not None:
+                    here = (finding.error_x_noise, f"{cell.id} seed {problem.seed}")
+                    WORST[precision, check] = max(WORST.get((precision, check), (0.0, "")), here)
+                assert not finding.outcome.is_bad, (cell.id, problem.seed, finding)
+
+
+@pytest.mark.parametrize("precision", ["64", "32"])
+@pytest.mark.parametrize(("backend", "topology"), LAYOUTS)
+@pytest.mark.parametrize("workload", PLAIN)
+def test_it_deviates_exactly_where_the_contract_is_not_one_device(
+    simulation, cell_of, workload, backend, topology, precision
+):
+    cell = cell_of(workload, backend, topology, precision)
+    found = simulation.judge(simulation.right_trace(WORKLOADS[workload], cell), WORKLOADS[workload], cell)
+    expected = Outcome.DEVIATES if backend in COUPLED.get(workload, ()) else Outcome.PASSED
+    assert (found["gradients"].outcome, found["training"].outcome) == (expected, expected)
+    assert found["update"].outcome is Outcome.PASSED

@@ -1,0 +1,78 @@
+"""The limit follows from how many measurements there were and how rarely a right trainer may be accused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.judge.noise import FALSE_ALARM, NoiseScale, distance, in_noise, limit, norm, rounding_unit
+
+
+def test_more_measurements_allow_a_tighter_limit():
+    limits = [limit(draws) for draws in (2, 4, 8, 12, 16, 32, 64)]
+    assert limits == sorted(limits, reverse=True)
+    assert limits[-1] > 1
+
+
+def test_fewer_false_alarms_ask_for_a_wider_limit():
+    limits = [limit(12, chance) for chance in (1e-2, 1e-4, 1e-6, FALSE_ALARM)]
+    assert limits == sorted(limits)
+
+
+@pytest.mark.parametrize("draws", [2, 4, 12])
+@pytest.mark.parametrize("chance", [0.05, 0.01])
+def test_right_trainers_are_accused_as_rarely_as_was_asked(draws, chance):
+    generator = torch.Generator().manual_seed(draws)
+    trials = 400_000
+    errors = torch.randn(trials, draws + 1, generator=generator).abs()
+    accused = (errors[:, 0] > limit(draws, chance) * errors[:, 1:].amax(1)).double().mean().item()
+    assert accused == pytest.approx(chance, abs=5 * math.sqrt(chance / trials) + 0.01 * chance)
+
+
+def test_noise_is_never_less_than_one_rounding():
+    noise = NoiseScale()
+    assert noise.at("weight", 1e-8) == 1e-8
+    noise.add({"weight": torch.ones(2)}, {"weight": torch.ones(2)}, {"weight": 1e-8})
+    assert noise.at("weight", 1e-8) == 1e-8
+
+
+def test_noise_follows_the_size_of_what_was_added_up():
+    noise = NoiseScale()
+    noise.add({"weight": torch.tensor([1.0, 2.0])}, {"weight": torch.tensor([1.0, 2.5])}, {"weight": 0.1})
+    assert noise.at("weight", 0.1) == pytest.approx(0.5)
+    assert noise.at("weight", 0.2) == pytest.approx(1.0)
+
+
+def test_an_overflow_measures_no_rounding():
+    noise = NoiseScale()
+    noise.add({"weight": torch.tensor([math.inf])}, {"weight": torch.ones(1)}, {"weight": 0.1})
+    assert noise.draws == 0
+    assert noise.at("weight", 0.1) == 0.1
+
+
+@given(st.sampled_from([0.0, 1e-9, 1.0, math.inf, math.nan]), st.sampled_from([0.0, 1e-9, 1.0, math.inf, math.nan]))
+def test_an_error_without_finite_noise_is_never_explained(error, noise):
+    multiple = in_noise(error, noise)
+    assert not math.isnan(multiple)
+    if error == 0:
+        assert multiple == 0
+    elif not (math.isfinite(error) and 0 < noise < math.inf):
+        assert multiple == math.inf
+
+
+def test_a_distance_to_what_is_not_finite_is_infinite():
+    assert distance(torch.tensor([math.nan]), torch.ones(1)) == math.inf
+    assert distance(torch.tensor([math.inf]), torch.tensor([math.inf])) == math.inf
+    assert distance(torch.tensor([3.0]), torch.tensor([0.0])) == norm(torch.tensor([3.0])) == 3.0
+
+
+@given(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=50))
+def test_one_rounding_of_each_addend_is_within_the_unit(values):
+    exact = [torch.tensor([value], dtype=torch.float64) for value in values]
+    unit = rounding_unit(exact, torch.finfo(torch.bfloat16).eps)
+    rounded = [value.bfloat16().double() for value in exact]
+    assert sum(distance(a, b) for a, b in zip(rounded, exact, strict=True)) <= unit * (1 + 1e-9) + 1e-30

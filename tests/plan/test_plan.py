@@ -1,0 +1,163 @@
+"""From what was asked for to the cells: the budget is kept, every cell has a name, nothing is dropped in silence."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.core.backend import BACKENDS
+from harness.core.errors import PlanError
+from harness.core.precision import PRECISIONS
+from harness.core.topology import Topology
+from harness.plan import Declaration, Matrix, check_devices, plan, topologies
+from harness.workloads import WORKLOADS
+
+EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), tuple(PRECISIONS), frozenset())
+
+
+def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabilities=()):
+    return Declaration(name, f"{name}.py", backends, precisions, frozenset(capabilities))
+
+
+@given(st.integers(1, 200))
+def test_no_topology_is_above_the_budget(gpus):
+    found = topologies(gpus)
+    assert all(topology.devices <= max(gpus, 1) for topology in found)
+    assert Topology(1, 1) in found
+    assert Topology(1, gpus) in found
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_no_topology_is_above_the_nodes_and_the_gpus_of_each(nodes, gpus):
+    found = topologies(gpus, nodes)
+    assert all(topology.num_nodes <= nodes and topology.gpus <= gpus for topology in found)
+    assert Topology(nodes, gpus) in found
+
+
+@given(st.integers(1, 40), st.none() | st.integers(1, 40))
+def test_topologies_are_sorted_by_devices_and_unique(gpus, nodes):
+    found = topologies(gpus, nodes)
+    assert len(set(found)) == len(found)
+    assert [t.devices for t in found] == sorted(t.devices for t in found)
+
+
+def test_a_budget_of_eight_is_tried_whole_and_in_nodes():
+    found = {str(topology) for topology in topologies(8)}
+    assert {"1x1", "1x2", "1x3", "1x4", "1x8", "2x1", "2x2", "2x4", "4x2"} <= found
+
+
+@pytest.mark.parametrize(("nodes", "ranks"), [(4, 32), (12, 96)])
+def test_nodes_of_eight_reach_all_ranks(nodes, ranks):
+    cells = [planned.cell for planned in plan(Matrix(gpus=8, nodes=nodes), [EVERYTHING])]
+    assert max(cell.processes for cell in cells) == ranks
+    assert {cell.backend for cell in cells if cell.topology.devices == ranks} == {"ddp", "ddp2"}
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(0, None), (-3, None), (0, 2), (2, 0), (2, -1)])
+def test_a_budget_without_devices_is_refused(gpus, nodes):
+    with pytest.raises(PlanError, match="at least one"):
+        topologies(gpus, nodes)
+
+
+@given(
+    st.integers(1, 8),
+    st.none() | st.integers(1, 4),
+    st.none() | st.lists(st.sampled_from(list(BACKENDS)), min_size=1).map(tuple),
+    st.none() | st.lists(st.sampled_from(list(PRECISIONS)), min_size=1).map(tuple),
+    st.none() | st.lists(st.sampled_from(list(WORKLOADS)), min_size=1).map(tuple),
+)
+def test_every_cell_has_an_id_of_its_own_that_can_name_a_file(gpus, nodes, backends, precisions, workloads):
+    subjects = [EVERYTHING, declared("mine"), declared("mine-mlp"), declared("mine-mlp-ddp")]
+    cells = plan(Matrix(gpus, nodes, backends, precisions, workloads), subjects)
+    ids = [planned.cell.id for planned in cells]
+    assert len(set(ids)) == len(ids)
+    assert not any(set(id) & set("/\\ :[]") for id in ids)
+    assert all(BACKENDS[planned.cell.backend].fits(planned.cell.topology) for planned in cells)
+
+
+def test_the_whole_matrix_is_planned():
+    cells = {planned.cell for planned in plan(Matrix(gpus=4), [EVERYTHING])}
+    plain = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
+    assert {(c.backend, c.precision, c.workload) for c in cells} >= set(product(BACKENDS, PRECISIONS, plain))
+    assert {c.workload for c in cells} == set(WORKLOADS)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "meant"),
+    [
+        (Matrix(2, backends=("dpp",)), "ddp"),
+        (Matrix(2, backends=("ddp3",)), "ddp"),
+        (Matrix(2, precisions=("fp16",)), "16"),
+        (Matrix(2, precisions=("bf-16",)), "bf16"),
+        (Matrix(2, workloads=("cnn-batchnrom",)), "cnn-batchnorm"),
+        (Matrix(2, workloads=("constrastive",)), "contrastive"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_one_that_was_meant(matrix, meant):
+    with pytest.raises(PlanError, match=rf"did you mean .*'{meant}'"):
+        plan(matrix, [EVERYTHING])
+
+
+def test_a_name_that_resembles_nothing_is_answered_with_all_there_are():
+    with pytest.raises(PlanError, match=r"there are none, auto, dp, ddp, ddp2"):
+        plan(Matrix(2, backends=("zzzzzz",)), [EVERYTHING])
+
+
+def test_two_subjects_of_one_name_are_refused():
+    with pytest.raises(PlanError, match="two subjects are called 'mine'"):
+        plan(Matrix(2), [declared("mine"), declared("mine")])
+
+
+def test_what_a_subject_does_not_declare_is_in_the_plan_refused():
+    refusals = {
+        p.cell: p.refusal for p in plan(Matrix(gpus=2, precisions=("32", "16"), workloads=("mlp",)), [declared()])
+    }
+    for cell, refusal in refusals.items():
+        assert (refusal is None) == (cell.backend in ("none", "ddp") and cell.precision == "32")
+        assert refusal is None or "mine does not declare" in refusal
+    assert {cell.backend for cell in refusals} == {"none", "dp", "ddp"}
+
+
+def test_a_workload_that_needs_a_capability_is_refused_to_those_without(monkeypatch):
+    monkeypatch.setattr(type(WORKLOADS["mlp"]), "needs", frozenset({"clipping"}))
+    subjects = [declared("plain"), declared("clips", capabilities=["clipping"])]
+    refused = {p.cell.subject: p.refusal for p in plan(Matrix(1, workloads=("mlp",), precisions=("32",)), subjects)}
+    assert "clipping" in refused["plain"]
+    assert refused["clips"] is None
+
+
+def test_a_subject_that_chooses_no_backend_is_not_asked_to_unless_the_user_does():
+    assert "auto" not in {p.cell.backend for p in plan(Matrix(2), [declared()])}
+    assert {p.refusal for p in plan(Matrix(2, backends=("auto",)), [declared()])} != {None}
+
+
+def test_smoke_touches_every_backend_once():
+    smoke = [p.cell for p in plan(Matrix(gpus=4), [EVERYTHING]) if p.is_smoke]
+    assert {cell.backend for cell in smoke} == set(BACKENDS)
+    assert len(smoke) <= 10
+
+
+def test_devices_that_are_there_are_not_refused():
+    check_devices(Matrix(4, accelerator="cuda"), 4, oversubscribe=False)
+    check_devices(Matrix(4, accelerator="cpu"), 0, oversubscribe=False)
+    check_devices(Matrix(4, accelerator="cuda"), 1, oversubscribe=True)
+
+
+@given(st.integers(1, 8), st.none() | st.integers(1, 4), st.integers(1, 8))
+def test_devices_that_are_not_there_are_refused_with_ways_out_that_work(gpus, nodes, present):
+    matrix = Matrix(gpus, nodes, accelerator="cuda")
+    if gpus * (nodes or 1) <= present:
+        return
+    with pytest.raises(PlanError) as refused:
+        check_devices(matrix, present, oversubscribe=False)
+    said = str(refused.value)
+    assert "--accelerator cpu" in said
+    assert "--oversubscribe" in said
+    words = said.replace(",", " ").replace(":", " ").split()
+    options = {word: words[place + 1] for place, word in enumerate(words[:-1]) if word in ("--gpus", "--nodes")}
+    assert "--nodes" in options or nodes is None
+    advised = Matrix(int(options["--gpus"]), nodes and int(options["--nodes"]), accelerator="cuda")
+    check_devices(advised, present, oversubscribe=False)

@@ -1,0 +1,113 @@
+"""A project of its own with the suites in it, and trainers for it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import harness.report.write
+import harness.session  # noqa: F401 - what is imported here stays when a pytest inside this one ends
+
+SUITES = Path(__file__).parents[2] / "suites"
+
+TRAINER = """
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness import subject
+
+
+@subject(name={name!r}, backends={backends!r}, precisions=["32"])
+def train(job):
+    model = job.model()
+    if job.world_size > 1:
+        torch.distributed.init_process_group(job.comm)
+        model = DistributedDataParallel(model)
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+    loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            optimizer.zero_grad()
+            (job.loss(model(batch), batch) * {factor}).backward()
+            optimizer.step()
+"""
+
+
+class Project:
+    """A directory with ``suites/``, where pytest is run as a user runs it."""
+
+    def __init__(self, pytester):
+        self.pytester = pytester
+        self.root = Path(pytester.path)
+        shutil.copytree(SUITES, self.root / "suites", ignore=shutil.ignore_patterns("__pycache__"))
+        (self.root / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib --strict-markers\n")
+
+    def trainer(self, file, name=None, *, factor="1", backends=("none", "ddp")):
+        """Write a trainer; ``factor`` multiplies its loss."""
+        source = TRAINER.format(name=name or Path(file).stem, backends=list(backends), factor=factor)
+        (self.root / file).write_text(source)
+        return file
+
+    def pytest(self, *arguments, suites=("suites/",), fresh=False):
+        """Run pytest here; ``fresh``: in a process of its own, which costs the imports."""
+        if fresh:
+            return self.pytester.runpytest_subprocess(*suites, *arguments, timeout=120)
+        return self.pytester.runpytest_inprocess(*suites, *arguments)
+
+    @property
+    def run(self):
+        """The records of the latest run."""
+        return self.run_in("reports")
+
+    def run_in(self, report_dir):
+        """The records of the latest run in a report directory."""
+        return Records((self.root / report_dir / "latest").resolve())
+
+
+class Records:
+    """What a run left on disk."""
+
+    def __init__(self, path):
+        self.path = path
+        self.name = path.resolve().name
+        self.lines = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
+        self.traces = sorted(folder.name for folder in path.glob("traces/*"))
+        self.table = (path / "support.md").read_text()
+
+    @property
+    def results(self):
+        return [line for line in self.lines if line["type"] == "result"]
+
+    @property
+    def outcomes(self):
+        """The outcomes of each cell, by its coordinates and check."""
+        where = ("subject", "workload", "backend", "num_nodes", "gpus", "precision", "check")
+        return {tuple(result[key] for key in where): result["outcome"] for result in self.results}
+
+    @property
+    def footer(self):
+        return next((line for line in self.lines if line["type"] == "footer"), None)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """A session computes in one thread: the setting goes with it."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _whole_torch():
+    """A pytest inside this one forgets what it imported, and parts of torch cannot be imported twice."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1).step()
+
+
+@pytest.fixture
+def project(pytester):
+    return Project(pytester)
