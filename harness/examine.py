@@ -13,7 +13,7 @@ from harness.core.outcome import Outcome
 from harness.judge.judge import judge
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
-from harness.workloads import WORKLOADS
+from harness.workloads import find
 
 
 @dataclass(frozen=True)
@@ -39,4 +39,4 @@ def verdict(launched: Launched, cell: Cell, meanwhile: Callable[[], None] = lamb
     except (LaunchError, TraceError) as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
     meanwhile()
-    return Examined(judge(trace, WORKLOADS[cell.workload], cell), trace.seconds)
+    return Examined(judge(trace, find(cell.workload, cell.seed), cell), trace.seconds)

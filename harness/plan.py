@@ -32,6 +32,7 @@ class Matrix:
     precisions: tuple[str, ...] | None = None
     workloads: tuple[str, ...] | None = None
     accelerator: str = "cpu"
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration]) -> list[Planned]:
         for workload in workloads
         for precision in precisions
         if not WORKLOADS[workload].narrow or _suffices(WORKLOADS[workload], backend, topology, precision, planned)
-        for cell in [Cell(declared.name, workload, backend, topology, precision, matrix.accelerator)]
+        for cell in [Cell(declared.name, workload, backend, topology, precision, matrix.accelerator, matrix.seed)]
     ]
 
 

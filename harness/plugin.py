@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="trainer under test: a short name, file.py, file.py::name or a module; "
         "'…;python=/path/to/python' runs it in another environment (repeatable, default: reference)",
     )
+    add("--seed", type=int, metavar="N", help="other weights, data and order than the workloads' own")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device")
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device (gloo)")
     add("--report-dir", metavar="DIR", help="where runs are written (default: reports/ in the root directory)")

@@ -61,8 +61,7 @@ class Session:
         self._results: list[Result] = []
         self._next: Planned | None = None
         self._ahead: Ahead | None = None
-        locators = options["subject"] or ["reference"]
-        self._pools = {locator: Pool(*parse_subject(locator)) for locator in locators}
+        interpreters = {locator: parse_subject(locator) for locator in options["subject"] or ["reference"]}
         present = torch.cuda.device_count()
         accelerator = options["accelerator"]
         if accelerator == "auto":
@@ -74,13 +73,17 @@ class Session:
             precisions=_names(options["precisions"]),
             workloads=_names(options["workloads"]),
             accelerator=accelerator,
+            seed=options["seed"],
         )
+        if options["gpus"] is not None and options["gpus"] < 1:
+            raise PlanError(f"--gpus {options['gpus']}: at least one device is needed")
+        if accelerator == "cuda" and not present:
+            raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
+        check_devices(self.matrix, present, oversubscribe=options["oversubscribe"])
+        # A misspelt name is answered at once, not when every subject's library has been imported.
+        plan(self.matrix, [])
+        self._pools = {locator: Pool(*where) for locator, where in interpreters.items()}
         try:
-            if options["gpus"] is not None and options["gpus"] < 1:
-                raise PlanError(f"--gpus {options['gpus']}: at least one device is needed")
-            if accelerator == "cuda" and not present:
-                raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
-            check_devices(self.matrix, present, oversubscribe=options["oversubscribe"])
             self._declarations = [
                 Declaration(
                     name=declared["name"],
@@ -155,7 +158,7 @@ class Session:
         report_dir = Path(given) if given else self._root / "reports"
         if not given:
             report_dir.mkdir(exist_ok=True)
-        repeatable = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator")
+        repeatable = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed")
         header = Header.of(
             [planned.cell for planned in self.planned if planned.cell.id in chosen],
             command=command,
@@ -169,7 +172,7 @@ class Session:
         """Return the command that runs just this test again."""
         options = self._options
         words = ["pytest", nodeid]
-        for name in ("gpus", "nodes"):
+        for name in ("gpus", "nodes", "seed"):
             if options[name] is not None:
                 words += [f"--{name}", str(options[name])]
         for locator in options["subject"] or ():

@@ -11,7 +11,10 @@ from harness.core.topology import Topology
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One square of the matrix. Its ``id`` is readable, unique in a run, and good as a file name."""
+    """One square of the matrix. Its ``id`` is readable, unique in a run, and good as a file name.
+
+    ``seed`` replaces the workload's own: other weights, other data, another order. It is the same for a whole run.
+    """
 
     subject: str
     workload: str
@@ -19,6 +22,7 @@ class Cell:
     topology: Topology
     precision: str
     accelerator: str
+    seed: int | None = None
 
     @property
     def id(self) -> str:

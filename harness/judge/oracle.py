@@ -52,9 +52,15 @@ class Oracle:
     def gradient(self, layout: Layout, scale: float = 1.0) -> Tensors:
         """Return what the optimizer is handed: the mean over groups and micro-batches, clipped where that is due.
 
-        It is summed in this arithmetic and returned as float64.
+        It is summed in this arithmetic and returned as float64. As in a trainer the loss of a micro-batch is divided
+        before it is scaled. Where float16 overflows all the same, in another order than the trainer's, a lower scale
+        is taken: what is asked for is its rounding.
         """
+        scale /= len(layout) if scale > 1 else 1
         gradient = mean_gradient(self.group_gradients(layout, scale))
+        while scale > 1 and not all(bool(value.isfinite().all()) for value in gradient.values()):
+            scale /= 2
+            gradient = mean_gradient(self.group_gradients(layout, scale))
         return {k: v.double() for k, v in clipped(gradient, self.workload.clip_norm).items()}
 
     def _group_gradient(self, group: Group, scale: float) -> Tensors:

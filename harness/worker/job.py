@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.worker.assignment import Assignment
 from harness.worker.recorder import Recorder
-from harness.workloads import WORKLOADS, Columns
+from harness.workloads import Columns, find
 
 
 class Job:
@@ -33,7 +33,7 @@ class Job:
 
     def __init__(self, assignment: Assignment, recorder: Recorder) -> None:
         cell = assignment.cell
-        self._workload = workload = WORKLOADS[cell.workload]
+        self._workload = workload = find(cell.workload, cell.seed)
         self._recorder = recorder
         self._dtype: torch.dtype = getattr(torch, cell.arithmetic.storage)
 

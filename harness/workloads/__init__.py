@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 from harness.workloads.accumulation import Accumulation
 from harness.workloads.accumulation_tokens import AccumulationTokens
 from harness.workloads.adam import Adam
@@ -60,4 +62,14 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
-__all__ = ["WORKLOADS", "Batch", "Columns", "Workload"]
+
+def find(name: str, seed: int | None = None) -> Workload:
+    """Return the workload called ``name``, with another seed than its own if one is given."""
+    workload = WORKLOADS[name]
+    if seed is not None:
+        workload = copy.copy(workload)
+        workload.seed = seed
+    return workload
+
+
+__all__ = ["WORKLOADS", "Batch", "Columns", "Workload", "find"]

@@ -61,7 +61,7 @@ class Workload:
     clip_norm: ClassVar[float | None] = None
     validate_every: ClassVar[int | None] = None
     shuffle: ClassVar[bool] = True
-    seed: ClassVar[int] = 1234
+    seed: int = 1234
 
     def build(self) -> nn.Module:
         """Return a new model; ``forward(batch)`` has the batch in dim 0. Called under a fixed seed."""

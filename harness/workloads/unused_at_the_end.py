@@ -1,4 +1,4 @@
-"""A parameter that some ranks leave unused in the very last step, after which nobody complains."""
+"""A layer that is left unused in the very last step, after which nobody complains."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Branching(nn.Module):
 
 
 class UnusedAtTheEnd(Mlp):
-    """A perceptron with a branch that every sample takes; in the last step only the last sample does.
+    """A perceptron with a branch that every sample takes, except in the last step.
 
     DistributedDataParallel without ``find_unused_parameters`` leaves a whole bucket unreduced then, and raises at the
     next forward (https://github.com/pytorch/pytorch/issues/128949). Here there is none: one epoch, in order.
@@ -45,6 +45,5 @@ class UnusedAtTheEnd(Mlp):
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""
-        place = torch.arange(count)
-        before_last_step = place < count - count // self.steps_per_epoch
-        return {**super().columns(count, generator), "hard": before_last_step | (place == count - 1)}
+        before_last_step = torch.arange(count) < count - count // self.steps_per_epoch
+        return {**super().columns(count, generator), "hard": before_last_step}

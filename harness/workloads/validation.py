@@ -28,7 +28,7 @@ class _Modal(nn.Module):
 
 
 class Validation(Mlp):
-    """BatchNorm and dropout under accumulation, evaluated after every second batch: in windows of three, and between."""
+    """BatchNorm and dropout under accumulation, evaluated after every second batch: inside of windows, and between."""
 
     name = "validation"
     exposes = "an evaluation that wipes gradients, leaves the model in evaluation mode, or leaves its statistics behind"

@@ -14,7 +14,8 @@ class Scene:
     """One rank at one step: everything that a prediction may be made from.
 
     ``index`` counts steps, ``rank`` is the rank, ``world`` the number of ranks. ``accumulate`` and ``clip_norm``
-    are the workload's. ``earlier`` is the gradient this rank was handed one step before, None at the first.
+    are the workload's. ``trained`` names the parameters that are not frozen. ``earlier`` is the gradient this rank
+    was handed one step before, None at the first.
     """
 
     index: int
@@ -24,6 +25,7 @@ class Scene:
     truth: Truth
     accumulate: int
     clip_norm: float | None
+    trained: frozenset[str]
     earlier: Tensors | None
 
     @property

@@ -52,6 +52,7 @@ def _scenes(examination: Examination) -> Iterable[Scene]:
             truth=examination.truths[moment.index],
             accumulate=examination.workload.accumulate,
             clip_norm=examination.workload.clip_norm,
+            trained=frozenset(examination.oracle.trained),
             earlier=before.gradients if before else None,
         )
 

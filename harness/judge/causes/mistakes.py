@@ -41,6 +41,11 @@ def _own_only(scene: Scene) -> Iterable[Tensors]:
         yield clipped(mean_gradient(own), scene.clip_norm)
 
 
+def _own_where_one_is_unused(scene: Scene) -> Iterable[Tensors]:
+    if any(scene.trained - part.keys() for groups in scene.truth.parts for part in groups):
+        yield from _own_only(scene)
+
+
 def _some_tensors_own(scene: Scene) -> Iterable[Tensors]:
     """Take each tensor from the rank's own gradient where that is nearer than the average."""
     if scene.world > 1 and scene.clip_norm is None and (parts := _own_parts(scene)):
@@ -194,6 +199,11 @@ MISTAKES: tuple[Explanation, ...] = (
         "summed-over-ranks", "averaging",
         "the sum over {world} ranks, not their mean",
         "the loss or the all-reduce is not divided by the world size", _summed_over_ranks,
+    ),
+    Explanation(
+        "unused-parameter-stops-the-average", "unused-params",
+        "those of rank {rank}'s own samples, in a step that leaves parameters unused",
+        "a bucket waits for every parameter: pass find_unused_parameters=True", _own_where_one_is_unused,
     ),
     Explanation(
         "not-synchronised", "sync",

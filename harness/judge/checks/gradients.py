@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from harness.core.trace import Tensors
 from harness.judge.causes import explain_gradients
 from harness.judge.examination import Examination, Truth
 from harness.judge.noise import distance, in_noise, norm
-from harness.judge.verdict import Deviation, Vacuous, larger, nearest
+from harness.judge.verdict import Deviation, Vacuous, found, larger, nearest
 
 PROMISE = "the backend promises for these shares"
 
@@ -28,9 +29,6 @@ def gradients(examination: Examination) -> Finding:
     gaps: dict[int, float] = {}
     for moment, rank, step in examination.differing_ranks("gradients"):
         truth = examination.truths[moment.index]
-        for name in step.gradients.keys() - truth.contract.keys():
-            if norm(step.gradients[name]):  # nothing in the step depends on it: frozen, or unused
-                contract = larger(contract, Deviation(math.inf, moment.index, name, rank))
         for name, promised in truth.contract.items():
             noise = examination.noise.at(name, truth.units[name])
             given = step.gradients.get(name, torch.zeros_like(promised))
@@ -50,7 +48,26 @@ def gradients(examination: Examination) -> Finding:
         limit=0.0 if examination.exact else examination.limit,
         promise=PROMISE,
     )
-    return explain_gradients(finding, examination) if finding.outcome is Outcome.FAILED else finding
+    if finding.outcome is Outcome.FAILED:
+        return explain_gradients(finding, examination)
+    return _out_of_nowhere(examination) or finding
+
+
+def _out_of_nowhere(examination: Examination) -> Finding | None:
+    """Return what is wrong where a parameter that no loss of the step depends on was handed a gradient."""
+    for moment, rank, step in examination.differing_ranks("gradients"):
+        for name in step.gradients.keys() - examination.truths[moment.index].contract.keys():
+            if norm(step.gradients[name]):
+                frozen = name not in examination.oracle.trained
+                message = (
+                    f"at step {moment.index} rank {rank} was handed a gradient of {name}, which is "
+                    f"{'frozen' if frozen else 'unused in this step'}"
+                )
+                finding = found("gradients", Outcome.FAILED, message, Deviation(math.inf, moment.index, name, rank))
+                if frozen:
+                    return replace(finding, cause="frozen-parameter-trained", family="optimizer")
+                return replace(finding, cause="unused-parameter-moved", family="unused-params")
+    return None
 
 
 def _refuse_blindness(examination: Examination) -> None:
