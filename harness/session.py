@@ -130,7 +130,12 @@ class Session:
         if ahead is not None:
             ahead.drop()
         folder = Path(tempfile.mkdtemp(prefix="plumbline-"))
-        pool = self._pools[self._locators[planned.cell.subject]]
+        locator = self._locators[planned.cell.subject]
+        if not self._pools[locator].alive:
+            # What killed it is said by the cell that met it; the others are not to suffer.
+            self._pools[locator].close()
+            self._pools[locator] = Pool(*parse_subject(locator))
+        pool = self._pools[locator]
         return Ahead(
             planned,
             folder,

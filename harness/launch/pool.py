@@ -102,6 +102,11 @@ class Pool:
             self._subjects = event["subjects"]
         return self._subjects
 
+    @property
+    def alive(self) -> bool:
+        """Whether the server is still there."""
+        return self._process.poll() is None
+
     def next_launch(self) -> int:
         """Return a number for a launch, its own in this pool."""
         self._launches += 1

@@ -25,11 +25,12 @@ def load(locator: str) -> list[Subject]:
     """
     place, _, wanted = locator.partition("::")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(SHORT_NAMES.get(place, place))
-    found = {
-        declared.name: declared
-        for value in vars(module).values()
-        if isinstance(declared := getattr(value, "__plumbline_subject__", None), Subject)
-    }
+    every = [
+        value for value in vars(module).values() if isinstance(getattr(value, "__plumbline_subject__", None), Subject)
+    ]
+    # What a file imports to build upon is not what it puts up; a file of nothing but imports is a collection.
+    own = [value for value in every if value.__module__ == module.__name__] or every
+    found = {value.__plumbline_subject__.name: value.__plumbline_subject__ for value in own}
     if not found:
         raise SubjectError(f"{place} declares no subject: put @subject(...) from harness over its train(job)")
     if not wanted:

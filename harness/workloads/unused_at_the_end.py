@@ -5,23 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from harness.workloads.base import Batch
 from harness.workloads.mlp import Mlp
-
-
-class _Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.extra, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, batch: Batch) -> Tensor:
-        hidden = self.first(batch["x"])
-        hard = batch["hard"].nonzero().flatten()
-        if len(hard):
-            hidden = hidden.index_add(0, hard, self.extra(batch["x"][hard]).to(hidden.dtype))
-        return self.last(hidden.tanh())
+from harness.workloads.unused_parameters import Branching
 
 
 class UnusedAtTheEnd(Mlp):
@@ -41,7 +29,7 @@ class UnusedAtTheEnd(Mlp):
 
     def build(self) -> nn.Module:
         """Return 16 → 32 → 8 with a branch beside the first layer."""
-        return _Branching()
+        return Branching()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""

@@ -11,18 +11,26 @@ from harness.workloads.base import Batch
 from harness.workloads.mlp import Mlp
 
 
-class _Branching(nn.Module):
+class Branching(nn.Module):
+    """A perceptron with a layer, ``extra``, for the samples that are ``hard`` alone: without any it is unused."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.spare = nn.Linear(16, 4)
         self.first, self.extra, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the logits, (batch, 8)."""
         hidden = self.first(batch["x"])
         hard = batch["hard"].nonzero().flatten()
         if len(hard):
             hidden = hidden.index_add(0, hard, self.extra(batch["x"][hard]).to(hidden.dtype))
         return self.last(hidden.tanh())
+
+
+class _WithSpare(Branching):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(16, 4)
 
 
 class UnusedParameters(Mlp):
@@ -36,7 +44,7 @@ class UnusedParameters(Mlp):
 
     def build(self) -> nn.Module:
         """Return 16 → 32 → 8 with a branch beside the first layer, and a spare layer."""
-        return _Branching()
+        return _WithSpare()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,), the class ``y``, and ``hard``: whether the sample takes the branch."""

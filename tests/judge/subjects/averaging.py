@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed
-from right import Alone, ByHand, Trainer, declare
+from right import ByHand, Replicas, Trainer, declare
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -83,7 +83,7 @@ class InNoSync(Trainer):
             super().fit()
 
 
-class ReplicasTakeTheirOwnLoss(Alone):
+class ReplicasTakeTheirOwnLoss(Replicas):
     """dp and ddp2 as if each device had a loss of its own: the mean of the devices' losses."""
 
     def forward(self, batch):
@@ -99,7 +99,7 @@ class ReplicasTakeTheirOwnLoss(Alone):
         return sum(losses) / len(losses)
 
 
-class ReplicasOneAfterAnother(Alone):
+class ReplicasOneAfterAnother(Replicas):
     """The same, each device's loss taken right after its forward."""
 
     def forward(self, batch):
@@ -116,7 +116,7 @@ class SplitsTheBatch(ReplicasOneAfterAnother):
     """One device that takes its batch in two halves although nobody asked for accumulation."""
 
 
-class OneReplicaWithoutGradient(Alone):
+class OneReplicaWithoutGradient(Replicas):
     def forward_devices(self, batch):
         first, *others = super().forward_devices(batch)
         return [first, *(output.detach() for output in others)]
@@ -132,7 +132,7 @@ class OddBuckets(Trainer):
 subjects = [
     declare("by-hand", ByHand),
     declare("odd-buckets", OddBuckets),
-    declare("replicas", Alone, ["none", "dp", "ddp2"]),
+    declare("replicas", Replicas, ["none", "dp", "ddp2"]),
     declare("sum", Sum),
     declare("loss-times-world", LossTimesWorld),
     declare("divided-twice", DividedTwice),

@@ -85,34 +85,49 @@ class ByHand(Trainer):
     def wrap(self, model):
         return model
 
+    def forward(self, batch):
+        self.broadcast_buffers()
+        return super().forward(batch)
+
+    def broadcast_buffers(self):
+        for buffer in self.model.buffers():
+            torch.distributed.broadcast(buffer, 0)
+
     def synchronize(self):
         for gradient in self.gradients:
             torch.distributed.all_reduce(gradient)
             gradient /= self.job.world_size
 
 
-class Alone(Trainer):
+class Replicas(ByHand):
     """One process that may have several devices: none, dp; and ddp2's process of a node."""
 
     def join(self):
         if self.job.world_size > 1:
             super().join()
 
-    def wrap(self, model):
-        return DistributedDataParallel(model) if self.job.world_size > 1 else model
-
     def forward(self, batch):
+        self.broadcast_buffers()
         return torch.cat(self.forward_devices(batch))
 
     def forward_devices(self, batch):
-        devices = range(len(self.job.devices))
-        chunks = {name: column.chunk(len(devices)) for name, column in batch.items()}
-        return [self.model({name: chunk[device] for name, chunk in chunks.items()}) for device in devices]
+        devices = len(self.job.devices)
+        chunks = {name: column.chunk(devices) for name, column in batch.items()}
+        outputs = [self.model({name: chunk[0] for name, chunk in chunks.items()})]
+        for device in range(1, devices):
+            # The other devices' replicas are thrown away, and with them their buffers.
+            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+            part = {name: chunk[device] for name, chunk in chunks.items()}
+            outputs.append(torch.func.functional_call(self.model, buffers, (part,)))
+        return outputs
+
+    def broadcast_buffers(self):
+        if self.job.world_size > 1:
+            super().broadcast_buffers()
 
     def synchronize(self):
-        for gradient in self.gradients if self.job.world_size > 1 else ():
-            torch.distributed.all_reduce(gradient)
-            gradient /= self.job.world_size
+        if self.job.world_size > 1:
+            super().synchronize()
 
 
 def declare(name, trainer, backends=("ddp",)):

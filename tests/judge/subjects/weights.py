@@ -16,6 +16,13 @@ class BiasesNotBroadcast(ByHand):
         return model
 
 
+class BuffersNeverBroadcast(ByHand):
+    """Every rank keeps the running statistics of its own samples."""
+
+    def broadcast_buffers(self):
+        pass
+
+
 class WeightsOfItsOwn(Trainer):
     """The model is initialised anew; DistributedDataParallel makes it the same on all ranks."""
 
@@ -82,7 +89,7 @@ class HiddenDecay(Trainer):
 
 
 class ShrunkAfterTheLastStep(Trainer):
-    """After the last step the weights are averaged with where they began: what is kept is not what was trained."""
+    """What is left behind is not what was trained."""
 
     def fit(self):
         super().fit()
@@ -137,6 +144,7 @@ class NeverSteps(Trainer):
 
 subjects = [
     declare("biases-not-broadcast", BiasesNotBroadcast),
+    declare("buffers-never-broadcast", BuffersNeverBroadcast),
     declare("weights-of-its-own", WeightsOfItsOwn),
     declare("wrong-learning-rate", WrongLearningRate),
     declare("stepped-twice", SteppedTwice),

@@ -1,0 +1,74 @@
+"""Right trainers, over and over: is one of them ever accused?
+
+    python ci/false_alarms.py                      # 200 seeds, a handful of random cells each
+    python ci/false_alarms.py --seeds 20 --cells 3 --subject torch
+
+Every seed gives the workloads other weights, data and order; every cell is trained by real ranks and judged. Prints
+each accusation with the command that repeats it and, for each precision and check, how near right trainers came to
+the limit. Exits with 1 if anybody was accused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import sys
+import tempfile
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from harness.examine import examine
+from harness.launch.pool import Pool
+from harness.plan import Declaration, Matrix, plan
+
+
+def main() -> int:
+    """Draw cells, examine them, count."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--cells", type=int, default=5, help="cells drawn for each seed (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--subject", action="append")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    pools = {locator: Pool(locator) for locator in arguments.subject or ["reference", "torch"]}
+    declarations = [
+        Declaration(d["name"], locator, tuple(d["backends"]), tuple(d["precisions"]), frozenset(d["capabilities"]))
+        for locator, pool in pools.items()
+        for d in pool.subjects
+    ]
+    locators = {declared.name: declared.locator for declared in declarations}
+    cells = [planned.cell for planned in plan(Matrix(gpus=arguments.gpus), declarations) if planned.refusal is None]
+    worst: dict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
+    tried = 0
+    accused: list[str] = []
+    try:
+        for seed in range(arguments.seeds):
+            for cell in random.Random(seed).sample(cells, min(arguments.cells, len(cells))):
+                tried += 1
+                folder = Path(tempfile.mkdtemp())
+                seeded = replace(cell, seed=seed)
+                for finding in examine(pools[locators[cell.subject]], seeded, folder, time_limit=60).findings:
+                    if finding.outcome.is_bad:
+                        accused.append(f"{cell.id} --seed {seed}: {finding.check}: {finding.message}")
+                        print(f"ACCUSED {accused[-1]}", flush=True)
+                    elif finding.error_x_noise is not None:
+                        key = (cell.precision, finding.check)
+                        worst[key] = max(worst[key], (finding.error_x_noise, f"{cell.id} --seed {seed}"))
+                shutil.rmtree(folder)
+    finally:
+        for pool in pools.values():
+            pool.close()
+    print(f"{'precision':>9}  {'check':<12} {'worst right × noise':>20}  where")
+    for (precision, check), (error, where) in sorted(worst.items()):
+        print(f"{precision:>9}  {check:<12} {error:>20.2f}  {where}")
+    print(f"{arguments.seeds} seeds, {tried} cells trained, {len(accused)} false alarms")
+    return 1 if accused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

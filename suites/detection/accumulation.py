@@ -1,0 +1,279 @@
+"""Micro-batches that are weighed wrongly, lost, or stepped at the wrong moment."""
+
+from __future__ import annotations
+
+import contextlib
+
+from expect import known_bad
+from loop import alone, average, ddp, loader, windows
+
+CELLS = ["accumulation/none/1x1/32", "accumulation/ddp/1x2/32", "accumulation/ddp/1x3/16"]
+DDP = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x3/64"]
+
+
+def wrapped(job):
+    """Return the job's model, under DDP if there is more than one rank."""
+    return ddp(job) if job.world_size > 1 else job.model()
+
+
+def backward(job, model, scaler, batch, divisor):
+    """One micro-batch's gradient is added to what is there."""
+    with job.autocast():
+        loss = job.loss(model(batch), batch) / divisor
+    scaler.scale(loss).backward()
+
+
+@known_bad("accumulation", on=CELLS)
+def not_divided(job):
+    """The losses of a window are added and not divided by their number."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, 1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def divided_twice(job):
+    """The loss is divided by the window's length, and the trainer divides again."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, len(window) * len(window))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def short_window_divided_by_the_full_length(job):
+    """The last window of an epoch has fewer micro-batches, and is divided by as many as the others."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, job.accumulate)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def zeroed_for_every_micro_batch(job):
+    """Only the last micro-batch of a window counts."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                optimizer.zero_grad()
+                backward(job, model, scaler, batch, len(window))
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@known_bad("accumulation", on=["validation/none/1x1/32", "validation/ddp/1x2/16"])
+def validation_wipes_the_window(job):
+    """An evaluation in the middle of a window zeroes the gradients that are there."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        number = 0
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, len(window))
+                number += 1
+                if number % job.validate_every == 0 and batch is not window[-1]:
+                    model.eval()
+                    model.zero_grad()
+                    model.train()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", "rng", on=["validation/none/1x1/32", "validation/ddp/1x2/32"])
+def validation_leaves_evaluation_mode(job):
+    """After the first evaluation the model stays in evaluation mode: no unit is dropped any more."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        number = 0
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, len(window))
+                number += 1
+                if number % job.validate_every == 0:
+                    model.eval()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def short_last_window_dropped(job):
+    """What is left at the end of an epoch is never stepped."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, job.accumulate)
+            if len(window) == job.accumulate:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def short_last_window_never_loaded(job):
+    """Only as many batches are drawn as make whole windows."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            if len(window) < job.accumulate:
+                continue
+            for batch in window:
+                backward(job, model, scaler, batch, job.accumulate)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def window_runs_over_the_end_of_the_epoch(job):
+    """Micro-batches are counted over the whole training: a window may hold the end of one epoch and the next's start."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    count = 0
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            backward(job, model, scaler, batch, job.accumulate)
+            count += 1
+            if count % job.accumulate == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def stepped_for_every_micro_batch(job):
+    """``accumulate`` is ignored."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            backward(job, model, scaler, batch, 1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def stepped_for_every_micro_batch_zeroed_for_every_window(job):
+    """A step for every micro-batch, each on all that has been added up in the window so far."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, len(window))
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=CELLS)
+def window_one_too_long(job):
+    """The counter is compared before it is raised: windows are one micro-batch too long."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        batches = list(loader(job, epoch))
+        for first in range(0, len(batches), job.accumulate + 1):
+            window = batches[first : first + job.accumulate + 1]
+            for batch in window:
+                backward(job, model, scaler, batch, len(window))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", "sync", on=DDP)
+def synchronised_with_the_first_micro_batch(job):
+    """``no_sync`` has the wrong end: the first micro-batch is averaged, the others are not."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for place, batch in enumerate(window):
+                with contextlib.nullcontext() if place == 0 else model.no_sync():
+                    (job.loss(model(batch), batch) / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", "sync", on=DDP)
+def never_synchronised_in_a_short_window(job):
+    """Synchronisation waits for a full window: the short one at the end stays on its rank."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for place, batch in enumerate(window):
+                with contextlib.nullcontext() if place == job.accumulate - 1 else model.no_sync():
+                    (job.loss(model(batch), batch) / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", "averaging", "sync", on=DDP)
+def averaged_for_every_micro_batch_again(job):
+    """The sum so far is averaged for every micro-batch, by an all-reduce that divides each time by the world."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                (job.loss(model(batch), batch) / len(window)).backward()
+                for parameter in model.parameters():
+                    parameter.grad /= job.world_size
+            average(job, model)
+            for parameter in model.parameters():
+                parameter.grad *= job.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("accumulation", "optimizer", on=[*CELLS[:2], "mlp/ddp/1x2/32", "mlp/none/1x1/64"])
+def never_zeroed(job):
+    """Gradients add up over all steps."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                backward(job, model, scaler, batch, len(window))
+            scaler.step(optimizer)
+            scaler.update()
+
+
+@known_bad("accumulation", on=["mlp/ddp/1x2/32", "mlp/none/1x1/32"])
+def accumulates_although_nobody_asked(job):
+    """Every second batch is stepped, with both batches' gradients."""
+    model = wrapped(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for number, batch in enumerate(loader(job, epoch)):
+            (job.loss(model(batch), batch) / 2).backward()
+            if number % 2 == 1:
+                optimizer.step()
+                optimizer.zero_grad()

@@ -1,0 +1,254 @@
+"""Mixed precision: the loss scale, overflows, skipped steps, and the precision itself."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expect import known_bad
+from loop import alone, average, ddp, loader
+
+HALF = ["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/ddp/1x3/16"]
+OVERFLOW = ["overflow/ddp/1x2/16", "overflow/ddp/1x3/16"]
+
+
+def wrapped(job):
+    """Return the job's model, under DDP if there is more than one rank."""
+    return ddp(job) if job.world_size > 1 else job.model()
+
+
+@known_bad("amp", on=HALF)
+def steps_on_scaled_gradients(job):
+    """``optimizer.step()`` where ``scaler.step(optimizer)`` is meant."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            optimizer.step()
+            scaler.update(2.0**16)
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=HALF)
+def loss_scaled_twice(job):
+    """The trainer scales the loss, and the step function it calls does so again; it is unscaled once."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**7)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(scaler.scale(loss)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=HALF)
+def unscaled_twice(job):
+    """Gradients are divided by the scale by hand, and by the scaler again."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            for parameter in model.parameters():
+                parameter.grad /= scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=OVERFLOW)
+def overflow_decided_on_each_rank_alone(job):
+    """Each rank looks for infinities in its own gradient, and those that found none take the step."""
+    model = alone(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            for parameter in model.parameters():
+                parameter.grad.nan_to_num_(0, 0, 0)
+            average(job, model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=OVERFLOW)
+def infinities_spread_to_ranks_that_step(job):
+    """The same, with infinities left in what is averaged: who found none himself steps on them."""
+    model = alone(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            average(job, model)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=[*OVERFLOW, "overflow/none/1x1/16"])
+def infinities_ignored(job):
+    """Nobody looks for infinities, the step is taken whatever came of it."""
+    model = wrapped(job)
+    optimizer = job.optimizer(model.parameters())
+    scale = 2.0**16
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            (loss * scale).backward()
+            for parameter in model.parameters():
+                parameter.grad /= scale
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=[*OVERFLOW, "overflow/none/1x1/16"])
+def infinities_set_to_zero(job):
+    """Infinities are replaced by zeros, and the step is taken with the rest."""
+    model = wrapped(job)
+    optimizer = job.optimizer(model.parameters())
+    scale = 2.0**16
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            (loss * scale).backward()
+            for parameter in model.parameters():
+                parameter.grad = (parameter.grad / scale).nan_to_num(0, 0, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=[*OVERFLOW, "overflow/none/1x1/16"])
+def weights_decay_when_the_step_is_skipped(job):
+    """Decay is applied by hand after each attempt, also after one that was skipped."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() < before:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter *= 0.99
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=["overflow-schedule/ddp/1x2/16", "overflow-schedule/none/1x1/16"])
+def schedule_goes_on_when_the_step_is_skipped(job):
+    """The scheduler is stepped after every attempt."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    scheduler = job.scheduler(optimizer)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=["mlp/ddp/1x2/16", "mlp/ddp/1x3/16"])
+def another_scale_on_each_rank(job):
+    """Each rank has a loss scale of its own, and scaled gradients are averaged."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (10 + job.rank))
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=["mlp/ddp/1x2/16", "mlp/none/1x1/16"])
+def finite_steps_skipped(job):
+    """The test for overflow is the wrong way round in the second step: a finite gradient is thrown away."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    steps = 0
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            if steps == 1:
+                for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+                    found.fill_(1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            steps += 1
+
+
+@known_bad("amp", on=["mlp/none/1x1/64", "mlp/ddp/1x2/64", "lm-tokens/ddp/1x2/64"])
+def trains_in_float32(job):
+    """Asked for float64, the model and its data are cast to float32."""
+    model = job.model().float()
+    if job.world_size > 1:
+        dist.init_process_group(job.comm)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            batch = {name: column.float() if column.is_floating_point() else column for name, column in batch.items()}
+            job.loss(model(batch), batch).backward()
+            if job.world_size > 1:
+                average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "contrastive/ddp/1x2/32"])
+def autocast_nobody_asked_for(job):
+    """Asked for float32, the forward runs in bfloat16."""
+    model = wrapped(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = job.loss(model(batch), batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("amp", "averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/32", "lm-tokens/ddp/1x3/32"])
+def averaged_in_bfloat16(job):
+    """Gradients are rounded to bfloat16 for the all-reduce."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                small = parameter.grad.bfloat16()
+                dist.all_reduce(small)
+                parameter.grad.copy_(small / job.world_size)
+            optimizer.step()
+            optimizer.zero_grad()

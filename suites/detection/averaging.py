@@ -1,0 +1,164 @@
+"""Wrong averages: the ranks' gradients are all there, and put together wrongly."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+
+import torch
+import torch.distributed as dist
+from expect import known_bad
+from loop import alone, average, ddp, loader
+
+ANYWHERE = ["mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "linear-exact/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16"]
+
+
+@known_bad("averaging", on=ANYWHERE)
+def summed_not_averaged(job):
+    """The all-reduce adds, and nobody divides."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=ANYWHERE)
+def divided_although_ddp_averages(job):
+    """DDP has averaged; the trainer divides by the world size again."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                parameter.grad /= job.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=ANYWHERE)
+def loss_times_world(job):
+    """The loss is multiplied by the world size, to make up for an average that is meant to be there."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            loss = job.loss(model(batch), batch) * job.world_size
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+def divided_by_gpus_of_a_node(job):
+    """The sum over all ranks is divided by the number of gpus on one node."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= job.gpus
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/32"])
+def averaged_by_one_too_many(job):
+    """The sum over the ranks is divided by world + 1."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= job.world_size + 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/ddp/1x3/32", "lm-tokens/ddp/1x2/32"])
+def weights_divided_biases_summed(job):
+    """Only matrices are divided; vectors keep the sum."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                if parameter.dim() > 1:
+                    parameter.grad /= job.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "cnn-batchnorm/ddp/1x2/32"])
+def shared_parameter_memory(job):
+    """Spawned ranks share the parameters' memory: every rank's step moves everybody's weights."""
+    model = alone(job)
+    share_memory(job, model)
+    optimizer = job.optimizer(model.parameters())
+    # All begin together, write one after another, and go on when all have: a race would make this suite flicker.
+    optimizer.register_step_pre_hook(lambda *_: [dist.barrier() for _ in range(job.rank + 1)] and None)
+    optimizer.register_step_post_hook(lambda *_: [dist.barrier() for _ in range(job.world_size - job.rank)] and None)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
+def shared_parameter_memory_in_turns(job):
+    """The same, each rank seeing what the ranks before it have done already."""
+    model = alone(job)
+    share_memory(job, model)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            for rank in range(job.world_size):
+                if rank == job.rank:
+                    optimizer.step()
+                dist.barrier()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x3/32"])
+def stepped_once_a_rank(job):
+    """One process steps for every rank, with the same average each time."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for _ in range(job.world_size):
+                optimizer.step()
+            optimizer.zero_grad()
+
+
+def share_memory(job, model):
+    """Put the parameters of all ranks into one file."""
+    names = [None]
+    if job.rank == 0:
+        names = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    for number, parameter in enumerate(model.parameters()):
+        file = f"{names[0]}/{number}"
+        shared = torch.from_file(file, shared=True, size=parameter.numel(), dtype=parameter.dtype)
+        if job.rank == 0:
+            shared.copy_(parameter.detach().flatten())
+        parameter.data = shared.view_as(parameter)
+    dist.barrier()
+    if job.rank == 0:
+        shutil.rmtree(names[0])

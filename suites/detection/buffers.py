@@ -1,0 +1,80 @@
+"""Buffers: what a model remembers besides its weights."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from expect import known_bad
+from loop import alone, average, ddp, loader
+
+CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
+
+
+@known_bad("buffers", on=CELLS)
+def never_broadcast(job):
+    """Every rank keeps running statistics of its own samples, for ever."""
+    model = ddp(job, broadcast_buffers=False)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("buffers", on=CELLS)
+def averaged_by_hand_without_buffers(job):
+    """A trainer that averages gradients by hand and never thinks of buffers."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("buffers", on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
+def reset_in_every_epoch(job):
+    """Running statistics begin anew with each epoch."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for layer in model.modules():
+            if hasattr(layer, "reset_running_stats"):
+                layer.reset_running_stats()
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("buffers", on=[*CELLS, "cnn-batchnorm/none/1x1/32"])
+def updated_twice_a_step(job):
+    """A second forward in training mode, to log a figure, updates the running statistics again."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    inner = model.module if job.world_size > 1 else model
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for layer in inner.features:
+                if hasattr(layer, "running_mean"):
+                    layer.running_mean.mul_(1 - layer.momentum)
+
+
+@known_bad("buffers", on=CELLS)
+def summed_over_the_ranks(job):
+    """Floating buffers are added up over the ranks and not divided."""
+    model = ddp(job, broadcast_buffers=False)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for buffer in model.buffers():
+                if buffer.is_floating_point():
+                    dist.all_reduce(buffer)

@@ -1,0 +1,166 @@
+"""Clipping at the wrong moment, of the wrong thing, by the wrong norm."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expect import known_bad
+from loop import alone, average, ddp, loader
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+CELLS = ["clipping/ddp/1x2/32", "clipping-adamw/ddp/1x3/64", "clipping/none/1x1/32"]
+DDP = ["clipping/ddp/1x2/32", "clipping-adamw/ddp/1x3/64"]
+
+
+def fit(job, clip):
+    """Train rightly, with ``clip(parameters)`` between backward and step."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            clip(list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("clipping", on=["clipping/ddp/1x2/16", "clipping/none/1x1/16"])
+def clipped_before_unscaling(job):
+    """The norm that is clipped is that of the scaled gradient."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            clip_grad_norm_(model.parameters(), job.clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("clipping", on=DDP)
+def clipped_before_averaging(job):
+    """Each rank clips its own gradient."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            clip_grad_norm_(model.parameters(), job.clip_norm)
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("clipping", on=CELLS)
+def clipped_after_the_step(job):
+    """Clipping comes when the step is taken already."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            clip_grad_norm_(model.parameters(), job.clip_norm)
+            optimizer.zero_grad()
+
+
+@known_bad("clipping", on=CELLS)
+def never_clipped(job):
+    """``clip_norm`` is ignored."""
+    fit(job, lambda parameters: None)
+
+
+@known_bad("clipping", on=CELLS)
+def clipped_tensor_by_tensor(job):
+    """Each tensor is clipped to the norm that all of them together should have."""
+    fit(job, lambda parameters: [clip_grad_norm_([parameter], job.clip_norm) for parameter in parameters])
+
+
+@known_bad("clipping", on=CELLS)
+def clipped_by_value(job):
+    """Entries are clamped, not the norm."""
+    fit(job, lambda parameters: clip_grad_value_(parameters, job.clip_norm))
+
+
+@known_bad("clipping", on=CELLS)
+def clipped_by_the_largest_entry(job):
+    """The norm is the largest entry's absolute value."""
+    fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm, norm_type=float("inf")))
+
+
+@known_bad("clipping", on=CELLS)
+def clipped_by_the_sum_of_entries(job):
+    """The norm is the sum of absolute values."""
+    fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm, norm_type=1.0))
+
+
+@known_bad("clipping", on=DDP)
+def clipped_to_a_ranks_part(job):
+    """The limit is divided by the world size."""
+    fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm / job.world_size))
+
+
+@known_bad("clipping", on=CELLS)
+def clipped_to_the_square_root(job):
+    """The squared norm is compared with the limit, and its root is never taken."""
+
+    def clip(parameters):
+        square = sum(parameter.grad.square().sum() for parameter in parameters)
+        for parameter in parameters:
+            parameter.grad *= min(1.0, job.clip_norm / float(square))
+
+    fit(job, clip)
+
+
+@known_bad("clipping", on=CELLS)
+def always_scaled_to_the_limit_of_matrices(job):
+    """The norm is that of matrices only; vectors are scaled with them."""
+
+    def clip(parameters):
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in parameters if p.dim() > 1]))
+        for parameter in parameters:
+            parameter.grad *= min(1.0, job.clip_norm / float(norm))
+
+    fit(job, clip)
+
+
+@known_bad("clipping", on=DDP)
+def clipped_on_rank_zero_only(job):
+    """Only the main process clips."""
+    fit(job, lambda parameters: clip_grad_norm_(parameters, job.clip_norm) if job.rank == 0 else None)
+
+
+@known_bad("clipping", on=DDP)
+def clipped_by_the_ranks_own_norm(job):
+    """The average is clipped by the norm that the rank's own gradient had before it."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+            average(job, model)
+            for parameter in model.parameters():
+                parameter.grad *= min(1.0, job.clip_norm / float(norm))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("clipping", on=DDP)
+def norms_added_over_ranks(job):
+    """As if gradients were sharded, the squared norm is added up over the ranks."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            square = sum(parameter.grad.square().sum() for parameter in model.parameters())
+            dist.all_reduce(square)
+            for parameter in model.parameters():
+                parameter.grad *= min(1.0, job.clip_norm / float(square.sqrt()))
+            optimizer.step()
+            optimizer.zero_grad()

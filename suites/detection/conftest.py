@@ -1,0 +1,40 @@
+"""This suite examines the judge, not a trainer: it runs only where its own path is given.
+
+``pytest suites/`` asks about the user's trainer, within minutes; ``pytest suites/detection`` asks about the judge,
+and ends with its score, in the terminal and in ``detection.md`` in the report directory.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent.resolve()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave this folder out unless the command line names it or something in it."""
+    base = config.invocation_params.dir
+    named = [(base / argument.partition("::")[0]).resolve() for argument in config.args]
+    return None if any(HERE == path or HERE in path.parents for path in named) else True
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Close the output with the score."""
+    reports = [report for kind in terminalreporter.stats.values() for report in kind]
+    found = [dict(getattr(report, "user_properties", ())).get("detection") for report in reports]
+    if not any(found):
+        return
+    sys.path.insert(0, str(HERE))
+    from score import Tried, table
+
+    lines = table([Tried(**values) for values in found if values])
+    terminalreporter.section("detection")
+    for line in lines:
+        terminalreporter.write_line(line)
+    given = config.getoption("report_dir", None)
+    folder = Path(given) if given else config.rootpath / "reports"
+    if folder.is_dir():
+        (folder / "detection.md").write_text("\n".join(["# Detection", "", *lines]) + "\n")

@@ -1,0 +1,183 @@
+"""Wrong samples: shared, lost, or never shuffled again."""
+
+from __future__ import annotations
+
+import torch
+from expect import known_bad
+from loop import ddp
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
+
+CELLS = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/32", "mlp/ddp/1x4/64"]
+
+
+def fit(job, batches):
+    """Train rightly on ``batches(epoch)``."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in batches(epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def sampled(job, sampler, epoch):
+    """Return the batches of a sampler that is told the epoch."""
+    sampler.set_epoch(epoch)
+    return DataLoader(job.dataset, job.batch_size, sampler=sampler)
+
+
+@known_bad("data", on=CELLS)
+def no_sampler(job):
+    """Every rank sees everything, in an order of its own."""
+    fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, sampler=RandomSampler(job.dataset)))
+
+
+@known_bad("data", on=CELLS)
+def no_sampler_one_seed(job):
+    """Every rank sees everything, in one and the same order."""
+    generator = torch.Generator().manual_seed(job.seed)
+    fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, shuffle=True, generator=generator))
+
+
+@known_bad("data", on=CELLS)
+def no_sampler_global_batch(job):
+    """Every rank draws the whole batch of all ranks."""
+    generator = torch.Generator().manual_seed(job.seed)
+    fit(job, lambda epoch: DataLoader(job.dataset, job.global_batch_size, shuffle=True, generator=generator))
+
+
+@known_bad("data", on=CELLS)
+def sampler_seed_plus_rank(job):
+    """The sampler's seed depends on the rank: each shards another permutation."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed + job.rank)
+    fit(job, lambda epoch: sampled(job, sampler, epoch))
+
+
+@known_bad("data", on=CELLS)
+def set_epoch_never_called(job):
+    """Each epoch has the first one's order."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+    fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, sampler=sampler))
+
+
+@known_bad("data", on=CELLS)
+def never_shuffled(job):
+    """The workload shuffles, the sampler does not."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=False)
+    fit(job, lambda epoch: sampled(job, sampler, epoch))
+
+
+@known_bad("data", on=CELLS)
+def batches_cached(job):
+    """The batches of the first epoch are kept and used again in every other one."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+    kept = list(sampled(job, sampler, 0))
+    fit(job, lambda epoch: kept)
+
+
+@known_bad("data", on=CELLS)
+def tail_dropped(job):
+    """Shards of so many whole batches that the end of each epoch is never seen."""
+    whole = Subset(job.dataset, range(len(job.dataset) - job.global_batch_size))
+    sampler = DistributedSampler(whole, job.world_size, job.rank, seed=job.seed)
+
+    def batches(epoch):
+        sampler.set_epoch(epoch)
+        return DataLoader(whole, job.batch_size, sampler=sampler)
+
+    fit(job, batches)
+
+
+@known_bad("data", on=CELLS)
+def last_batch_dropped(job):
+    """A loader that is told to drop the last batch, by a count that is one too small."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+    fit(job, lambda epoch: list(sampled(job, sampler, epoch))[:-1])
+
+
+@known_bad("data", on=CELLS)
+def first_batch_lost(job):
+    """A look at the data before training takes the first batch out of the iterator."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+
+    def batches(epoch):
+        iterator = iter(sampled(job, sampler, epoch))
+        next(iterator)
+        return iterator
+
+    fit(job, batches)
+
+
+@known_bad("data", on=CELLS)
+def last_batch_again(job):
+    """The last batch of an epoch is trained on once more."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+
+    def batches(epoch):
+        own = list(sampled(job, sampler, epoch))
+        return [*own, own[-1]]
+
+    fit(job, batches)
+
+
+@known_bad("data", on=CELLS)
+def sharded_twice(job):
+    """A shard is sharded again: each rank has the world-th part of what it should have, in small batches."""
+    shard = Subset(job.dataset, range(job.rank, len(job.dataset), job.world_size))
+    sampler = DistributedSampler(shard, job.world_size, job.rank, seed=job.seed)
+
+    def batches(epoch):
+        sampler.set_epoch(epoch)
+        return DataLoader(shard, max(job.batch_size // job.world_size, 1), sampler=sampler)
+
+    fit(job, batches)
+
+
+@known_bad("data", on=CELLS)
+def drawn_with_replacement(job):
+    """Samples are drawn with replacement."""
+
+    def batches(epoch):
+        generator = torch.Generator().manual_seed(job.seed + epoch)
+        order = torch.randint(len(job.dataset), (len(job.dataset),), generator=generator)
+        return DataLoader(job.dataset, job.batch_size, sampler=order[job.rank :: job.world_size].tolist())
+
+    fit(job, batches)
+
+
+@known_bad("data", on=CELLS)
+def shards_overlap_by_one(job):
+    """Contiguous shards whose ends were counted as inside: the neighbours share a sample, one is never seen."""
+
+    def batches(epoch):
+        order = torch.randperm(len(job.dataset), generator=torch.Generator().manual_seed(job.seed + epoch)).tolist()
+        size = len(order) // job.world_size
+        first = max(job.rank * size - job.rank, 0)
+        return DataLoader(job.dataset, job.batch_size, sampler=order[first : first + size])
+
+    fit(job, batches)
+
+
+@known_bad("data", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64"])
+def local_batch_is_the_global_one(job):
+    """Each rank draws batches of the global size from its own shard: fewer and larger steps."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+
+    def batches(epoch):
+        sampler.set_epoch(epoch)
+        return DataLoader(job.dataset, job.global_batch_size, sampler=sampler)
+
+    fit(job, batches)
+
+
+@known_bad("data", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
+def rank_zero_sees_the_same_batch(job):
+    """One rank's loader is stuck at its first batch."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+
+    def batches(epoch):
+        own = list(sampled(job, sampler, epoch))
+        return [own[0]] * len(own) if job.rank == 0 else own
+
+    fit(job, batches)

@@ -1,0 +1,104 @@
+"""Who am I, and with whom? Ranks that misread what their launcher told them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from expect import known_bad
+from loop import alone, average, ddp, loader
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def fit(job, model, sampler):
+    """Train rightly on what ``sampler`` draws."""
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(job.dataset, job.batch_size, sampler=sampler):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x1/64"])
+def local_rank_used_as_rank(job):
+    """The sampler is told LOCAL_RANK: the nodes train on the same samples."""
+    model = ddp(job)
+    fit(job, model, DistributedSampler(job.dataset, job.world_size, int(os.environ["LOCAL_RANK"]), seed=job.seed))
+
+
+@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+def node_taken_for_the_world(job):
+    """The sampler is told LOCAL_RANK and the gpus of a node: each node goes through everything."""
+    model = ddp(job)
+    fit(job, model, DistributedSampler(job.dataset, job.gpus, job.local_rank, seed=job.seed))
+
+
+@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+def node_rank_used_as_rank(job):
+    """The sampler is told the node's number: the gpus of a node train on the same samples."""
+    model = ddp(job)
+    fit(job, model, DistributedSampler(job.dataset, job.world_size, job.node_rank, seed=job.seed))
+
+
+@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
+def every_process_alone(job):
+    """Nobody joins a group: each process trains as if it were the only one."""
+    model = job.model()
+    fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
+
+
+@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
+def master_address_ignored(job):
+    """Each process is its own master, in a world of one."""
+    dist.init_process_group(job.comm, store=dist.HashStore(), rank=0, world_size=1)
+    model = DistributedDataParallel(job.model())
+    fit(job, model, DistributedSampler(job.dataset, seed=job.seed))
+
+
+@known_bad("launch", on=["mlp/ddp/2x2/32", "cnn-batchnorm/ddp/2x2/64"])
+def a_world_for_each_node(job):
+    """Each node joins a group of its own."""
+    store = dist.PrefixStore(
+        f"node {job.node_rank}", dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    )
+    dist.init_process_group(job.comm, store=store, rank=job.local_rank, world_size=job.gpus)
+    model = DistributedDataParallel(job.model())
+    fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
+
+
+@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
+def only_rank_zero_trains(job):
+    """The other ranks join the group and go home."""
+    model = alone(job)
+    if job.rank == 0:
+        fit(job, model, DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed))
+
+
+@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x2/64"])
+def only_the_first_gpu_of_a_node_trains(job):
+    """Ranks whose LOCAL_RANK is not 0 take themselves for helpers."""
+    model = alone(job)
+    group = dist.new_group(range(0, job.world_size, job.gpus))
+    optimizer = job.optimizer(model.parameters())
+    if job.local_rank == 0:
+        for epoch in range(job.epochs):
+            for batch in loader(job, epoch):
+                job.loss(model(batch), batch).backward()
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad, group=group)
+                    parameter.grad /= job.num_nodes
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/32"])
+def world_size_read_as_a_word(job):
+    """A variable of the environment is used before it is a number: the process ends at once."""
+    model = alone(job)
+    share = len(job.dataset) // os.environ["WORLD_SIZE"]
+    average(job, model)
+    torch.randperm(share)

@@ -1,0 +1,50 @@
+"""The parts that every trainer of this suite would otherwise repeat. All of them are right."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+
+def ddp(job, **options):
+    """Join the process group and return the job's model under DistributedDataParallel."""
+    torch.distributed.init_process_group(job.comm)
+    return DistributedDataParallel(job.model(), **options)
+
+
+def alone(job):
+    """Join the process group and return the job's model as it is: gradients are averaged by hand."""
+    torch.distributed.init_process_group(job.comm)
+    return job.model()
+
+
+def loader(job, epoch):
+    """Return this rank's batches of an epoch."""
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed)
+    sampler.set_epoch(epoch)
+    return DataLoader(job.dataset, job.batch_size, sampler=sampler)
+
+
+def average(job, model):
+    """Average the gradients over the ranks."""
+    for parameter in model.parameters():
+        torch.distributed.all_reduce(parameter.grad)
+        parameter.grad /= job.world_size
+
+
+def windows(job, epoch):
+    """Return an epoch's batches by accumulation window; the last window may be shorter."""
+    batches = list(loader(job, epoch))
+    return [batches[first : first + job.accumulate] for first in range(0, len(batches), job.accumulate)]
+
+
+def replicas(job, model, batch):
+    """Return each device's outputs, and each device's part of the batch, as a dp or ddp2 process computes them."""
+    parts = [dict(zip(batch, columns, strict=True)) for columns in zip(*map(job_chunks(job), batch.values()))]
+    return [model(part) for part in parts], parts
+
+
+def job_chunks(job):
+    """Return the function that splits a column over the process's devices."""
+    return lambda column: column.chunk(len(job.devices))

@@ -1,0 +1,149 @@
+"""Divided by the wrong count: samples, tokens, padding, micro-batches, ranks."""
+
+from __future__ import annotations
+
+import torch
+from expect import known_bad
+from loop import average, ddp, loader, replicas, windows
+
+TOKENS = ["lm-tokens/none/1x1/32", "lm-tokens/ddp/1x2/32", "lm-tokens/ddp/1x3/64"]
+
+
+def fit(job, loss):
+    """Train rightly on ``loss(outputs, batch)``."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def token_losses(outputs, batch):
+    """Return each token's loss, padding included."""
+    targets = batch["tokens"][:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets, reduction="none").view(len(outputs), -1)
+
+
+@known_bad("loss-normalisation", on=TOKENS)
+def divided_by_the_padded_length(job):
+    """The sum over real tokens is divided by all positions."""
+    fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum() / batch["real"].numel())
+
+
+@known_bad("loss-normalisation", on=TOKENS)
+def padding_counted_in(job):
+    """The mean is over all positions, padding included."""
+    fit(job, lambda outputs, batch: token_losses(outputs, batch).mean())
+
+
+@known_bad("loss-normalisation", on=TOKENS)
+def mean_of_each_samples_mean(job):
+    """Each sample's tokens are averaged, and then the samples: short ones weigh too much."""
+
+    def loss(outputs, batch):
+        losses = token_losses(outputs, batch) * batch["real"]
+        return (losses.sum(1) / batch["real"].sum(1)).mean()
+
+    fit(job, loss)
+
+
+@known_bad("loss-normalisation", on=TOKENS)
+def divided_by_the_number_of_samples(job):
+    """The sum over tokens is divided by the number of sequences."""
+    fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum() / len(outputs))
+
+
+@known_bad("loss-normalisation", on=TOKENS)
+def summed_not_divided(job):
+    """The sum over tokens is never divided."""
+    fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum())
+
+
+@known_bad("loss-normalisation", on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+def summed_over_the_samples(job):
+    """A sum over the batch where the mean is meant."""
+    fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs))
+
+
+@known_bad("loss-normalisation", on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+def divided_by_the_batch_size_again(job):
+    """The mean is divided by the batch size once more."""
+    fit(job, lambda outputs, batch: job.loss(outputs, batch) / len(outputs))
+
+
+@known_bad("loss-normalisation", "averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+def divided_by_the_global_batch(job):
+    """The sum over the rank's samples is divided by the samples of all ranks, and then averaged over ranks."""
+    fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.global_batch_size)
+
+
+@known_bad("loss-normalisation", on=["uneven/dp/1x2/32", "uneven/dp/1x3/64", "lm-tokens/dp/1x3/32", "lm-tokens/ddp2/2x2/32"])
+def mean_of_each_devices_mean(job):
+    """dp and ddp2 promise the loss of the gathered outputs; this is the mean of the devices' losses."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    inner = model.module if job.world_size > 1 else model
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            outputs, parts = replicas(job, inner, batch)
+            losses = [job.loss(output, part) for output, part in zip(outputs, parts, strict=True)]
+            (sum(losses) / len(losses)).backward()
+            if job.world_size > 1:
+                average(job, inner)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("loss-normalisation", on=["uneven/ddp/1x2/32", "uneven/ddp/1x3/64", "uneven/none/1x1/32"])
+def last_batch_divided_by_the_full_size(job):
+    """The sum over a batch is divided by the batch size of the loader, also where the batch is shorter."""
+    fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.batch_size)
+
+
+@known_bad(
+    "loss-normalisation", "accumulation", on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"]
+)
+def token_count_passed_and_not_used(job):
+    """The model was to divide by the window's tokens and does not; nobody divides by the micro-batches any more."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            for batch in window:
+                job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad(
+    "loss-normalisation", "accumulation", on=["accumulation-tokens/none/1x1/32", "accumulation-tokens/ddp/1x2/32"]
+)
+def tokens_of_the_window_and_divided_again(job):
+    """Losses are divided by the tokens of the whole window, and by the number of micro-batches as well."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            tokens = sum(batch["real"].sum() for batch in window)
+            for batch in window:
+                total = (token_losses(model(batch), batch) * batch["real"]).sum()
+                (total / tokens / len(window)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("loss-normalisation", on=["accumulation-tokens/ddp/1x2/32", "accumulation-tokens/ddp/1x3/32"])
+def tokens_of_all_ranks_averaged_again(job):
+    """The sum is divided by the tokens of all ranks, and DDP divides by the world size as well."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for window in windows(job, epoch):
+            tokens = sum(batch["real"].sum() for batch in window).float()
+            torch.distributed.all_reduce(tokens)
+            for batch in window:
+                ((token_losses(model(batch), batch) * batch["real"]).sum() / tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()

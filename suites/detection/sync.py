@@ -1,0 +1,207 @@
+"""Missing synchronisation: ranks go their own ways, in their gradients or in their weights."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expect import known_bad
+from loop import alone, average, ddp, loader
+
+ANYWHERE = ["mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "contrastive/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16"]
+
+
+@known_bad("sync", on=ANYWHERE)
+def forward_through_the_inner_module(job):
+    """The forward goes past DDP, which then never hears of it."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model.module(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=[*ANYWHERE, "mlp/ddp/1x4/bf16"])
+def all_inside_no_sync(job):
+    """The whole loop runs inside ``no_sync``."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    with model.no_sync():
+        for epoch in range(job.epochs):
+            for batch in loader(job, epoch):
+                job.loss(model(batch), batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "lm-tokens/ddp/2x2/32"])
+def only_matrices_are_broadcast(job):
+    """Every rank draws weights of its own, and rank 0 sends round only what has two dimensions."""
+    model = alone(job)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter)
+        dist.broadcast(parameter.data, 0)
+        if parameter.dim() == 1 and job.rank > 0:
+            torch.nn.init.normal_(parameter)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+def biases_not_broadcast(job):
+    """Biases differ between the ranks from the first step on."""
+    model = alone(job)
+    for name, parameter in model.named_parameters():
+        if job.rank > 0 and name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64", "cnn-batchnorm/ddp/1x3/32"])
+def every_rank_its_own_weights(job):
+    """Each rank initialises its own weights; only gradients are averaged."""
+    model = alone(job)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64", "linear-exact/ddp/1x2/32"])
+def rank_zero_broadcasts_its_own_gradient(job):
+    """Everybody steps with rank 0's gradient: the ranks agree, and the others' samples do not count."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                dist.broadcast(parameter.grad, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/64"])
+def one_parameter_forgotten(job):
+    """The last bias is not averaged."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in list(model.parameters())[:-1]:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= job.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/2x2/32", "cnn-batchnorm/ddp/2x2/64"])
+def averaged_inside_a_node_only(job):
+    """Each node averages over its own gpus; nothing is exchanged between nodes."""
+    model = alone(job)
+    nodes = [dist.new_group(range(first, first + job.gpus)) for first in range(0, job.world_size, job.gpus)]
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, group=nodes[job.node_rank])
+                parameter.grad /= job.gpus
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+def weights_averaged_now_and_then(job):
+    """Local SGD: ranks step alone, and average their weights at the end of each epoch."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.data)
+            parameter.data /= job.world_size
+
+
+@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/64"])
+def averaged_every_other_step(job):
+    """The gradients of every second step stay at home."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    steps = 0
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            if steps % 2 == 0:
+                average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += 1
+
+
+@known_bad("sync", on=["mlp/ddp/1x3/32", "cnn-batchnorm/ddp/1x2/32"])
+def averaged_one_step_late(job):
+    """The all-reduce is not waited for: each step is taken with the average of the step before."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    late = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model)
+            for place, parameter in enumerate(model.parameters()):
+                late[place], parameter.grad = parameter.grad, late[place]
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+def averaged_after_the_step(job):
+    """The order is backward, step, all-reduce."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            average(job, model)
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/ddp/1x3/32", "mlp/ddp/1x4/64"])
+def last_rank_left_out(job):
+    """The group of the all-reduce lacks the last rank, which goes on alone."""
+    model = alone(job)
+    group = dist.new_group(range(job.world_size - 1))
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            if job.rank < job.world_size - 1:
+                for parameter in model.parameters():
+                    dist.all_reduce(parameter.grad, group=group)
+                    parameter.grad /= job.world_size - 1
+            optimizer.step()
+            optimizer.zero_grad()

@@ -1,0 +1,110 @@
+"""Parameters that not every rank uses in every step."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expect import known_bad
+from loop import alone, average, ddp, loader
+
+CELLS = ["unused-parameters/ddp/1x2/32", "unused-parameters/ddp/1x4/64"]
+
+
+@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x3/16"])
+def bucket_left_unreduced_in_the_last_step(job):
+    """DDP is not told to look for unused parameters: a bucket waits for one that never comes."""
+    model = ddp(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", on=CELLS)
+def ddp_not_told_of_unused_parameters(job):
+    """The same where it is not the last step: DDP raises at the next forward."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+def averaged_over_those_that_used_it(job):
+    """The sum is divided by the number of ranks that had a gradient, not by the world size."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                users = torch.tensor(float(parameter.grad is not None))
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+                dist.all_reduce(users)
+                parameter.grad /= max(float(users), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+def not_averaged_where_a_rank_has_none(job):
+    """A parameter that some rank did not use keeps each rank's own gradient."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                users = torch.tensor(float(parameter.grad is not None))
+                dist.all_reduce(users)
+                if users == job.world_size:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= job.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+def thrown_away_where_a_rank_has_none(job):
+    """A parameter that some rank did not use is not stepped at all."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                users = torch.tensor(float(parameter.grad is not None))
+                dist.all_reduce(users)
+                if users == job.world_size:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= job.world_size
+                else:
+                    parameter.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+def the_last_gradient_used_again(job):
+    """Where a parameter was not used, the gradient of the step before is still there and takes part."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    kept = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for place, parameter in enumerate(model.parameters()):
+                parameter.grad = kept[place].clone() if parameter.grad is None else parameter.grad
+                kept[place] = parameter.grad.clone()
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()

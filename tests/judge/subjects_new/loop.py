@@ -1,0 +1,169 @@
+"""A right trainer of everything, a method a line, so that a wrong one is the line that is wrong."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness import subject
+from harness.subjects.declare import CAPABILITIES
+
+
+class Loop:
+    """One process a device, averaged by DistributedDataParallel; alone it needs no group."""
+
+    def __init__(self, job):
+        self.job = job
+        self.model = job.model()
+        self.prepare()
+        self.wrapped = self.wrap(self.model)
+        self.loader = self.make_loader()
+        self.optimizer = self.make_optimizer()
+        self.scheduler = job.scheduler(self.optimizer)
+        self.scaler = job.grad_scaler()
+
+    def prepare(self):
+        """Nothing needs to be done to the model."""
+
+    def wrap(self, model):
+        if self.job.world_size == 1:
+            return model
+        torch.distributed.init_process_group(self.job.comm)
+        return DistributedDataParallel(model, find_unused_parameters=self.job.unused_parameters)
+
+    def make_loader(self):
+        job = self.job
+        sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed)
+        return DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
+
+    def make_optimizer(self):
+        return self.job.optimizer(self.model.parameters())
+
+    def windows(self):
+        batches = list(self.loader)
+        return [batches[start : start + self.job.accumulate] for start in range(0, len(batches), self.job.accumulate)]
+
+    def divisor(self, window):
+        return len(window)
+
+    def forward(self, batch):
+        return self.wrapped(batch)
+
+    def loss(self, outputs, batch):
+        return self.job.loss(outputs, batch)
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def after_micro_batch(self, last):
+        """Nothing is due."""
+
+    def synchronize(self):
+        """DistributedDataParallel has done it."""
+
+    def unscale(self):
+        self.scaler.unscale_(self.optimizer)
+
+    def clip(self):
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
+
+    def step(self):
+        self.scaler.step(self.optimizer)
+
+    def schedule(self, skipped):
+        if not skipped:
+            self.scheduler.step()
+
+    def zero_grad(self):
+        self.optimizer.zero_grad()
+
+    def evaluate(self):
+        self.model.eval()
+        with torch.no_grad():
+            batch = self.job.val_dataset.batch(range(8))
+            self.job.loss(self.model(batch), batch)
+        self.model.train()
+
+    def micro_batch(self, batch, window, last):
+        waits = nullcontext() if last or self.wrapped is self.model else self.wrapped.no_sync()
+        with waits:
+            with self.job.autocast():
+                loss = self.loss(self.forward(batch), batch) / self.divisor(window)
+            self.backward(loss)
+        self.after_micro_batch(last)
+
+    def end_of_window(self):
+        self.synchronize()
+        if self.job.clip_norm is not None:
+            self.unscale()
+            self.clip()
+        self.step()
+        scale = self.scaler.get_scale()
+        self.scaler.update()
+        if self.scheduler is not None:
+            self.schedule(skipped=self.scaler.get_scale() < scale)
+        self.zero_grad()
+
+    def fit(self):
+        for epoch in range(self.job.epochs):
+            self.loader.sampler.set_epoch(epoch)
+            number = 0
+            for window in self.windows():
+                for place, batch in enumerate(window, start=1):
+                    self.micro_batch(batch, window, last=place == len(window))
+                    if place == len(window):
+                        self.end_of_window()
+                    number += 1
+                    if self.job.validate_every and number % self.job.validate_every == 0:
+                        self.evaluate()
+
+
+class ByHand(Loop):
+    """The same, averaged by hand, dense or sparse."""
+
+    def wrap(self, model):
+        if self.job.world_size > 1:
+            torch.distributed.init_process_group(self.job.comm)
+        return model
+
+    def synchronize(self):
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and self.job.world_size > 1:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad = parameter.grad / self.job.world_size
+
+
+class Replicas(ByHand):
+    """dp: one process whose batch is split over its devices, outputs gathered as DataParallel gathers them."""
+
+    def forward(self, batch):
+        count = len(self.job.devices)
+        chunks = {name: column.chunk(count) for name, column in batch.items()}
+        return self.gather([self.model({name: chunk[i] for name, chunk in chunks.items()}) for i in range(count)])
+
+    def gather(self, outputs):
+        first = outputs[0]
+        if isinstance(first, dict):
+            return {key: self.gather([output[key] for output in outputs]) for key in first}
+        if isinstance(first, tuple):
+            return tuple(self.gather(list(column)) for column in zip(*outputs, strict=True))
+        return torch.cat(outputs) if first.dim() else torch.stack(outputs)
+
+
+def declare(name, trainer):
+    """Return ``trainer`` as a subject that says it can do everything."""
+
+    @subject(
+        name=name,
+        backends=["none", "dp", "ddp"],
+        precisions=["64", "32", "16", "bf16"],
+        capabilities=sorted(CAPABILITIES),
+    )
+    def train(job):
+        trainer(job).fit()
+
+    return train
