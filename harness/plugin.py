@@ -102,7 +102,9 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     chosen = {nodeid.rpartition("::test_cell[")[2][:-1] for nodeid in ids if "::test_cell[" in nodeid}
     if chosen:
         with _usage_errors():
-            _session(node.config).begin(chosen, _command(node.config))
+            session = _session(node.config)
+            session.begin(chosen, _command(node.config))
+        session.close()  # its pools were asked what they hold; the workers' own do the training
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,8 +9,8 @@ from harness.core.finding import Finding
 UNEXPLAINED = "unexplained"
 
 ORDER = (
-    "launch", "initial-weights", "samples", "gradients", "learning-rate", "skipped-steps", "update", "buffers",
-    "steps", "ranks-agree", "training",
+    "launch", "initial-weights", "samples", "steps", "gradients", "learning-rate", "skipped-steps", "update",
+    "stillness", "ranks-agree", "buffers", "precision", "training",
 )  # fmt: skip
 """Checks in the order in which a mistake travels: each may be a consequence of those before it.
 

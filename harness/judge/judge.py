@@ -10,6 +10,7 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.trace import Trace
+from harness.judge.causes import explain_launch, explain_vacuous
 from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import launch
 from harness.judge.examination import Examination
@@ -25,7 +26,7 @@ def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
     """
     broken = launch(trace, cell)
     if broken is not None:
-        return (broken,)
+        return (explain_launch(broken, trace, cell),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         examination = Examination(trace, workload, cell)
@@ -37,7 +38,7 @@ def _ask(name: str, check: Check, examination: Examination) -> Finding | None:
     try:
         return check(examination)
     except Vacuous as reason:
-        return Finding(name, Outcome.ERRORED, f"vacuous: {reason}")
+        return explain_vacuous(Finding(name, Outcome.ERRORED, f"vacuous: {reason}"), examination)
     except Exception as error:
         # A check that raises knows nothing: its verdict is unknown, not right.
         place = traceback.extract_tb(error.__traceback__)[-1]

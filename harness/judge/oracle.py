@@ -106,8 +106,8 @@ class Oracle:
         return scheduler.step if scheduler is not None else lambda: None
 
     def set_gradients(self, gradients: Tensors) -> None:
-        """Put ``gradients`` where an optimizer looks for them; what is absent becomes None."""
-        for name, parameter in self.parameters.items():
+        """Put ``gradients`` where an optimizer looks for them; what is absent becomes None, what is frozen stays so."""
+        for name, parameter in self.trained.items():
             given = gradients.get(name)
             parameter.grad = None if given is None else given.to(self.dtype)
 

@@ -58,10 +58,10 @@ def found(check: str, outcome: Outcome, message: str, deviation: Deviation) -> F
     )
 
 
-def single(check: str, subject: str, deviation: Deviation, limit: float) -> Finding:
-    """Judge against the one thing that is right. ``subject`` names in the plural what was compared."""
+def single(check: str, subject: str, right: str, deviation: Deviation, limit: float) -> Finding:
+    """Judge against the one thing that is right: ``subject``, in the plural, are or are not ``right``."""
     good = deviation.x_noise <= limit
-    message = f"{subject} are {'right' if good else 'wrong'}: {times(deviation.x_noise)} at {deviation.where}"
+    message = f"{subject} are {'' if good else 'not '}{right}: {times(deviation.x_noise)} at {deviation.where}"
     return found(check, Outcome.PASSED if good else Outcome.FAILED, message, deviation)
 
 
@@ -75,7 +75,7 @@ def nearest(
     """
     nearer = min(whole, contract, key=lambda deviation: deviation.x_noise)
     if nearer is whole or gap <= limit:
-        return single(check, f"{subject} of one device", nearer, limit)
+        return single(check, subject, "those of one device", nearer, limit)
     if contract.x_noise <= limit:
         message = (
             f"{subject} are not those of one device ({times(whole.x_noise)} from that), "

@@ -21,7 +21,9 @@ CAPABILITIES = frozenset(
         "checkpoint",
         "metrics",
         "unused-parameters",
+        "frozen-parameters",
         "sparse-gradients",
+        "nested-outputs",
     }
 )
 

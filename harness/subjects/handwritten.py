@@ -10,7 +10,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.subjects.declare import subject
 
-CAPABILITIES = ["accumulation", "clipping", "scheduler", "validation", "unused-parameters", "sparse-gradients"]
+CAPABILITIES = [
+    "accumulation", "clipping", "scheduler", "validation",
+    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
+]  # fmt: skip
 
 
 @subject(name="torch", backends=["none", "ddp"], precisions=["64", "32", "16", "bf16"], capabilities=CAPABILITIES)

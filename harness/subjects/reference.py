@@ -11,7 +11,10 @@ from torch.utils.data import DataLoader
 from harness.subjects.declare import subject
 from harness.trainer import Module, Trainer
 
-CAPABILITIES = ["accumulation", "clipping", "scheduler", "validation", "unused-parameters", "sparse-gradients"]
+CAPABILITIES = [
+    "accumulation", "clipping", "scheduler", "validation",
+    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
+]  # fmt: skip
 
 
 class _Adapter(Module):

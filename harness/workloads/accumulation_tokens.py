@@ -14,5 +14,6 @@ class AccumulationTokens(LmTokens):
     exposes = "a token count of the wrong scope under accumulation: passed and not used, or divided by a second time"
     needs: ClassVar[frozenset[str]] = frozenset({"accumulation"})
     narrow = True
+    precisions = ("32",)
     accumulate = 2
     steps_per_epoch = 5

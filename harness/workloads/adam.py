@@ -16,7 +16,7 @@ class Adam(Mlp):
     name = "adam"
     exposes = "gradients of a wrong scale, which Adam hides in the weights; moments that are lost or per rank"
     narrow = True
-    precisions = ("32", "64")
+    precisions = ("32",)
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return Adam."""

@@ -17,7 +17,7 @@ class ClippingAdamW(Mlp):
     exposes = "wrong clipping that AdamW's indifference to scale would hide in the weights"
     needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
     narrow = True
-    precisions = ("32", "64")
+    precisions = ("32",)
     clip_norm = 0.05
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:

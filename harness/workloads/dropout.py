@@ -29,6 +29,7 @@ class Dropout(Mlp):
     name = "dropout"
     exposes = "training in evaluation mode, columns of a batch that no longer belong to each other"
     narrow = True
+    precisions = ("32",)
 
     def build(self) -> nn.Module:
         """Return 16 → 32 → 32 → 8 with dropout between."""

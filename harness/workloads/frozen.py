@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,9 @@ class Frozen(Mlp):
 
     name = "frozen"
     exposes = "frozen weights that are thawed, decayed through gradients of zero, or cut off what lies before them"
+    needs: ClassVar[frozenset[str]] = frozenset({"frozen-parameters"})
     narrow = True
+    precisions = ("32",)
 
     def build(self) -> nn.Module:
         """Return 16 → 32 → 32 → 8, of which the first bias and the last layer are trained."""

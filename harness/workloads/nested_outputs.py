@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class NestedOutputs(Mlp):
 
     name = "nested-outputs"
     exposes = "outputs gathered in part, without a gradient, or in another order; scalars that get lost or are summed"
+    needs: ClassVar[frozenset[str]] = frozenset({"nested-outputs"})
     narrow = True
 
     def build(self) -> nn.Module:

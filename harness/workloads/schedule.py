@@ -24,6 +24,7 @@ class Schedule(Mlp):
     exposes = "a schedule that is stepped once an epoch, twice, before the step, once a rank, or not at all"
     needs: ClassVar[frozenset[str]] = frozenset({"scheduler"})
     narrow = True
+    precisions = ("32",)
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return SGD with momentum, so that a wrong rate stays for later steps."""

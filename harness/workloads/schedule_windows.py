@@ -14,5 +14,6 @@ class ScheduleWindows(Schedule):
     exposes = "a schedule stepped for every micro-batch: the rate decays a window's length too fast"
     needs: ClassVar[frozenset[str]] = frozenset({"scheduler", "accumulation"})
     narrow = True
+    precisions = ("32",)
     accumulate = 2
     steps_per_epoch = 5

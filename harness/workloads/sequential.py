@@ -11,4 +11,5 @@ class Sequential(Mlp):
     name = "sequential"
     exposes = "shuffling that nobody asked for, contiguous shards in the place of interleaved ones"
     narrow = True
+    precisions = ("32",)
     shuffle = False

@@ -13,6 +13,7 @@ class Uneven(Mlp):
     name = "uneven"
     exposes = "a tail that is dropped, or padded with more repeats than there are ranks; chunks of unequal size"
     narrow = True
+    precisions = ("32",)
 
     def samples(self, devices: int) -> int:
         """Return seven fewer than whole batches have."""

@@ -24,6 +24,7 @@ class UnusedAtTheEnd(Mlp):
     needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
     unused_parameters = True
     narrow = True
+    precisions = ("32",)
     epochs = 1
     shuffle = False
 

@@ -34,8 +34,9 @@ class Validation(Mlp):
     exposes = "an evaluation that wipes gradients, leaves the model in evaluation mode, or leaves its statistics behind"
     needs: ClassVar[frozenset[str]] = frozenset({"validation", "accumulation"})
     narrow = True
-    accumulate = 3
-    steps_per_epoch = 5
+    precisions = ("32",)
+    accumulate = 4
+    steps_per_epoch = 6
     validate_every = 2
 
     def build(self) -> nn.Module:

@@ -68,7 +68,7 @@ def targets_without_the_ranks_offset(job):
 
 @known_bad("batch-coupling", on=["contrastive/dp/1x2/32", "contrastive/dp/1x3/64", "contrastive/ddp2/2x2/32"])
 def each_device_its_own_negatives(job):
-    """dp and ddp2 gather the outputs before the loss; here every device takes the loss of its own part."""
+    """Both dp and ddp2 gather the outputs before the loss; here every device takes the loss of its own part."""
     model = ddp(job) if job.world_size > 1 else job.model()
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())

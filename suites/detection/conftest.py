@@ -1,4 +1,4 @@
-"""This suite examines the judge, not a trainer: it runs only where its own path is given.
+"""Examines the judge, not a trainer: it runs only where its own path is given.
 
 ``pytest suites/`` asks about the user's trainer, within minutes; ``pytest suites/detection`` asks about the judge,
 and ends with its score, in the terminal and in ``detection.md`` in the report directory.
@@ -18,7 +18,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave this folder out unless the command line names it or something in it."""
     base = config.invocation_params.dir
     named = [(base / argument.partition("::")[0]).resolve() for argument in config.args]
-    return None if any(HERE == path or HERE in path.parents for path in named) else True
+    return None if any(path == HERE or HERE in path.parents for path in named) else True
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:

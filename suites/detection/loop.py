@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -40,11 +41,15 @@ def windows(job, epoch):
 
 
 def replicas(job, model, batch):
-    """Return each device's outputs, and each device's part of the batch, as a dp or ddp2 process computes them."""
-    parts = [dict(zip(batch, columns, strict=True)) for columns in zip(*map(job_chunks(job), batch.values()))]
-    return [model(part) for part in parts], parts
+    """Return each device's outputs, and each device's part of the batch, as a dp or ddp2 process computes them.
 
-
-def job_chunks(job):
-    """Return the function that splits a column over the process's devices."""
-    return lambda column: column.chunk(len(job.devices))
+    Buffers are the first device's: what the others' forwards make of their copies is thrown away.
+    """
+    chunks = zip(*(column.chunk(len(job.devices)) for column in batch.values()), strict=True)
+    parts = [dict(zip(batch, columns, strict=True)) for columns in chunks]
+    copies = [{name: buffer.clone() for name, buffer in model.named_buffers()} for _ in parts[1:]]
+    first = model(parts[0])
+    return [
+        first,
+        *(functional_call(model, copy, (part,)) for copy, part in zip(copies, parts[1:], strict=True)),
+    ], parts

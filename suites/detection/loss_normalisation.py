@@ -6,6 +6,7 @@ import torch
 from expect import known_bad
 from loop import average, ddp, loader, replicas, windows
 
+DEVICES = ["uneven/dp/1x2/32", "uneven/dp/1x3/64", "lm-tokens/dp/1x3/32", "lm-tokens/ddp2/2x2/32"]
 TOKENS = ["lm-tokens/none/1x1/32", "lm-tokens/ddp/1x2/32", "lm-tokens/ddp/1x3/64"]
 
 
@@ -79,9 +80,9 @@ def divided_by_the_global_batch(job):
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.global_batch_size)
 
 
-@known_bad("loss-normalisation", on=["uneven/dp/1x2/32", "uneven/dp/1x3/64", "lm-tokens/dp/1x3/32", "lm-tokens/ddp2/2x2/32"])
+@known_bad("loss-normalisation", on=DEVICES)
 def mean_of_each_devices_mean(job):
-    """dp and ddp2 promise the loss of the gathered outputs; this is the mean of the devices' losses."""
+    """Dp and ddp2 promise the loss of the gathered outputs; this is the mean of the devices' losses."""
     model = ddp(job) if job.world_size > 1 else job.model()
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())

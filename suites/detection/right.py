@@ -82,7 +82,7 @@ def buffers_differ_after_the_forward(job):
 
 @known_good(on=["cnn-batchnorm/dp/1x2/32", "cnn-batchnorm/ddp2/2x2/64"], deviates=True)
 def statistics_of_each_replica(job):
-    """dp and ddp2: each device normalises its own chunk, the loss is that of the gathered outputs."""
+    """Dp and ddp2: each device normalises its own chunk, and the loss is that of the gathered outputs."""
     model = ddp(job) if job.world_size > 1 else job.model()
     inner = model.module if job.world_size > 1 else model
     optimizer = job.optimizer(model.parameters())

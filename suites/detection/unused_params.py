@@ -10,7 +10,7 @@ from loop import alone, average, ddp, loader
 CELLS = ["unused-parameters/ddp/1x2/32", "unused-parameters/ddp/1x4/64"]
 
 
-@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x3/16"])
+@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x3/32"])
 def bucket_left_unreduced_in_the_last_step(job):
     """DDP is not told to look for unused parameters: a bucket waits for one that never comes."""
     model = ddp(job)
@@ -37,7 +37,7 @@ def ddp_not_told_of_unused_parameters(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+@known_bad("unused-params", on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"])
 def averaged_over_those_that_used_it(job):
     """The sum is divided by the number of ranks that had a gradient, not by the world size."""
     model = alone(job)
@@ -55,7 +55,7 @@ def averaged_over_those_that_used_it(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+@known_bad("unused-params", on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"])
 def not_averaged_where_a_rank_has_none(job):
     """A parameter that some rank did not use keeps each rank's own gradient."""
     model = alone(job)
@@ -73,7 +73,7 @@ def not_averaged_where_a_rank_has_none(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+@known_bad("unused-params", on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"])
 def thrown_away_where_a_rank_has_none(job):
     """A parameter that some rank did not use is not stepped at all."""
     model = alone(job)
@@ -93,7 +93,7 @@ def thrown_away_where_a_rank_has_none(job):
             optimizer.zero_grad()
 
 
-@known_bad("unused-params", on=["unused-at-the-end/ddp/1x2/32", "unused-at-the-end/ddp/1x4/64"])
+@known_bad("unused-params", on=["unused-parameters/ddp/1x3/32", "unused-parameters/ddp/1x4/64"])
 def the_last_gradient_used_again(job):
     """Where a parameter was not used, the gradient of the step before is still there and takes part."""
     model = alone(job)

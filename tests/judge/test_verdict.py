@@ -28,12 +28,12 @@ def judged(whole, contract, gap):
 
 @given(ERRORS)
 def test_right_is_what_stays_within_the_limit(error):
-    assert (single("update", "weights", Deviation(error), LIMIT).outcome is Outcome.PASSED) == (error <= LIMIT)
+    assert (single("update", "weights", "right", Deviation(error), LIMIT).outcome is Outcome.PASSED) == (error <= LIMIT)
 
 
 def test_an_exact_comparison_allows_no_error_at_all():
-    assert single("update", "weights", Deviation(0.0), 0.0).outcome is Outcome.PASSED
-    assert single("update", "weights", Deviation(1e-300), 0.0).outcome is Outcome.FAILED
+    assert single("update", "weights", "right", Deviation(0.0), 0.0).outcome is Outcome.PASSED
+    assert single("update", "weights", "right", Deviation(1e-300), 0.0).outcome is Outcome.FAILED
 
 
 def test_what_meets_one_device_passes():

@@ -124,10 +124,10 @@ def test_an_order_that_depends_on_the_number_of_devices_fails(verdict):
     assert verdict("shard-kept-for-ever", *DDP)[1].is_bad
 
 
-@pytest.mark.xfail(strict=True, reason="an error far below the precision's noise counts as right")
 @pytest.mark.parametrize("precision", ["16", "bf16"])
-def test_a_precision_that_is_ignored_does_not_pass(verdict, precision):
-    assert verdict("precision-ignored", *DDP, precision)[1] is not Outcome.PASSED
+def test_a_precision_that_is_ignored_fails(verdict, precision):
+    findings, _ = verdict("precision-ignored", *DDP, precision)
+    assert findings["precision"].outcome is Outcome.FAILED
 
 
 def test_a_wrong_rank_is_named(verdict):

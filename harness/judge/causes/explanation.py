@@ -2,31 +2,117 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
+
+from harness.core.precision import Precision
 from harness.core.trace import Step, Tensors
-from harness.judge.examination import Truth
+from harness.judge.examination import Examination, Truth, same
+from harness.judge.layout import Layout, samples
+from harness.judge.noise import distance, norm
+from harness.judge.oracle import Oracle, mean_gradient
+
+Parts = list[list[Tensors]]
+"""The gradient of each group alone, by micro-batch."""
+
+CONCLUSIVE = 4
+"""A fit says something where there are so many times as many equations as unknowns."""
 
 
-@dataclass(frozen=True)
+class Laboratory:
+    """Where predictions are made that need the oracle. Float64 unless said otherwise; nothing is kept of the state."""
+
+    def __init__(self, examination: Examination) -> None:
+        self.workload = examination.workload
+        self.cell = examination.cell
+        self._examination = examination
+        self._parts: dict[tuple[int, Layout], Parts] = {}
+
+    def layout(self, index: int) -> Layout:
+        """Return who computed what at a step."""
+        return self._examination.layouts[index]
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[Oracle]:
+        """Lend the oracle with the weights and the buffers that rank 0 had before the step."""
+        oracle = self._examination.oracle
+        step = self._examination.moments[index].ranks[0]
+        oracle.load(step.before)
+        buffers = oracle.buffers
+        with torch.no_grad():
+            for name, value in step.buffers.items():
+                buffers[name].copy_(value)
+        try:
+            yield oracle
+        finally:
+            oracle.model.train()
+
+    def parts(self, index: int, layout: Layout) -> Parts:
+        """Return the gradient of each group of ``layout``, at the weights before the step."""
+        if (index, layout) not in self._parts:
+            with self.at(index) as oracle:
+                self._parts[index, layout] = oracle.group_gradients(layout)
+        return self._parts[index, layout]
+
+    def each_sample(self, index: int) -> list[Tensors]:
+        """Return the gradient of each sample of the step alone; none where no sample can be alone."""
+        try:
+            (parts,) = self.parts(index, (tuple(((i,),) for i in samples(self.layout(index))),))
+        except ValueError:  # a layer that needs more than one sample
+            return []
+        return parts
+
+    def is_coupled(self, index: int) -> bool:
+        """Say whether samples need each other: the right gradient is no sum of their own, whatever the weights."""
+        truth = self._examination.truths[index]
+        each = self.each_sample(index)
+        if not each:
+            return True
+        fitted = fit(each, truth.raw, list(truth.raw))
+        # Both sides are float64: what is not one part in a million away is the same.
+        return fitted is not None and total_distance(fitted, truth.raw) > 1e-6 * length(truth.raw)
+
+    def in_precision(self, index: int, precision: Precision) -> Tensors:
+        """Return the step's gradient computed in another precision."""
+        oracle = Oracle(self.workload, self.cell.topology.devices, precision)
+        oracle.load(self._examination.moments[index].ranks[0].before)
+        return oracle.gradient(self.layout(index))
+
+
+@dataclass(frozen=True, eq=False)
 class Scene:
     """One rank at one step: everything that a prediction may be made from.
 
-    ``index`` counts steps, ``rank`` is the rank, ``world`` the number of ranks. ``accumulate`` and ``clip_norm``
-    are the workload's. ``trained`` names the parameters that are not frozen. ``earlier`` is the gradient this rank
-    was handed one step before, None at the first.
+    ``index`` counts steps, ``rank`` is the rank, ``step`` is what it left and ``ranks`` what all of them left.
+    ``accumulate`` and ``clip_norm`` are the workload's. ``trained`` names the parameters that are not frozen.
+    ``earlier`` is the gradient this rank was handed one step before, None at the first, and ``past`` what was right at
+    the steps before, the latest first. ``factor`` is the one number by which the right gradient would have to be
+    multiplied at every step that is wrong, and ``always_wrong`` says whether all of them are.
     """
 
     index: int
     rank: int
-    world: int
     step: Step
+    ranks: tuple[Step, ...]
     truth: Truth
     accumulate: int
     clip_norm: float | None
     trained: frozenset[str]
     earlier: Tensors | None
+    past: tuple[Truth, ...]
+    factor: float
+    always_wrong: bool
+    laboratory: Laboratory
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
 
     @property
     def micro_batches(self) -> int:
@@ -37,6 +123,31 @@ class Scene:
     def place(self) -> str:
         """The scene in words."""
         return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
+
+    @cached_property
+    def given(self) -> Tensors:
+        """What the optimizer was handed, as float64; what is absent counts as zero."""
+        return {
+            name: self.step.gradients[name].double() if name in self.step.gradients else torch.zeros_like(right)
+            for name, right in self.truth.contract.items()
+        }
+
+    def own(self, rank: int) -> Parts:
+        """Return one rank's own part of each micro-batch; empty where it had none."""
+        return [[groups[rank]] for groups in self.truth.parts if rank < len(groups)]
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """The trained parameters on which the loss of some group does not depend."""
+        parts = [part for groups in self.truth.parts for part in groups]
+        return frozenset(name for name in self.trained if any(name not in part for part in parts))
+
+    @cached_property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks were handed the same gradient at the same weights."""
+        return all(
+            same(step.gradients, self.step.gradients) and same(step.before, self.step.before) for step in self.ranks
+        )
 
 
 @dataclass(frozen=True)
@@ -52,3 +163,60 @@ class Explanation:
     saw: str
     look: str
     predict: Callable[[Scene], Iterable[Tensors]]
+
+
+def scaled(factor: float, gradient: Tensors) -> Tensors:
+    """Return the gradient multiplied by a number."""
+    return {name: value * factor for name, value in gradient.items()}
+
+
+def added(left: Tensors, right: Tensors) -> Tensors:
+    """Return the sum, with the names of the left."""
+    return {name: left[name] + right[name].double() if name in right else left[name] for name in left}
+
+
+def length(gradient: Tensors) -> float:
+    """Return the 2-norm of all tensors together."""
+    return math.hypot(*map(norm, gradient.values()))
+
+
+def total_distance(left: Tensors, right: Tensors) -> float:
+    """Return the 2-norm of the difference of all tensors together."""
+    return math.hypot(*(distance(left[name], right[name]) for name in right))
+
+
+def flat(gradient: Tensors, like: Tensors, names: Sequence[str]) -> torch.Tensor:
+    """Return the named tensors as one column; what is absent counts as zero."""
+    return torch.cat([gradient.get(name, torch.zeros_like(like[name])).double().flatten() for name in names])
+
+
+def fit_weights(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> list[float] | None:
+    """Return the weights with which the parts add up to the target most nearly; None where a fit says nothing."""
+    if not names or not parts:
+        return None
+    columns = torch.stack([flat(part, target, names) for part in parts], dim=1)
+    wanted = flat(target, target, names)
+    if columns.shape[0] < CONCLUSIVE * columns.shape[1] or not bool(torch.isfinite(wanted).all()):
+        return None
+    weights: list[float] = torch.linalg.lstsq(columns, wanted[:, None], driver="gelsd").solution[:, 0].tolist()
+    return weights
+
+
+def weighted(parts: Sequence[Tensors], weights: Sequence[float], like: Tensors) -> Tensors:
+    """Return the weighted sum of parts, with the names of ``like``."""
+    total = {name: torch.zeros_like(value) for name, value in like.items()}
+    for weight, part in zip(weights, parts, strict=True):
+        for name, value in part.items():
+            total[name] = total[name] + weight * value
+    return total
+
+
+def fit(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> Tensors | None:
+    """Return the weighted sum of the parts that is nearest to the target; None where a fit says nothing."""
+    weights = fit_weights(parts, target, names)
+    return None if weights is None else weighted(parts, weights, target)
+
+
+def mean(parts: Sequence[Tensors]) -> Tensors:
+    """Return the mean of parts; what is absent in one counts as zero."""
+    return mean_gradient([parts])

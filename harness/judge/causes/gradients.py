@@ -2,113 +2,184 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import statistics
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
-from harness.judge.causes.explanation import Explanation, Scene
-from harness.judge.causes.mistakes import MISTAKES
+from harness.judge.causes.explanation import Explanation, Laboratory, Scene, flat
+from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
 from harness.judge.examination import Examination, same
 from harness.judge.noise import distance, norm
 from harness.judge.verdict import times
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:
-    """Return the finding with the cause that fits every step and rank at which the gradient is wrong.
+    """Return the finding with the cause of the wrong gradient, pointing to the first step at which it is wrong.
 
-    Explanations are tried in their order, the specific before the general, and the first that fits is taken.
+    Explanations are tried in their order, the specific before the general, and the first that fits is taken: first
+    among those that fit every step, the right ones too (a mistake may not show in a step, but it must not be refuted
+    by one), and then among those that fit the steps that are wrong.
     """
-    wrong = [scene for scene in _scenes(examination) if not _is_right(scene, examination)]
+    scenes = _scenes(examination)
+    wrong = [scene for scene in scenes if not _is_right(scene, examination)]
     if not wrong:
-        return finding
-    # Once ranks hold different weights there is no common gradient to predict: the beginning tells the cause.
-    wrong = [scene for scene in wrong if _ranks_agree_before(scene, examination)] or wrong
-    for explanation in MISTAKES:
-        error = _misfit(explanation, wrong, examination)
-        if error <= examination.limit:
+        return replace(finding, cause="unexplained")
+    # Once ranks hold different weights, or none that are numbers, there is no common gradient to predict.
+    judgeable = [scene for scene in scenes if _is_judgeable(scene)]
+    wrong = [scene for scene in wrong if scene in judgeable] or wrong
+    first = wrong[0]
+    here = replace(finding, step=first.index, rank=first.rank, parameter=_worst_parameter(first, examination))
+    if not _is_finite(first):
+        return replace(
+            here,
+            cause="not-finite",
+            family="amp",
+            message=f"gradients at {first.place} are not finite ({here.parameter}), and the step was taken all the "
+            "same: were infinities looked for, after the average, on every rank?",
+        )
+    if first in judgeable:
+        wrong = [scene for scene in wrong if _is_finite(scene)]
+        always = len(wrong) == len(judgeable)
+        factor = _common_factor(wrong)
+        wrong, every = (
+            [replace(scene, factor=factor, always_wrong=always) for scene in chosen] for chosen in (wrong, judgeable)
+        )
+        for explanation, error in _fitting(wrong, every, examination):
             return replace(
-                finding,
+                here,
                 cause=explanation.name,
                 family=explanation.family,
                 message=(
-                    f"gradients at {wrong[0].place} are {_fill(explanation.saw, wrong[0])} ({times(error)} from that; "
+                    f"gradients at {first.place} are {_fill(explanation.saw, wrong[0])} ({times(error)} from that; "
                     f"{times(finding.error_x_noise or 0.0)} from right): {explanation.look}"
                 ),
             )
-    return replace(finding, cause="unexplained", message=f"{finding.message}; unexplained: {_figures(wrong[0])}")
+    return replace(here, cause="unexplained", message=f"{finding.message}; unexplained: {_figures(first)}")
 
 
-def _scenes(examination: Examination) -> Iterable[Scene]:
+def _fitting(wrong: list[Scene], every: list[Scene], examination: Examination) -> Iterator[tuple[Explanation, float]]:
+    """Yield the explanations that fit, with their error in × noise: predictions before what was fitted or eliminated.
+
+    Among each of them, those that no step refutes come before the others.
+    """
+    right = [scene for scene in every if not any(scene.step is other.step for other in wrong)]
+    for explanations in (PREDICTIONS, CONCLUSIONS):
+        refuted = []
+        for explanation in explanations:
+            error = _misfit(explanation, wrong, examination)
+            if error > examination.limit:
+                continue
+            if _misfit(explanation, right, examination, silent=0.0) <= examination.limit:
+                yield explanation, error
+            refuted.append((explanation, error))
+        yield from refuted
+
+
+def _scenes(examination: Examination) -> list[Scene]:
+    laboratory = Laboratory(examination)
+    scenes = []
     for moment, rank, step in examination.differing_ranks("gradients"):
-        before = examination.moments[moment.index - 1].ranks[rank] if moment.index else None
-        yield Scene(
-            index=moment.index,
-            rank=rank,
-            world=len(moment.ranks),
-            step=step,
-            truth=examination.truths[moment.index],
-            accumulate=examination.workload.accumulate,
-            clip_norm=examination.workload.clip_norm,
-            trained=frozenset(examination.oracle.trained),
-            earlier=before.gradients if before else None,
+        earlier = examination.moments[moment.index - 1].ranks[rank] if moment.index else None
+        scenes.append(
+            Scene(
+                index=moment.index,
+                rank=rank,
+                step=step,
+                ranks=moment.ranks,
+                truth=examination.truths[moment.index],
+                accumulate=examination.workload.accumulate,
+                clip_norm=examination.workload.clip_norm,
+                trained=frozenset(examination.oracle.trained),
+                earlier=earlier.gradients if earlier else None,
+                past=tuple(truth for index, truth in reversed(examination.truths.items()) if index < moment.index),
+                factor=1.0,
+                always_wrong=False,
+                laboratory=laboratory,
+            )
         )
+    return scenes
 
 
-def _ranks_agree_before(scene: Scene, examination: Examination) -> bool:
-    ranks = examination.moments[scene.index].ranks
-    return all(same(step.before, ranks[0].before) for step in ranks[1:])
+def _is_finite(scene: Scene) -> bool:
+    return all(bool(value.isfinite().all()) for value in scene.given.values())
 
 
-def _is_right(scene: Scene, examination: Examination) -> bool:
-    return any(
-        _error(scene, truth, examination) <= examination.limit
-        for truth in (scene.truth.contract, *scene.truth.one_device)
+def _is_judgeable(scene: Scene) -> bool:
+    weights = scene.ranks[0].before
+    return all(same(step.before, weights) for step in scene.ranks[1:]) and all(
+        bool(value.isfinite().all()) for value in weights.values()
     )
 
 
-def _misfit(explanation: Explanation, scenes: list[Scene], examination: Examination) -> float:
-    """Return the largest error over scenes, each with its best candidate; infinite where there is none."""
+def _is_right(scene: Scene, examination: Examination) -> bool:
+    limit = 0.0 if examination.exact else examination.limit
+    return any(_error(scene, truth, examination) <= limit for truth in (scene.truth.contract, *scene.truth.one_device))
+
+
+def _common_factor(scenes: list[Scene]) -> float:
+    """Return the median of the scenes' own factors: the one number, if there is one for all of them."""
+    factors = []
+    for scene in scenes:
+        names = list(scene.truth.raw)
+        right, given = (flat(gradient, scene.truth.raw, names) for gradient in (scene.truth.raw, scene.given))
+        factors.append(float(given @ right / (right @ right)) if norm(right) else 1.0)
+    return statistics.median(factors)
+
+
+def _misfit(explanation: Explanation, scenes: list[Scene], examination: Examination, silent: float = math.inf) -> float:
+    """Return the largest error over scenes, each with its best candidate; ``silent`` where there is none."""
     worst = 0.0
     for scene in scenes:
         candidates = explanation.predict(scene)
-        worst = max(worst, min((_error(scene, c, examination) for c in candidates), default=float("inf")))
+        worst = max(worst, min((_error(scene, c, examination) for c in candidates), default=silent))
         if worst > examination.limit:
             break
     return worst
 
 
 def _error(scene: Scene, predicted: Tensors, examination: Examination) -> float:
-    """Return the largest error of any tensor, in × noise; the noise of a larger prediction is larger."""
-    worst = 0.0
-    for name, unit in scene.truth.units.items():
-        right = scene.truth.contract[name]
-        expected = predicted.get(name, torch.zeros_like(right))
-        given = scene.step.gradients.get(name, torch.zeros_like(right))
-        size = norm(right)
-        growth = max(1.0, norm(expected) / size) if size else 1.0
-        noise = examination.noise.at(name, unit) * growth
-        error = distance(given, expected)
-        worst = max(worst, error / noise if noise else (float("inf") if error else 0.0))
-    return worst
+    """Return the largest error of any tensor, in × noise."""
+    return max((_error_of(scene, name, predicted, examination) for name in scene.truth.units), default=0.0)
+
+
+def _error_of(scene: Scene, name: str, predicted: Tensors, examination: Examination) -> float:
+    """Return the error of one tensor, in × noise; the noise of a larger prediction is larger."""
+    right = scene.truth.contract[name]
+    expected = predicted.get(name, torch.zeros_like(right))
+    size = norm(right)
+    growth = max(1.0, norm(expected) / size) if size else 1.0
+    noise = examination.noise.at(name, scene.truth.units[name]) * growth
+    error = distance(scene.given[name], expected)
+    return error / noise if noise else (float("inf") if error else 0.0)
+
+
+def _worst_parameter(scene: Scene, examination: Examination) -> str | None:
+    return max(
+        scene.truth.units,
+        key=lambda name: _error_of(scene, name, scene.truth.contract, examination),
+        default=None,
+    )
 
 
 def _fill(text: str, scene: Scene) -> str:
-    return text.format(world=scene.world, micro_batches=scene.micro_batches, scale=scene.step.scale, rank=scene.rank)
+    return text.format(
+        world=scene.world,
+        micro_batches=scene.micro_batches,
+        scale=scene.step.scale,
+        rank=scene.rank,
+        factor=f"{scene.factor:.4g}",
+    )
 
 
 def _figures(scene: Scene) -> str:
     """Describe the wrong gradient beside the right one: its length, its direction."""
     names = list(scene.truth.contract)
-    right = torch.cat([scene.truth.contract[name].flatten() for name in names])
-    given = torch.cat(
-        [
-            scene.step.gradients.get(name, torch.zeros_like(scene.truth.contract[name])).double().flatten()
-            for name in names
-        ]
-    )
+    right, given = (flat(gradient, scene.truth.contract, names) for gradient in (scene.truth.contract, scene.given))
     cosine = float(torch.nn.functional.cosine_similarity(given, right, dim=0))
     ratio = norm(given) / norm(right) if norm(right) else float("inf")
     return f"at {scene.place} it is {ratio:.4g} × as long as the right one, cosine {cosine:.4f}"

@@ -28,7 +28,10 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         optimizer.step()
         if index != finding.step:
             continue
-        names = list(step.after)
+        if not all(bool(value.isfinite().all()) for value in step.gradients.values()):
+            look = "the step was taken on a gradient that is not finite: were infinities looked for on every rank?"
+            return _caused(finding, "not-finite", "amp", look)
+        names = [name for name in step.after if name in oracle.parameters]
         right = torch.cat([(oracle.weights()[n] - step.before[n].double()).flatten() for n in names])
         made = torch.cat([(step.after[n].double() - step.before[n].double()).flatten() for n in names])
         if norm(made) == 0:

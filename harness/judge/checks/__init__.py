@@ -11,13 +11,14 @@ from collections.abc import Callable
 from harness.core.finding import Finding
 from harness.judge.checks.agreement import ranks_agree
 from harness.judge.checks.buffers import buffers
-from harness.judge.checks.final import final_weights
 from harness.judge.checks.gradients import gradients
 from harness.judge.checks.initial import initial_weights
 from harness.judge.checks.learning_rate import learning_rate
+from harness.judge.checks.precision import precision
 from harness.judge.checks.samples import samples
 from harness.judge.checks.skipped import skipped_steps
 from harness.judge.checks.steps import steps
+from harness.judge.checks.stillness import stillness
 from harness.judge.checks.training import training
 from harness.judge.checks.update import update
 from harness.judge.examination import Examination
@@ -34,6 +35,7 @@ CHECKS: dict[str, Check] = {
     "learning-rate": learning_rate,
     "skipped-steps": skipped_steps,
     "buffers": buffers,
-    "final-weights": final_weights,
+    "stillness": stillness,
+    "precision": precision,
     "training": training,
 }

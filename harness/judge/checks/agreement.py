@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.judge.causes import explain_agreement
 from harness.judge.examination import DRAWS, Examination
 from harness.judge.noise import distance, in_noise, limit, rounding_unit
 from harness.judge.verdict import Deviation, larger, times
@@ -20,6 +21,7 @@ def ranks_agree(examination: Examination) -> Finding | None:
                 "ranks-agree",
                 Outcome.FAILED,
                 f"at step {moment.index} ranks {skipped} skipped the step, the others took it",
+                cause="overflow-decided-alone",
                 family="amp",
                 step=moment.index,
                 rank=skipped[0],
@@ -34,7 +36,7 @@ def ranks_agree(examination: Examination) -> Finding | None:
             error = distance(value, reference[name])
             worst = larger(worst, Deviation(in_noise(error, unit), moment.index, name, rank))
     good = worst.x_noise <= limit(DRAWS)
-    return Finding(
+    finding = Finding(
         "ranks-agree",
         Outcome.PASSED if good else Outcome.FAILED,
         f"all ranks hold the same weights after every step ({times(worst.x_noise)})"
@@ -46,3 +48,4 @@ def ranks_agree(examination: Examination) -> Finding | None:
         parameter=worst.parameter,
         rank=worst.rank,
     )
+    return finding if good else explain_agreement(finding, examination)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import zip_longest
+
 import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.examination import DRAWS, Examination, same
+from harness.core.trace import Step, Tensors
+from harness.judge.examination import DRAWS, Examination, Moment, same
+from harness.judge.layout import Share
 from harness.judge.noise import distance, in_noise, limit, rounding_unit
+from harness.judge.oracle import Oracle
 from harness.judge.verdict import Deviation, Vacuous, larger, times
 
 
@@ -48,26 +54,44 @@ def buffers(examination: Examination) -> Finding | None:
 
 
 def _replay(examination: Examination) -> Deviation:
-    """Follow the first device's forwards from each step's buffers to the next step's, and return the largest error."""
-    worst = Deviation(0.0)
+    """Follow forwards from each step's buffers to the next step's, and return the largest error.
+
+    The forwards are those of the first device, or of one device that takes everybody's samples: a BatchNorm that
+    shares its statistics remembers those. A trainer keeps to one of the two.
+    """
+    worst: dict[str, Deviation] = {}
     moved = False
     for moment, following in zip(examination.moments, examination.moments[1:], strict=False):
         first, then = moment.ranks[0], following.ranks[0].buffers
-        shares = [micro.forwards[0] for micro in first.micro_batches if micro.forwards]
-        results = []
-        for oracle in (examination.oracle, examination.rough):
-            oracle.load(first.before)
-            results.append(oracle.buffers_after(first.buffers, shares))
-        right, rounded = results
-        for name, value in then.items():
-            moved = moved or not _equal(value, first.buffers.get(name))
-            unit = rounding_unit([right[name].double()], examination.epsilon)
-            noise = max(unit, distance(rounded[name], right[name]))
-            error = in_noise(distance(value, right[name]), noise)
-            worst = larger(worst, Deviation(error, following.index, name))
+        moved = moved or any(not _equal(value, first.buffers.get(name)) for name, value in then.items())
+        for way, shares in _ways(moment):
+            right, rounded = (_after(oracle, first, shares) for oracle in (examination.oracle, examination.rough))
+            for name, value in then.items():
+                unit = rounding_unit([right[name].double()], examination.epsilon)
+                noise = max(unit, distance(rounded[name], right[name]))
+                error = in_noise(distance(value, right[name]), noise)
+                worst[way] = larger(worst.get(way), Deviation(error, following.index, name))
     if len(examination.moments) > 1 and not moved and any(_is_running(name) for name in examination.oracle.buffers):
         raise Vacuous("no buffer changed from step to step")
-    return worst
+    return min(worst.values(), key=lambda deviation: deviation.x_noise, default=Deviation(0.0))
+
+
+def _ways(moment: Moment) -> Iterator[tuple[str, list[Share]]]:
+    """Yield the samples of each forward: of the first device, and of one device that has all."""
+    ranks = [step.micro_batches for step in moment.ranks]
+    yield "first device", [micro.forwards[0] for micro in ranks[0] if micro.forwards]
+    yield (
+        "one device",
+        [
+            tuple(i for micro in micros if micro for share in micro.forwards for i in share)
+            for micros in zip_longest(*ranks)
+        ],
+    )
+
+
+def _after(oracle: Oracle, step: Step, shares: list[Share]) -> Tensors:
+    oracle.load(step.before)
+    return oracle.buffers_after(step.buffers, shares)
 
 
 def _is_running(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.judge.causes import explain_initial
 from harness.judge.examination import Examination
 from harness.judge.verdict import Vacuous
 
@@ -17,12 +18,7 @@ def initial_weights(examination: Examination) -> Finding:
             value = step.before.get(name)
             if value is None or not value.equal(parameter):
                 what = "is missing" if value is None else "is not the job's"
-                return Finding(
-                    "initial-weights",
-                    Outcome.FAILED,
-                    f"before the first step {name} {what} on rank {rank}",
-                    family="sync",
-                    parameter=name,
-                    rank=rank,
-                )
+                message = f"before the first step {name} {what} on rank {rank}"
+                finding = Finding("initial-weights", Outcome.FAILED, message, family="sync", parameter=name, rank=rank)
+                return explain_initial(finding, examination)
     return Finding("initial-weights", Outcome.PASSED, "every rank starts from the job's weights")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.judge.causes import explain_learning_rate
 from harness.judge.examination import Examination
 
 PRECISION = 1e-12
@@ -21,14 +22,11 @@ def learning_rate(examination: Examination) -> Finding:
             if len(used) != len(expected) or any(
                 abs(u - e) > PRECISION * abs(e) for u, e in zip(used, expected, strict=True)
             ):
-                return Finding(
-                    "learning-rate",
-                    Outcome.FAILED,
-                    f"at step {moment.index} rank {rank} stepped with learning rates {used}, not {expected}",
-                    family="optimizer",
-                    step=moment.index,
-                    rank=rank,
+                message = f"at step {moment.index} rank {rank} stepped with learning rates {used}, not {expected}"
+                finding = Finding(
+                    "learning-rate", Outcome.FAILED, message, family="optimizer", step=moment.index, rank=rank
                 )
+                return explain_learning_rate(finding, examination)
         examination.oracle.set_gradients({})
         optimizer.step()  # without gradients it changes nothing; a schedule insists on it
         schedule()

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.trace import Step
+from harness.judge.causes import explain_samples
 from harness.judge.examination import Examination
 from harness.judge.verdict import Vacuous
 
@@ -25,7 +26,8 @@ def samples(examination: Examination) -> Finding:
     epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
     expected = len(examination.oracle.data)
     problem = (
-        _loss_saw_something_else(examination)
+        _windows(examination)
+        or _loss_saw_something_else(examination)
         or _strangers(used, expected)
         or next(
             (p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))),
@@ -34,8 +36,21 @@ def samples(examination: Examination) -> Finding:
         or _order(epochs, workload.shuffle, expected)
     )
     if problem:
-        return Finding("samples", Outcome.FAILED, problem, family="data")
+        return explain_samples(Finding("samples", Outcome.FAILED, problem, family="data"), examination)
     return Finding("samples", Outcome.PASSED, f"each of {expected} samples once an epoch, over {world} ranks")
+
+
+def _windows(examination: Examination) -> str | None:
+    """Every step but the last of an epoch consumes ``accumulate`` whole batches."""
+    workload, world = examination.workload, examination.cell.processes
+    full = workload.accumulate * workload.global_batch_size(examination.devices)
+    windows = -(-workload.steps_per_epoch // workload.accumulate)
+    for moment in examination.moments:
+        count = sum(1 for step in moment.ranks for _ in _forwarded(step))
+        short = (moment.index + 1) % windows == 0 and count < full + world
+        if count != full and not short:
+            return f"step {moment.index} consumed {count} samples, not {full}"
+    return None
 
 
 def _loss_saw_something_else(examination: Examination) -> str | None:
@@ -89,11 +104,15 @@ def _order(epochs: list[Used], shuffle: bool, expected: int) -> str | None:
         if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:
             return "epoch 1 has the order of epoch 0 although the workload shuffles"
         return None
-    position = 0
-    for index, step in enumerate(epochs[0]):
-        size = len(set(step))
-        ahead = {i % expected for i in range(position, position + size)}
-        if set(step) != ahead:
-            return f"at step {index} the samples are not the next {size} although the workload does not shuffle"
-        position += size
+    for number, epoch in enumerate(epochs):
+        position = 0
+        for index, step in enumerate(epoch):
+            size = len(set(step))
+            ahead = {i % expected for i in range(position, position + size)}
+            if set(step) != ahead:
+                return (
+                    f"at step {index} of epoch {number} the samples are not the next {size} "
+                    "although the workload does not shuffle"
+                )
+            position += size
     return None

@@ -23,6 +23,7 @@ def skipped_steps(examination: Examination) -> Finding | None:
                 what = f"{moved[0]} moved" if moved else "every gradient was finite"
                 return Finding(
                     "skipped-steps", Outcome.FAILED, f"step {index} was skipped on rank {trace.rank}, yet {what}",
+                    cause="moved-when-skipped" if moved else "skipped-for-nothing",
                     family="amp", step=index, parameter=moved[0] if moved else None, rank=trace.rank,
                 )  # fmt: skip
     if count == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.judge.causes import explain_steps
 from harness.judge.examination import Examination
 from harness.judge.verdict import Vacuous
 
@@ -17,11 +18,6 @@ def steps(examination: Examination) -> Finding:
         raise Vacuous("no optimizer step was seen on every rank, so there is nothing to compare")
     for trace in examination.trace.ranks:
         if len(trace.steps) != expected:
-            return Finding(
-                "steps",
-                Outcome.FAILED,
-                f"rank {trace.rank} took {len(trace.steps)} optimizer steps, not {expected}",
-                family="data",
-                rank=trace.rank,
-            )
+            message = f"rank {trace.rank} took {len(trace.steps)} optimizer steps, not {expected}"
+            return explain_steps(Finding("steps", Outcome.FAILED, message, family="data", rank=trace.rank), examination)
     return Finding("steps", Outcome.PASSED, f"{expected} optimizer steps on every rank")

@@ -33,6 +33,8 @@ def training(examination: Examination) -> Finding:
     from_one: dict[int, Deviation] = {}
     gaps: dict[int, float] = {}
     for name, value in last.ranks[0].after.items():
+        if name not in contract:
+            continue  # the subject's own addition to the model: not the job's, so not judged
         unit = rounding_unit([contract[name]], examination.epsilon)
         errors = [distance(run[name], contract[name]) for run in rough]
         # A run that overflowed in float16 measures no rounding.

@@ -38,7 +38,13 @@ def update(examination: Examination) -> Finding:
         judged.append(trace)
         worst = larger(worst, _replay(trace, examination))
     assert worst is not None
-    finding = single("update", "weights after the step", worst, 0.0 if examination.exact else limit(DRAWS))
+    finding = single(
+        "update",
+        "weights after the step",
+        "what the optimizer makes of the gradients",
+        worst,
+        0.0 if examination.exact else limit(DRAWS),
+    )
     return explain_update(finding, examination) if finding.outcome is Outcome.FAILED else finding
 
 
@@ -58,6 +64,8 @@ def _replay(trace: RankTrace, examination: Examination) -> Deviation:
             optimizer.step()
         right, rounded = exact.weights(), rough.weights()
         for name, value in step.after.items():
+            if name not in right:
+                continue  # the subject's own addition to the model: not the job's, so not judged
             parts = [step.before[name].double(), right[name] - step.before[name].double()]
             unit = rounding_unit(parts, examination.epsilon)
             noise = max(unit, distance(rounded[name], right[name]))

@@ -193,7 +193,7 @@ class SparseSummed(ByHand):
 
 class SparseLeftOut(ByHand):
     def synchronize(self):
-        own = self.model.embedding.weight.grad
+        own = self.model.embedding.weight.grad.clone()
         super().synchronize()
         self.model.embedding.weight.grad = own
 

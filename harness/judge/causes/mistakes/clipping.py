@@ -1,0 +1,116 @@
+"""Clipped at the wrong moment, or by the wrong norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.core.trace import Tensors
+from harness.judge.causes.explanation import Explanation, Scene, flat, scaled
+from harness.judge.noise import norm
+from harness.judge.oracle import clipped, mean_gradient
+
+
+def _not_clipped(scene: Scene) -> Iterable[Tensors]:
+    if scene.clip_norm is not None:
+        yield scene.truth.raw
+
+
+def _before_unscaling(scene: Scene) -> Iterable[Tensors]:
+    if scene.clip_norm is not None and scene.step.scale:
+        yield clipped(scene.truth.raw, scene.clip_norm / scene.step.scale)
+
+
+def _before_averaging(scene: Scene) -> Iterable[Tensors]:
+    if scene.clip_norm is not None and scene.world > 1:
+        ranks = [
+            clipped(mean_gradient(own), scene.clip_norm) for rank in range(scene.world) if (own := scene.own(rank))
+        ]
+        yield mean_gradient([ranks])
+
+
+def _every_micro_batch(scene: Scene) -> Iterable[Tensors]:
+    if scene.clip_norm is not None and scene.micro_batches > 1:
+        yield mean_gradient([[clipped(mean_gradient([groups]), scene.clip_norm)] for groups in scene.truth.parts])
+        yield mean_gradient([[clipped(part, scene.clip_norm) for part in groups] for groups in scene.truth.parts])
+
+
+def _tensor_by_tensor(scene: Scene) -> Iterable[Tensors]:
+    if scene.clip_norm is not None:
+        yield {
+            name: value for n, v in scene.truth.raw.items() for name, value in clipped({n: v}, scene.clip_norm).items()
+        }
+
+
+def _by_value(scene: Scene) -> Iterable[Tensors]:
+    if scene.clip_norm is not None:
+        limit = scene.clip_norm
+        yield {name: value.clamp(-limit, limit) for name, value in scene.truth.raw.items()}
+
+
+def _to_another_length(scene: Scene) -> Iterable[Tensors]:
+    """Predict the right direction with whatever length it has."""
+    if scene.clip_norm is not None:
+        names = list(scene.truth.raw)
+        right, given = flat(scene.truth.raw, scene.truth.raw, names), flat(scene.given, scene.truth.raw, names)
+        if norm(right):
+            factor = float(given @ right / (right @ right))
+            if factor > 0:
+                yield scaled(factor, scene.truth.raw)
+
+
+def _some_tensors(scene: Scene) -> Iterable[Tensors]:
+    """Predict tensors each with a length of its own and the right direction."""
+    if scene.clip_norm is None:
+        return
+    total = {}
+    for name, right in scene.truth.raw.items():
+        square = float((right * right).sum())
+        factor = float((scene.given[name] * right).sum()) / square if square else 0.0
+        if factor < 0:
+            return
+        total[name] = factor * right
+    yield total
+
+
+UNSCALED = (
+    Explanation(
+        "clipped-before-unscaling", "clipping",
+        "clipped while they were still multiplied by the loss scale of {scale}",
+        "call scaler.unscale_(optimizer) before clipping", _before_unscaling,
+    ),
+)  # fmt: skip
+
+EXPLANATIONS = (
+    Explanation(
+        "not-clipped", "clipping",
+        "not clipped", "clipping is missing, or comes after the step", _not_clipped,
+    ),
+    Explanation(
+        "clipped-before-averaging", "clipping",
+        "the mean of gradients that each rank clipped by itself",
+        "clip after the all-reduce", _before_averaging,
+    ),
+    Explanation(
+        "clipped-every-micro-batch", "clipping",
+        "the mean of micro-batches that were clipped one by one",
+        "clip once, when the window is complete", _every_micro_batch,
+    ),
+    Explanation(
+        "clipped-to-another-length", "clipping",
+        "right in direction, and not in length",
+        "which norm is compared with which limit, of which tensors, on which rank?", _to_another_length,
+    ),
+    Explanation(
+        "clipped-tensor-by-tensor", "clipping",
+        "clipped tensor by tensor", "the norm is that of all gradients together", _tensor_by_tensor,
+    ),
+    Explanation(
+        "clipped-by-value", "clipping",
+        "clipped entry by entry", "the norm is meant, not the value", _by_value,
+    ),
+    Explanation(
+        "clipped-in-groups", "clipping",
+        "right in direction tensor by tensor, each with a length of its own",
+        "the norm is that of all gradients together, and one factor scales them all", _some_tensors,
+    ),
+)  # fmt: skip

@@ -1,0 +1,50 @@
+"""Was it really trained in the precision that it says?"""
+
+from __future__ import annotations
+
+import torch
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.examination import Examination
+from harness.judge.noise import distance, in_noise
+from harness.judge.verdict import times
+
+COARSE = 100.0
+"""A tensor can tell 16 bits from 32 where 16-bit noise is at least so many roundings of 32 bits."""
+
+
+def precision(examination: Examination) -> Finding | None:
+    """A 16-bit training has 16-bit errors. None in 32 and 64 bits, and where no tensor could tell the difference.
+
+    The forward in 16 bits rounds weights and activations: its error is the noise itself, while one in 32 bits shows
+    an error of a few roundings of 32 bits. The border is the geometric mean of the two.
+    """
+    if examination.cell.arithmetic.autocast is None or not examination.taken:
+        return None
+    nearest, border, place = 0.0, 0.0, ""
+    for moment in examination.taken:
+        truth = examination.truths[moment.index]
+        given = moment.ranks[0].gradients
+        for name, unit in truth.units.items():
+            noise = examination.noise.at(name, unit)
+            if unit == 0 or noise < COARSE * unit or name not in given:
+                continue
+            error = min(
+                in_noise(distance(given[name], right.get(name, torch.zeros_like(given[name]))), noise)
+                for right in (truth.contract, *truth.one_device)
+            )
+            line = (unit / noise) ** 0.5
+            if not place or error / line > nearest / border:
+                nearest, border, place = error, line, f"step {moment.index}, {name}"
+    if not place:
+        return None
+    good = nearest > border
+    return Finding(
+        "precision",
+        Outcome.PASSED if good else Outcome.FAILED,
+        f"gradients have {'' if good else 'no '}errors of {examination.cell.precision} ({times(nearest)}, {place})",
+        cause=None if good else "trained-in-32-bits",
+        family=None if good else "amp",
+        error_x_noise=nearest,
+    )

@@ -1,0 +1,41 @@
+"""Do weights move by optimizer steps alone?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.trace import RankTrace, Tensors
+from harness.judge.causes import explain_stillness
+from harness.judge.examination import Examination, same
+
+
+def stillness(examination: Examination) -> Finding:
+    """Between two steps, and after the last one, the weights stay bit for bit what the step before left."""
+    for trace in examination.trace.ranks:
+        for index, left, found in _pauses(trace):
+            if found is left or same(left, found):
+                continue
+            name = next((n for n in left if n not in found or not left[n].equal(found[n])), None)
+            last = index == len(trace.steps) - 1
+            finding = Finding(
+                "stillness",
+                Outcome.FAILED,
+                f"on rank {trace.rank} {name} changed after {'the last step' if last else f'step {index}'}, by "
+                "something that is no optimizer step",
+                family="optimizer",
+                step=index,
+                parameter=name,
+                rank=trace.rank,
+            )
+            return explain_stillness(finding, examination)
+    return Finding("stillness", Outcome.PASSED, "weights moved by optimizer steps alone")
+
+
+def _pauses(trace: RankTrace) -> Iterator[tuple[int, Tensors, Tensors]]:
+    """Yield a step's index, the weights it left, and those that were found later."""
+    for index, (step, following) in enumerate(zip(trace.steps, trace.steps[1:], strict=False)):
+        yield index, step.after, following.before
+    if trace.steps and trace.final is not None:
+        yield len(trace.steps) - 1, trace.steps[-1].after, trace.final

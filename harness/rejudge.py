@@ -1,0 +1,76 @@
+"""Judges a recorded run again, with the judge of today: from the traces that the run kept, without any training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.core.cell import Cell
+from harness.core.errors import TraceError
+from harness.core.topology import Topology
+from harness.core.trace import Trace
+from harness.judge.judge import judge
+from harness.store.records import PlannedCell, Result, line_of
+from harness.store.run import Run
+from harness.store.traces import read_rank
+from harness.workloads import WORKLOADS, find
+
+
+@dataclass(frozen=True)
+class Rejudged:
+    """One cell of a run: what was recorded, and what the present judge says of the same evidence.
+
+    ``obstacle`` says in a sentence why it says nothing, None where it does.
+    """
+
+    cell: str
+    recorded: tuple[Result, ...]
+    now: tuple[Result, ...] = ()
+    obstacle: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether the findings are the recorded ones, byte for byte."""
+        return [line_of(result) for result in self.now] == [line_of(result) for result in self.recorded]
+
+
+def rejudge(run: Run) -> list[Rejudged]:
+    """Judge every cell of which the run kept evidence, in the order of the plan.
+
+    A rank that crashed or was ended for being late left none, and no other rank's evidence can stand in for it.
+    """
+    import torch
+
+    # As in the session that recorded the findings: another number of threads could round in another order.
+    torch.set_num_threads(1)
+    seed = run.header.options.get("seed")
+    return [
+        _rejudge(planned, run, seed if isinstance(seed, int) else None)
+        for planned in run.header.planned
+        if (run.path / "traces" / planned.cell).is_dir()
+    ]
+
+
+def _rejudge(planned: PlannedCell, run: Run, seed: int | None) -> Rejudged:
+    recorded = tuple(result for result in run.results if result.coordinates == planned.coordinates)
+    cell = Cell(
+        planned.subject, planned.workload, planned.backend, Topology(planned.num_nodes, planned.gpus),
+        planned.precision, planned.accelerator, seed,
+    )  # fmt: skip
+    if cell.workload not in WORKLOADS:
+        return Rejudged(cell.id, recorded, obstacle=f"this plumbline has no workload {cell.workload!r}")
+    files = [_file(run.path, cell, rank) for rank in range(cell.processes)]
+    absent = [str(rank) for rank, file in enumerate(files) if not file.is_file()]
+    if absent:
+        return Rejudged(cell.id, recorded, obstacle=f"no evidence of rank {', '.join(absent)}, which did not end well")
+    try:
+        trace = Trace(tuple(read_rank(file) for file in files))
+    except TraceError as error:
+        return Rejudged(cell.id, recorded, obstacle=str(error))
+    reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
+    findings = judge(trace, find(cell.workload, seed), cell)
+    return Rejudged(cell.id, recorded, tuple(Result.of(cell, finding, reproduce, seconds) for finding in findings))
+
+
+def _file(run: Path, cell: Cell, rank: int) -> Path:
+    return run / "traces" / cell.id / f"rank-{rank}.safetensors"

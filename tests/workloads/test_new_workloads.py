@@ -1,0 +1,241 @@
+"""The narrow workloads: each has in it what it needs to expose its mistakes, and is planned where that suffices."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.core.backend import BACKENDS
+from harness.core.precision import PRECISIONS
+from harness.judge.oracle import Oracle, gather, mean_gradient
+from harness.plan import Declaration, Matrix, plan
+from harness.subjects.declare import CAPABILITIES
+from harness.trainer.replicas import gather as trainers_gather
+from harness.workloads import WORKLOADS
+from harness.workloads.keyed_dropout import KeyedDropout
+
+NARROW = [name for name, workload in WORKLOADS.items() if workload.narrow]
+DEVICES = (1, 3, 4)
+
+ABLE = Declaration("able", "able.py", tuple(BACKENDS), tuple(PRECISIONS), CAPABILITIES)
+
+
+def in_order(workload, devices):
+    """The layouts of an epoch's batches, in order, on one device."""
+    count, size = len(workload.dataset(devices)), workload.global_batch_size(devices)
+    return [(((tuple(range(start, min(start + size, count))),),),) for start in range(0, count, size)]
+
+
+def length(gradient):
+    return torch.cat([value.flatten() for value in gradient.values()]).norm()
+
+
+def cells(**options):
+    return [planned.cell for planned in plan(Matrix(**options), [ABLE])]
+
+
+def test_the_readme_lists_every_workload_with_what_it_is_there_for():
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    for name, workload in WORKLOADS.items():
+        assert f"| `{name}` | " in page
+        assert not workload.narrow or f"| `{name}` | {workload.exposes} | " in page
+
+
+def test_the_needs_of_every_workload_can_be_declared():
+    assert all(workload.needs <= CAPABILITIES for workload in WORKLOADS.values())
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_a_narrow_workload_has_few_cells_whether_or_not_it_is_asked_for(name):
+    asked = cells(gpus=8, workloads=(name,))
+    assert asked == [cell for cell in cells(gpus=8) if cell.workload == name]
+    places = {(cell.backend, str(cell.topology)) for cell in asked}
+    assert places == {("none", "1x1"), ("dp", "1x3"), ("ddp", "1x3"), ("ddp", "2x2"), ("ddp2", "2x2")}
+    assert {cell.precision for cell in asked} == set(WORKLOADS[name].precisions)
+
+
+def test_a_small_budget_still_has_several_devices():
+    places = {(cell.backend, str(cell.topology)) for cell in cells(gpus=2, workloads=("adam",))}
+    assert places == {("none", "1x1"), ("dp", "1x2"), ("ddp", "1x2")}
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
+def test_what_nccl_cannot_average_is_refused_where_there_is_nccl(accelerator):
+    refused = {
+        p.cell.backend for p in plan(Matrix(4, workloads=("embedding-sparse",), accelerator=accelerator), [ABLE])
+        if p.refusal
+    }  # fmt: skip
+    assert refused == ({"ddp", "ddp2"} if accelerator == "cuda" else set())
+
+
+@pytest.mark.parametrize("name", [name for name in NARROW if WORKLOADS[name].accumulate > 1])
+def test_the_last_window_is_short(name):
+    assert WORKLOADS[name].steps_per_epoch % WORKLOADS[name].accumulate
+
+
+@pytest.mark.parametrize("name", ["accumulation", "accumulation-tokens"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_micro_batches_are_clearly_unlike(name, devices):
+    oracle = Oracle(WORKLOADS[name], devices)
+    gradients = [oracle.gradient(layout) for layout in in_order(WORKLOADS[name], devices)]
+    mean = mean_gradient([[gradient] for gradient in gradients])
+    for gradient in gradients:
+        assert length({name: gradient[name] - mean[name] for name in mean}) > 0.1 * length(mean)
+
+
+@pytest.mark.parametrize("name", [name for name in NARROW if WORKLOADS[name].clip_norm])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_clipping_bites_at_every_step(name, devices):
+    workload = WORKLOADS[name]
+    oracle = Oracle(workload, devices)
+    optimizer = oracle.optimizer()
+    for _ in range(workload.epochs):
+        for layout in in_order(workload, devices):
+            assert length(mean_gradient(oracle.group_gradients(layout))) > 5 * workload.clip_norm
+            oracle.set_gradients(oracle.gradient(layout))
+            optimizer.step()
+
+
+@pytest.mark.parametrize("name", [name for name in NARROW if "scheduler" in WORKLOADS[name].needs])
+def test_every_step_has_another_rate_than_the_step_before(name):
+    workload = WORKLOADS[name]
+    optimizer = workload.optimizer(workload.model().parameters())
+    schedule = workload.scheduler(optimizer)
+    rates = []
+    for _ in range(workload.epochs * workload.steps_per_epoch):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert all(left != right for left, right in itertools.pairwise(rates))
+
+
+def test_groups_follow_the_dimensions():
+    model = WORKLOADS["adamw"].model()
+    matrices, vectors = WORKLOADS["adamw"].optimizer(model.parameters()).param_groups
+    assert {p.dim() for p in matrices["params"]} == {2}
+    assert {p.dim() for p in vectors["params"]} == {1}
+    assert matrices["lr"] != vectors["lr"]
+    assert matrices["weight_decay"] != vectors["weight_decay"] == 0
+
+
+def test_masks_follow_the_sample_the_layer_and_the_unit():
+    index, x = torch.arange(500), torch.ones(500, 64)
+    masks = KeyedDropout(1)(x, index)
+    order = torch.randperm(500, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(KeyedDropout(1)(x, index[order]), masks[order])
+    assert set(masks.unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(KeyedDropout(1).eval()(x, index), x)
+    # Independent fair coins: correlations of 500 × 64 of them are within 5 standard deviations.
+    coins, others = masks - 1, KeyedDropout(2)(x, index) - 1
+    for product in (coins, coins * others, coins[1:] * coins[:-1], coins[:, 1:] * coins[:, :-1]):
+        assert abs(float(product.mean())) < 5 / product.numel() ** 0.5
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_tied_weights_are_one_parameter_and_the_keys_bias_has_no_gradient(devices):
+    oracle = Oracle(WORKLOADS["transformer"], devices)
+    assert oracle.model.head.weight is oracle.model.tokens.weight
+    assert "head.weight" not in oracle.parameters
+    gradient = oracle.gradient(in_order(oracle.workload, devices)[0])
+    assert gradient["attention.key.bias"].norm() < 1e-14 * gradient["attention.query.bias"].norm()
+
+
+def test_a_causal_model_does_not_look_ahead():
+    model, batch = WORKLOADS["transformer"].model(), WORKLOADS["transformer"].dataset(1).batch([0])
+    later = {**batch, "tokens": batch["tokens"].clone()}
+    later["tokens"][0, 5] = (later["tokens"][0, 5] + 1) % 20
+    changed = (model(batch) - model(later)).abs().sum(-1)[0]
+    assert not changed[:5].any()
+    assert changed[5:].all()
+
+
+def test_shares_have_rows_of_their_own():
+    workload = WORKLOADS["embedding-sparse"]
+    model, data = workload.model(), workload.dataset(3)
+    rows = []
+    for share in torch.arange(24).chunk(3):
+        model.zero_grad()
+        workload.loss(model(data.batch(share)), data.batch(share)).backward()
+        assert model.embedding.weight.grad.is_sparse
+        rows.append(set(model.embedding.weight.grad.coalesce().indices()[0].tolist()))
+    assert all(own - other for own in rows for other in rows if own is not other)
+
+
+def test_judge_and_trainer_gather_nested_outputs_alike():
+    workload = WORKLOADS["nested-outputs"]
+    model, data = workload.model(), workload.dataset(2)
+    parts = [model(data.batch(share)) for share in torch.arange(24).chunk(2)]
+    ours, theirs = gather(parts), trainers_gather(parts)
+    assert ours["rest"][1][1].shape == (2,)
+    for left, right in zip(torch.utils._pytree.tree_leaves(ours), torch.utils._pytree.tree_leaves(theirs), strict=True):
+        assert torch.equal(left, right)
+    torch.testing.assert_close(workload.loss(ours, data.batch(range(24))), one_device_loss(workload))
+
+
+def one_device_loss(workload):
+    data = workload.dataset(2)
+    return workload.loss(workload.model()(data.batch(range(24))), data.batch(range(24)))
+
+
+def test_gradients_flow_through_frozen_layers():
+    oracle = Oracle(WORKLOADS["frozen"], 1)
+    gradient = oracle.gradient(in_order(oracle.workload, 1)[0])
+    assert set(gradient) == set(oracle.trained) == {"first.bias", "last.weight", "last.bias"}
+    assert gradient["first.bias"].norm() > 0
+
+
+@pytest.mark.parametrize("devices", DEVICES[1:])
+def test_only_some_ranks_take_the_branch(devices):
+    hard = WORKLOADS["unused-parameters"].dataset(devices).columns["hard"]
+    taken = [bool(share.any()) for step in hard.split(24) for share in step.chunk(devices)]
+    assert 0 < sum(taken) < len(taken)
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_the_branch_is_unused_in_the_last_step_alone(devices):
+    workload = WORKLOADS["unused-at-the-end"]
+    *before, last = workload.dataset(devices).columns["hard"].split(workload.global_batch_size(devices))
+    assert all(step.all() for step in before)
+    assert not last.any()
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("scale", [2.0**9, 2.0**16, 2.0**20])
+def test_only_float16_overflows_and_only_where_it_is_planned(devices, scale):
+    workload = WORKLOADS["overflow"]
+    for precision in (None, *PRECISIONS.values()):
+        oracle = Oracle(workload, devices, precision)
+        for step, (((share,),),) in enumerate(in_order(workload, devices)):
+            ranks = torch.tensor(share).chunk(devices)
+            finite = []
+            for rank in ranks:
+                ((gradient,),) = oracle.group_gradients((((tuple(rank.tolist()),),),), scale)
+                finite.append(all(bool(value.isfinite().all()) for value in gradient.values()))
+            if precision is not None and precision.scaled:
+                if scale <= 2.0**16:  # above it ordinary samples may overflow as well
+                    assert finite.count(False) == (step == 1)
+                else:
+                    assert step != 1 or not all(finite)
+            else:
+                assert all(finite)
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 5, 6, 8])
+def test_the_uneven_dataset_is_a_multiple_of_nothing(devices):
+    workload = WORKLOADS["uneven"]
+    count = len(workload.dataset(devices))
+    assert count % devices
+    assert count % workload.global_batch_size(devices)
+    assert -(-count // workload.global_batch_size(devices)) == workload.steps_per_epoch
+
+
+def test_an_evaluation_falls_into_a_window():
+    workload = WORKLOADS["validation"]
+    evaluations = range(workload.validate_every, workload.steps_per_epoch + 1, workload.validate_every)
+    inside = [number for number in evaluations if number % workload.accumulate and number < workload.steps_per_epoch]
+    assert inside
+    # More than one micro-batch is left of that window: what is lost is not all but the last one.
+    assert workload.accumulate - inside[0] % workload.accumulate > 1
