@@ -102,20 +102,26 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration]) -> list[Planned]:
         if BACKENDS[backend].fits(topology)
         for workload in workloads
         for precision in precisions
-        if not WORKLOADS[workload].narrow or _suffices(WORKLOADS[workload], backend, topology, precision, planned)
+        if _worth_a_cell(WORKLOADS[workload], backend, topology, precision, planned)
         for cell in [Cell(declared.name, workload, backend, topology, precision, matrix.accelerator, matrix.seed)]
     ]
 
 
-def _suffices(
+def _worth_a_cell(
     workload: Workload, backend: str, topology: Topology, precision: str, planned: Sequence[Topology]
 ) -> bool:
-    """Say whether a narrow workload is worth a cell: one device, three (or as many as there are), two nodes of two."""
+    """Say whether a cell of the matrix asks something that no smaller one does.
+
+    ``auto`` asks which backend a trainer chooses by itself: one topology answers. A narrow workload asks for one
+    device, three (or as many as there are), and for ddp2 two nodes of two.
+    """
     single = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
-    return (
-        backend != "auto"
-        and precision in workload.precisions
-        and (topology in (single[0], single[-1]) or topology == Topology(2, 2))
+    if backend == "auto":
+        return topology == single[1] and not workload.narrow
+    if not workload.narrow:
+        return True
+    return precision in workload.precisions and (
+        topology in (single[0], single[-1]) or (topology == Topology(2, 2) and backend == "ddp2")
     )
 
 

@@ -161,3 +161,9 @@ def test_devices_that_are_not_there_are_refused_with_ways_out_that_work(gpus, no
     assert "--nodes" in options or nodes is None
     advised = Matrix(int(options["--gpus"]), nodes and int(options["--nodes"]), accelerator="cuda")
     check_devices(advised, present, oversubscribe=False)
+
+
+def test_a_trainer_that_chooses_a_backend_is_asked_once():
+    chooses = declared(backends=("none", "auto", "dp"))
+    asked = {str(p.cell.topology) for p in plan(Matrix(8), [chooses]) if p.cell.backend == "auto"}
+    assert asked == {"1x2"}

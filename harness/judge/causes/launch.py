@@ -18,6 +18,10 @@ WORDS = (
         Cause("reduced-twice", "unused-params", "a parameter is used in two backwards, or checkpointed twice"),
     ),
     (
+        "connectFullMesh failed",
+        Cause("left-before-the-others-joined", "sync", "a rank was done before the others had met it: nothing waits"),
+    ),
+    (
         "unscale_() has already been called",
         Cause("unscaled-twice", "amp", "scaler.unscale_ once a step"),
     ),
@@ -34,7 +38,7 @@ PEER = ("Connection closed by peer", "Connection reset by peer", "Socket closed"
 def explain(finding: Finding, trace: Trace, cell: Cell) -> Finding:
     """Return a finding about a launch with a cause."""
     return explained(
-        finding, _world(trace, cell), _known_words(trace), _idle_ranks(trace), _missed_collective(finding, trace),
+        finding, _world(trace, cell), _idle_ranks(trace), _known_words(trace), _missed_collective(finding, trace),
         _raised(finding),
     )  # fmt: skip
 

@@ -1,0 +1,128 @@
+"""``plumbline judge``: the same judge says the same of the same traces; another judge's changes are shown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import harness.rejudge
+from harness.cli import main
+from harness.examine import examine
+from harness.rejudge import rejudge
+from harness.store.fingerprint import Fingerprint
+from harness.store.records import Footer, Header, Result, line_of
+from harness.store.run import RunWriter, read_run
+
+TRAINERS = Path(__file__).parent / "trainers.py"
+
+PLACES = [
+    ("right", "mlp", "1x2", "32"),
+    ("right", "cnn-batchnorm", "1x3", "bf16"),
+    ("wrong", "lm-tokens", "2x2", "32"),
+    ("wrong", "linear-exact", "1x2", "64"),
+    ("raising", "mlp", "1x2", "32"),
+    ("dying", "mlp", "1x2", "32"),
+]
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, warm_pool, cell_of):
+    """Return a run with the traces of all of its cells, as ``--keep-traces`` leaves it."""
+    cells = [cell_of(workload, "ddp", place, precision, subject=name) for name, workload, place, precision in PLACES]
+    header = Header.of(cells, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
+    writer = RunWriter(tmp_path_factory.mktemp("reports"), header)
+    results = []
+    for cell in cells:
+        examined = examine(warm_pool(TRAINERS), cell, writer.path / "traces" / cell.id, time_limit=30)
+        results += [Result.of(cell, finding, "pytest …", examined.seconds) for finding in examined.findings]
+    writer.write(*results)
+    writer.close(Footer.of(results, 1))
+    return writer.path
+
+
+@pytest.fixture
+def run(recorded, one_thread):
+    return recorded
+
+
+def test_the_same_judge_says_the_same_byte_for_byte(run):
+    """DESIGN: findings follow from traces alone; no training, no clock, no state of a generator."""
+    whole = [cell for cell in rejudge(read_run(run)) if not cell.cell.startswith("dying")]
+    assert len(whole) == len(PLACES) - 1
+    for cell in whole:
+        assert cell.now, cell.obstacle
+        assert b"".join(map(line_of, cell.now)) == b"".join(map(line_of, cell.recorded))
+
+
+def test_findings_are_the_same_lines_as_in_the_file(run):
+    lines = (run / "results.jsonl").read_bytes()
+    for cell in rejudge(read_run(run)):
+        for result in cell.now:
+            assert line_of(result) in lines
+
+
+def test_nothing_changed_is_said_and_is_success(run, capsys):
+    assert main(["judge", str(run)]) == 0
+    assert "5 cells judged again: 5 as recorded, 0 changed; 1 could not be, 0 kept no traces" in capsys.readouterr().out
+
+
+def test_a_rank_that_died_has_no_evidence(run, capsys):
+    main(["judge", str(run)])
+    said = capsys.readouterr().out
+    assert "dying-mlp-ddp-1x2-32\n  not judged again: no evidence of rank" in said
+
+
+def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):
+    from dataclasses import replace
+
+    from harness.core.outcome import Outcome
+
+    present = harness.rejudge.judge
+
+    def stricter(trace, workload, cell):
+        return tuple(
+            replace(finding, outcome=Outcome.FAILED, cause="never-good-enough", family="sync", message="not so")
+            if finding.check == "gradients"
+            else finding
+            for finding in present(trace, workload, cell)
+        )
+
+    monkeypatch.setattr(harness.rejudge, "judge", stricter)
+    assert main(["judge", str(run)]) == 1
+    said = capsys.readouterr().out
+    assert "right-mlp-ddp-1x2-32\n  gradients: was passed:" in said
+    assert "is  failed (sync: never-good-enough): not so" in said
+
+
+def test_traces_that_were_not_kept_are_counted(run, capsys):
+    hidden = run / "traces" / "right-mlp-ddp-1x2-32"
+    hidden.rename(run / "elsewhere")
+    try:
+        assert main(["judge", str(run)]) == 0
+    finally:
+        (run / "elsewhere").rename(hidden)
+    assert "1 kept no traces" in capsys.readouterr().out
+
+
+def test_evidence_that_is_cut_off_is_not_judged(run, capsys):
+    file = run / "traces" / "right-mlp-ddp-1x2-32" / "rank-1.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    try:
+        assert main(["judge", str(run)]) == 0
+    finally:
+        file.write_bytes(whole)
+    assert "is not a whole trace" in capsys.readouterr().out
+
+
+def test_there_is_no_run(tmp_path, capsys):
+    assert main(["judge", str(tmp_path)]) == 2
+    assert "There is no run at" in capsys.readouterr().err
+
+
+def test_the_report_is_written_again(run, capsys):
+    (run / "support.md").unlink(missing_ok=True)
+    assert main(["report", str(run)]) == 0
+    assert "wrong" in (run / "support.md").read_text()
+    assert capsys.readouterr().out.strip().endswith("support.md")
