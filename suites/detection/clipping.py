@@ -164,3 +164,23 @@ def norms_added_over_ranks(job):
                 parameter.grad *= min(1.0, job.clip_norm / float(square.sqrt()))
             optimizer.step()
             optimizer.zero_grad()
+
+
+@known_bad("clipping", on=["mlp/none/1x1/32", "mlp/ddp/1x2/64", "transformer/ddp/1x2/32"])
+def clipped_by_default(job):
+    """The trainer clips to a limit of its own, which the workload does not ask for."""
+    fit(job, lambda parameters: clip_grad_norm_(parameters, 0.3))
+
+
+@known_bad("clipping", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"])
+def clipped_by_default_before_averaging(job):
+    """The same, and each rank its own gradient."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            clip_grad_norm_(model.parameters(), 0.3)
+            average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()

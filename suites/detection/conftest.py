@@ -24,7 +24,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Close the output with the score."""
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
-    found = [dict(getattr(report, "user_properties", ())).get("detection") for report in reports]
+    calls = [report for report in reports if getattr(report, "when", None) == "call"]
+    found = [dict(report.user_properties).get("detection") for report in calls]
     if not any(found):
         return
     sys.path.insert(0, str(HERE))

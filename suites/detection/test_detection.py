@@ -47,7 +47,7 @@ def pool():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("expectation", "file", "cell"), trials())
+@pytest.mark.parametrize(("expectation", "file", "cell"), list(trials()))
 def test_detection(expectation, file, cell, pool, tmp_path, record_property):
     findings = examine(pool, cell, tmp_path / "evidence", time_limit=60).findings
     outcome, told = worst(finding.outcome for finding in findings), diagnosis(findings)

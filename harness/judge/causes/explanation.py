@@ -92,7 +92,8 @@ class Scene:
     ``accumulate`` and ``clip_norm`` are the workload's. ``trained`` names the parameters that are not frozen.
     ``earlier`` is the gradient this rank was handed one step before, None at the first, and ``past`` what was right at
     the steps before, the latest first. ``factor`` is the one number by which the right gradient would have to be
-    multiplied at every step that is wrong, and ``always_wrong`` says whether all of them are.
+    multiplied at every step that is wrong, ``size`` the one length that they all have, and ``sizes`` the lengths that
+    the ranks' shares have in them; ``always_wrong`` says whether all steps are wrong.
     """
 
     index: int
@@ -106,6 +107,8 @@ class Scene:
     earlier: Tensors | None
     past: tuple[Truth, ...]
     factor: float
+    size: float
+    sizes: tuple[float, ...]
     always_wrong: bool
     laboratory: Laboratory
 

@@ -11,7 +11,7 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
-from harness.judge.causes.explanation import Explanation, Laboratory, Scene, flat
+from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length
 from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
 from harness.judge.examination import Examination, same
 from harness.judge.noise import distance, norm
@@ -45,10 +45,9 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     if first in judgeable:
         wrong = [scene for scene in wrong if _is_finite(scene)]
         always = len(wrong) == len(judgeable)
-        factor = _common_factor(wrong)
-        wrong, every = (
-            [replace(scene, factor=factor, always_wrong=always) for scene in chosen] for chosen in (wrong, judgeable)
-        )
+        common = {"factor": _common_factor(wrong), "sizes": _common_sizes(wrong), "always_wrong": always}
+        size = statistics.median(length(scene.given) for scene in wrong)
+        wrong, every = ([replace(scene, size=size, **common) for scene in chosen] for chosen in (wrong, judgeable))
         for explanation, error in _fitting(wrong, every, examination):
             return replace(
                 here,
@@ -98,6 +97,8 @@ def _scenes(examination: Examination) -> list[Scene]:
                 earlier=earlier.gradients if earlier else None,
                 past=tuple(truth for index, truth in reversed(examination.truths.items()) if index < moment.index),
                 factor=1.0,
+                size=0.0,
+                sizes=(),
                 always_wrong=False,
                 laboratory=laboratory,
             )
@@ -129,6 +130,20 @@ def _common_factor(scenes: list[Scene]) -> float:
         right, given = (flat(gradient, scene.truth.raw, names) for gradient in (scene.truth.raw, scene.given))
         factors.append(float(given @ right / (right @ right)) if norm(right) else 1.0)
     return statistics.median(factors)
+
+
+def _common_sizes(scenes: list[Scene]) -> tuple[float, ...]:
+    """Return the median length that each rank's share has in what was given, as far as that can be told."""
+    sizes = []
+    for scene in scenes:
+        if scene.micro_batches > 1:
+            return ()
+        (parts,) = scene.truth.parts
+        weights = fit_weights(parts, scene.given, list(scene.given))
+        if weights is None or len(parts) != scene.world:
+            return ()
+        sizes.append([weight * length(part) for weight, part in zip(weights, parts, strict=True)])
+    return tuple(map(statistics.median, zip(*sizes, strict=True)))
 
 
 def _misfit(explanation: Explanation, scenes: list[Scene], examination: Examination, silent: float = math.inf) -> float:

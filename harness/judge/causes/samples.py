@@ -33,6 +33,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         _epochs_alike(ranks, examination),
         _drawn_twice_by_a_rank(ranks, examination),
         _shards_overlap(ranks, examination),
+        _other_size(ranks, examination),
         _never_seen(ranks, examination),
         _order(examination),
     )
@@ -163,6 +164,17 @@ def _shards_overlap(ranks: Sequence[Draws], examination: Examination) -> Cause |
                 look = "ranks share samples: is the sampler's seed the same on every rank, are shards cut apart?"
                 return Cause("shards-overlap", "data", look, step=start + place)
         start += len(columns[0])
+    return None
+
+
+def _other_size(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
+    workload = examination.workload
+    full = workload.accumulate * workload.global_batch_size(examination.devices) // len(ranks)
+    for rank, draws in enumerate(ranks):
+        sizes = [len(ids) for ids in draws]
+        if sizes and max(sizes) != full:
+            look = f"a rank draws {max(sizes)} samples a step, not {full}: which batch size was its loader given?"
+            return Cause("batches-of-another-size", "data", look, step=0, rank=rank)
     return None
 
 

@@ -39,6 +39,7 @@ PREDICTIONS: tuple[Explanation, ...] = (
 )
 
 CONCLUSIONS: tuple[Explanation, ...] = (
+    *clipping.UNASKED,
     *accumulation.CONSTANT,
     *averaging.CONSTANT,
     *normalisation.CONSTANT,

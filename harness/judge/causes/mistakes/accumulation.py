@@ -15,8 +15,13 @@ def _not_divided(scene: Scene) -> Iterable[Tensors]:
 
 
 def _divided_twice(scene: Scene) -> Iterable[Tensors]:
-    for count in {scene.micro_batches, scene.accumulate} - {1}:
-        yield clipped(scaled(1 / count, scene.truth.raw), scene.clip_norm)
+    if scene.micro_batches > 1:
+        yield clipped(scaled(1 / scene.micro_batches, scene.truth.raw), scene.clip_norm)
+
+
+def _divided_by_full_length_too(scene: Scene) -> Iterable[Tensors]:
+    if scene.accumulate > 1:
+        yield clipped(scaled(1 / scene.accumulate, scene.truth.raw), scene.clip_norm)
 
 
 def _short_window_divided_by_full_length(scene: Scene) -> Iterable[Tensors]:
@@ -129,6 +134,11 @@ EXPLANATIONS = (
         "divided-twice", "accumulation",
         "divided by the number of micro-batches twice",
         "both the trainer and the loss divide", _divided_twice,
+    ),
+    Explanation(
+        "divided-twice", "accumulation",
+        "divided by the number of micro-batches, and by that of a full window too",
+        "both the trainer and the loss divide", _divided_by_full_length_too,
     ),
 )  # fmt: skip
 

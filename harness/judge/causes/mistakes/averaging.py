@@ -23,11 +23,12 @@ def _averaged_twice(scene: Scene) -> Iterable[Tensors]:
 
 
 def _other_count(scene: Scene) -> Iterable[Tensors]:
-    """Predict the sum over ranks divided by any other small number, and the mean multiplied by one."""
+    """Predict the sum over ranks divided by another small number, or the mean multiplied by one: by which is fitted."""
     if scene.world > 1:
-        for count in range(1, 2 * scene.world + 1):
-            yield clipped(scaled(scene.world / count, scene.truth.raw), scene.clip_norm)
-            yield clipped(scaled(count / scene.world, scene.truth.raw), scene.clip_norm)
+        counts = [count for count in range(1, 2 * scene.world + 1) if count != scene.world]
+        factors = [scene.world / count for count in counts] + [count / scene.world for count in counts]
+        nearest = min(factors, key=lambda factor: abs(factor - scene.factor))
+        yield clipped(scaled(nearest, scene.truth.raw), scene.clip_norm)
 
 
 def _some_tensors(factor: float, scene: Scene) -> Iterable[Tensors]:

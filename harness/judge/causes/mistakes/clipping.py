@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from harness.core.trace import Tensors
-from harness.judge.causes.explanation import Explanation, Scene, flat, scaled
+from harness.judge.causes.explanation import Explanation, Scene, flat, mean, scaled
 from harness.judge.noise import norm
 from harness.judge.oracle import clipped, mean_gradient
 
@@ -72,6 +72,16 @@ def _some_tensors(scene: Scene) -> Iterable[Tensors]:
     yield total
 
 
+def _unasked(scene: Scene) -> Iterable[Tensors]:
+    """Predict the one length that every gradient that is wrong has, or that each rank's share in it has."""
+    if scene.clip_norm is None:
+        yield clipped(scene.truth.raw, scene.size)
+        if scene.sizes and min(scene.sizes) > 0:
+            (parts,) = scene.truth.parts
+            limits = [size * len(parts) for size in scene.sizes]
+            yield mean([clipped(part, limit) for part, limit in zip(parts, limits, strict=True)])
+
+
 UNSCALED = (
     Explanation(
         "clipped-before-unscaling", "clipping",
@@ -112,5 +122,13 @@ EXPLANATIONS = (
         "clipped-in-groups", "clipping",
         "right in direction tensor by tensor, each with a length of its own",
         "the norm is that of all gradients together, and one factor scales them all", _some_tensors,
+    ),
+)  # fmt: skip
+
+UNASKED = (
+    Explanation(
+        "clipped-although-nobody-asked", "clipping",
+        "as long as a limit that the workload does not have",
+        "does the trainer clip by default?", _unasked,
     ),
 )  # fmt: skip
