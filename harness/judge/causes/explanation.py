@@ -92,8 +92,8 @@ class Scene:
     ``accumulate`` and ``clip_norm`` are the workload's. ``trained`` names the parameters that are not frozen.
     ``earlier`` is the gradient this rank was handed one step before, None at the first, and ``past`` what was right at
     the steps before, the latest first. ``factor`` is the one number by which the right gradient would have to be
-    multiplied at every step that is wrong, ``size`` the one length that they all have, and ``sizes`` the lengths that
-    the ranks' shares have in them; ``always_wrong`` says whether all steps are wrong.
+    multiplied at every step that is wrong, ``limit`` the one norm to which it would have to be clipped, and ``limits``
+    those of each rank's share; ``always_wrong`` says whether all steps are wrong.
     """
 
     index: int
@@ -107,8 +107,8 @@ class Scene:
     earlier: Tensors | None
     past: tuple[Truth, ...]
     factor: float
-    size: float
-    sizes: tuple[float, ...]
+    limit: float
+    limits: tuple[float, ...]
     always_wrong: bool
     laboratory: Laboratory
 
@@ -181,6 +181,11 @@ def added(left: Tensors, right: Tensors) -> Tensors:
 def length(gradient: Tensors) -> float:
     """Return the 2-norm of all tensors together."""
     return math.hypot(*map(norm, gradient.values()))
+
+
+def limit_of(clipped: float, whole: float) -> float:
+    """Return the limit that makes a gradient of length ``whole`` so long: ``clip_grad_norm_`` adds 1e-6 to it."""
+    return clipped * (whole + 1e-6) / whole if whole else 0.0
 
 
 def total_distance(left: Tensors, right: Tensors) -> float:

@@ -11,7 +11,7 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
-from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length
+from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length, limit_of
 from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
 from harness.judge.examination import Examination, same
 from harness.judge.noise import distance, norm
@@ -45,9 +45,11 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     if first in judgeable:
         wrong = [scene for scene in wrong if _is_finite(scene)]
         always = len(wrong) == len(judgeable)
-        common = {"factor": _common_factor(wrong), "sizes": _common_sizes(wrong), "always_wrong": always}
-        size = statistics.median(length(scene.given) for scene in wrong)
-        wrong, every = ([replace(scene, size=size, **common) for scene in chosen] for chosen in (wrong, judgeable))
+        factor, limit, limits = _common_factor(wrong), _common_limit(wrong), _common_limits(wrong)
+        wrong, every = (
+            [replace(scene, factor=factor, limit=limit, limits=limits, always_wrong=always) for scene in chosen]
+            for chosen in (wrong, judgeable)
+        )
         for explanation, error in _fitting(wrong, every, examination):
             return replace(
                 here,
@@ -97,8 +99,8 @@ def _scenes(examination: Examination) -> list[Scene]:
                 earlier=earlier.gradients if earlier else None,
                 past=tuple(truth for index, truth in reversed(examination.truths.items()) if index < moment.index),
                 factor=1.0,
-                size=0.0,
-                sizes=(),
+                limit=0.0,
+                limits=(),
                 always_wrong=False,
                 laboratory=laboratory,
             )
@@ -132,18 +134,22 @@ def _common_factor(scenes: list[Scene]) -> float:
     return statistics.median(factors)
 
 
-def _common_sizes(scenes: list[Scene]) -> tuple[float, ...]:
-    """Return the median length that each rank's share has in what was given, as far as that can be told."""
-    sizes = []
+def _common_limit(scenes: list[Scene]) -> float:
+    """Return the median of the norms to which the scenes' gradients would have to be clipped."""
+    return statistics.median(limit_of(length(scene.given), length(scene.truth.raw)) for scene in scenes)
+
+
+def _common_limits(scenes: list[Scene]) -> tuple[float, ...]:
+    """Return the same for each rank's share, as far as the shares can be told apart."""
+    limits = []
     for scene in scenes:
-        if scene.micro_batches > 1:
-            return ()
-        (parts,) = scene.truth.parts
+        parts = scene.truth.parts[0]
         weights = fit_weights(parts, scene.given, list(scene.given))
-        if weights is None or len(parts) != scene.world:
+        if scene.micro_batches > 1 or weights is None or len(parts) != scene.world:
             return ()
-        sizes.append([weight * length(part) for weight, part in zip(weights, parts, strict=True)])
-    return tuple(map(statistics.median, zip(*sizes, strict=True)))
+        lengths = [length(part) for part in parts]
+        limits.append([limit_of(w * own * len(parts), own) for w, own in zip(weights, lengths, strict=True)])
+    return tuple(map(statistics.median, zip(*limits, strict=True)))
 
 
 def _misfit(explanation: Explanation, scenes: list[Scene], examination: Examination, silent: float = math.inf) -> float:

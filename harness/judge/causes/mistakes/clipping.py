@@ -73,13 +73,12 @@ def _some_tensors(scene: Scene) -> Iterable[Tensors]:
 
 
 def _unasked(scene: Scene) -> Iterable[Tensors]:
-    """Predict the one length that every gradient that is wrong has, or that each rank's share in it has."""
+    """Predict one limit for every gradient that is wrong, or one for each rank's share in it."""
     if scene.clip_norm is None:
-        yield clipped(scene.truth.raw, scene.size)
-        if scene.sizes and min(scene.sizes) > 0:
+        yield clipped(scene.truth.raw, scene.limit)
+        if scene.limits and min(scene.limits) > 0:
             (parts,) = scene.truth.parts
-            limits = [size * len(parts) for size in scene.sizes]
-            yield mean([clipped(part, limit) for part, limit in zip(parts, limits, strict=True)])
+            yield mean([clipped(part, limit) for part, limit in zip(parts, scene.limits, strict=True)])
 
 
 UNSCALED = (
