@@ -153,6 +153,21 @@ def weights_decay_when_the_step_is_skipped(job):
             optimizer.zero_grad()
 
 
+@known_bad("amp", on=OVERFLOW)
+def scale_never_lowered(job):
+    """There is no ``scaler.update()``: what overflowed once overflows again."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler._per_optimizer_states.clear()  # as update() would, and nothing else
+            optimizer.zero_grad()
+
+
 @known_bad("amp", on=["overflow-schedule/ddp/1x2/16", "overflow-schedule/none/1x1/16"])
 def schedule_goes_on_when_the_step_is_skipped(job):
     """The scheduler is stepped after every attempt."""

@@ -60,7 +60,7 @@ CAUGHT_BY = {
     ("parameter-missing", *DDP): "gradients",
     ("momentum-forgotten", *BATCHNORM): "update",
     ("hidden-decay", *DDP): "training",
-    ("shrunk-after-the-last-step", *DDP): "final-weights",
+    ("shrunk-after-the-last-step", *DDP): "stillness",
     ("buffers-never-broadcast", *BATCHNORM): "buffers",
     ("in-evaluation", *BATCHNORM): "gradients",
     ("everyone-alone", *DDP): "launch",

@@ -34,7 +34,7 @@ BuildRun = Callable[..., Run]
 def _cells() -> list[Cell]:
     cells = [
         Cell("reference", workload, backend.name, topology, precision, "cpu")
-        for backend in BACKENDS.values()
+        for backend in (b for b in BACKENDS.values() if b.name != "auto")
         for topology in TOPOLOGIES
         if backend.fits(topology)
         for precision in ("32", "16", "bf16", "64")

@@ -199,3 +199,10 @@ def test_an_error_without_a_verdict_is_no_measurement(build_run: BuildRun) -> No
 
 def test_a_run_without_cells_has_a_table_without_rows(build_run: BuildRun) -> None:
     assert list(support_table(build_run({})).columns) == list(SUPPORT_COLUMNS)
+
+
+def test_what_a_trainer_chose_by_itself_stands_as_it_is_typed_and_under_what_it_promises(build_run: BuildRun) -> None:
+    ends = {Cell("reference", "mlp", "auto", Topology(1, 2), "32", "cpu"): [Outcome.PASSED]}
+    (row,) = support_table(build_run(ends)).to_dict("records")
+    assert row["Command"] == "Trainer(gpus=k)"
+    assert {column for column in MARK_COLUMNS if row[column]} == {"1+ GPUs", "DP"}

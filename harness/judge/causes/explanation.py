@@ -16,6 +16,7 @@ from harness.judge.examination import Examination, Truth, same
 from harness.judge.layout import Layout, samples
 from harness.judge.noise import distance, norm
 from harness.judge.oracle import Oracle, mean_gradient
+from harness.workloads import Columns
 
 Parts = list[list[Tensors]]
 """The gradient of each group alone, by micro-batch."""
@@ -76,6 +77,10 @@ class Laboratory:
         fitted = fit(each, truth.raw, list(truth.raw))
         # Both sides are float64: what is not one part in a million away is the same.
         return fitted is not None and total_distance(fitted, truth.raw) > 1e-6 * length(truth.raw)
+
+    def held_out(self, oracle: Oracle) -> Columns:
+        """Return the samples that nobody may train on."""
+        return self.workload.val_dataset(self.cell.topology.devices, oracle.dtype)
 
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         """Return the step's gradient computed in another precision."""

@@ -10,7 +10,10 @@ from harness.judge.examination import Examination
 
 
 def skipped_steps(examination: Examination) -> Finding | None:
-    """A skipped step leaves the weights as they were and had a gradient that is not finite. None without any."""
+    """A skipped step had a gradient that is not finite; it leaves the weights still and lowers the scale.
+
+    By which factor, and when the scale grows again, is the GradScaler's to say. None where no step was skipped.
+    """
     count = 0
     for trace in examination.trace.ranks:
         for index, step in enumerate(trace.steps):
@@ -25,6 +28,13 @@ def skipped_steps(examination: Examination) -> Finding | None:
                     "skipped-steps", Outcome.FAILED, f"step {index} was skipped on rank {trace.rank}, yet {what}",
                     cause="moved-when-skipped" if moved else "skipped-for-nothing",
                     family="amp", step=index, parameter=moved[0] if moved else None, rank=trace.rank,
+                )  # fmt: skip
+            following = trace.steps[index + 1].scale if index + 1 < len(trace.steps) else None
+            if following is not None and step.scale is not None and following >= step.scale:
+                message = f"step {index} was skipped on rank {trace.rank}, and its scale of {step.scale:.0f} is kept"
+                return Finding(
+                    "skipped-steps", Outcome.FAILED, message, cause="scale-not-lowered", family="amp", step=index,
+                    rank=trace.rank,
                 )  # fmt: skip
     if count == 0:
         return None

@@ -13,6 +13,7 @@ from harness.judge.causes.mistakes import (
     averaging,
     clipping,
     coupling,
+    data,
     normalisation,
     optimizer,
     sync,
@@ -36,6 +37,7 @@ PREDICTIONS: tuple[Explanation, ...] = (
     *sync.GENERAL,
     *accumulation.GENERAL,
     *coupling.EXPLANATIONS,
+    *data.EXPLANATIONS,
 )
 
 CONCLUSIONS: tuple[Explanation, ...] = (

@@ -1,0 +1,43 @@
+"""Of all that is wrong with a cell, the finding that explains the rest is told."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.checks import CHECKS
+from harness.judge.diagnosis import ORDER, UNEXPLAINED, diagnosis
+
+
+def bad(check, cause=None):
+    return Finding(check, Outcome.FAILED, "", cause=cause)
+
+
+def test_what_is_right_explains_nothing():
+    right = (Finding("gradients", Outcome.PASSED, ""), Finding("samples", Outcome.DEVIATES, "", cause="unasked"))
+    assert diagnosis(right) is None
+
+
+def test_a_named_cause_comes_before_an_unexplained_one():
+    named = bad("training", "named")
+    assert diagnosis((bad("gradients", UNEXPLAINED), bad("samples"), named)) is named
+
+
+@pytest.mark.parametrize(("origin", "consequence"), list(itertools.pairwise(ORDER)))
+def test_the_origin_comes_before_its_consequence(origin, consequence):
+    first, then = bad(origin, "one"), bad(consequence, "other")
+    assert diagnosis((then, first)) is first
+    assert diagnosis((first, then)) is first
+
+
+def test_every_check_has_its_place():
+    assert set(CHECKS) | {"launch"} == set(ORDER)
+
+
+def test_a_check_that_nobody_placed_comes_last():
+    new = bad("invented-tomorrow", "named")
+    assert diagnosis((new, bad("training", "named"))).check == "training"
+    assert diagnosis((new,)) is new
