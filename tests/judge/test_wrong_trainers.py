@@ -119,9 +119,10 @@ def test_numbers_that_are_not_finite_have_an_error_without_bounds(verdict):
     assert findings["ranks-agree"].outcome is Outcome.PASSED, "all ranks hold the same infinities"
 
 
-@pytest.mark.xfail(strict=True, reason="the judge sees neither a shard kept over epochs nor other device counts")
 def test_an_order_that_depends_on_the_number_of_devices_fails(verdict):
-    assert verdict("shard-kept-for-ever", *DDP)[1].is_bad
+    findings, _ = verdict("shard-kept-for-ever", *DDP)
+    assert findings["samples"].outcome is Outcome.FAILED
+    assert (findings["samples"].family, findings["samples"].cause) == ("data", "shards-kept")
 
 
 @pytest.mark.parametrize("precision", ["16", "bf16"])

@@ -192,5 +192,5 @@ def _never_seen(ranks: Sequence[Draws], examination: Examination) -> Cause | Non
 
 def _order(examination: Examination) -> Cause | None:
     if examination.workload.shuffle:
-        return None
+        return Cause("shards-kept", "data", "shuffle the whole dataset, then cut it into shards")
     return Cause("order-of-its-own", "data", "is something shuffled, or cut into contiguous shards?")

@@ -34,6 +34,7 @@ def samples(examination: Examination) -> Finding:
             None,
         )
         or _order(epochs, workload.shuffle, expected)
+        or _shards_kept(examination, windows)
     )
     if problem:
         return explain_samples(Finding("samples", Outcome.FAILED, problem, family="data"), examination)
@@ -94,6 +95,22 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
         )
     if len(epoch) == windows and len(counts) < expected:
         return f"in epoch {number} {expected - len(counts)} of {expected} samples were never seen"
+    return None
+
+
+def _shards_kept(examination: Examination, windows: int) -> str | None:
+    """With shuffling, who draws a sample must change too: else its order depends on the number of devices."""
+    if not examination.workload.shuffle or len(examination.trace.ranks) == 1:
+        return None
+    shards = [
+        [
+            {i for step in trace.steps[start : start + windows] for i in _forwarded(step)}
+            for start in range(0, len(trace.steps) - windows + 1, windows)
+        ]
+        for trace in examination.trace.ranks
+    ]
+    if all(len(epochs) > 1 and all(shard == epochs[0] for shard in epochs) for epochs in shards):
+        return "every rank draws the samples of the epoch before: shards are fixed and only shuffled inside"
     return None
 
 
