@@ -214,7 +214,10 @@ def share_buffers(module: nn.Module) -> None:
 def report_loss(trainer: Any, loss: torch.Tensor | None) -> None:
     """Set the metric ``loss`` to the last micro-batch's, a mean over ranks."""
     if loss is not None:
-        trainer.metrics.update(means_over_ranks({"loss": (float(loss.detach()), 1.0)}, trainer.world_size))
+        mean = loss.detach().double() / trainer.world_size
+        if trainer.world_size > 1:
+            dist.all_reduce(mean)
+        trainer.metrics["loss"] = float(mean)
 
 
 def means_over_ranks(totals: dict[str, tuple[float, float]], world: int) -> dict[str, float]:

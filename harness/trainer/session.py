@@ -123,8 +123,8 @@ def seed_devices(rank: int, devices: list[torch.device]) -> None:
     """Give every device random numbers of its own: equal dropout masks would be no noise."""
     seed = torch.initial_seed()
     if rank:
-        torch.manual_seed(seed + rank * len(devices))
+        torch.default_generator.manual_seed(seed + rank * len(devices))
     for number, device in enumerate(devices):
-        if device.type == "cuda" and number:
+        if device.type == "cuda" and (rank or number):
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed + rank * len(devices) + number)

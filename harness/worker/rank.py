@@ -81,4 +81,6 @@ def _set_the_scene(assignment: Assignment) -> None:
     os.environ.update(assignment.environment)
     torch.set_num_threads(1)
     # Every rank another seed, on purpose: what must be equal on all ranks must be made equal by the trainer.
-    torch.manual_seed(1 + assignment.rank)
+    torch.default_generator.manual_seed(1 + assignment.rank)
+    if assignment.cell.accelerator == "cuda":
+        torch.cuda.manual_seed_all(1 + assignment.rank)

@@ -80,8 +80,6 @@ class Server:
         from harness.subjects.load import load
 
         torch.set_num_threads(1)
-        # Seeding formats a stack for CUDA's sake, and so reads source files: once is enough.
-        torch.manual_seed(0)
         self._subjects = {found.name: found for found in load(self._locator)}
         import harness.worker.rank  # noqa: F401
 
