@@ -282,7 +282,7 @@ class CellTest:
             except LaunchError as error:
                 findings = (Finding("launch", Outcome.ERRORED, str(error)),)
         outcome = worst(finding.outcome for finding in findings)
-        reproduce = session.reproduce(self._item.nodeid)
+        reproduce = session.reproduce(self._item.config.cwd_relative_nodeid(self._item.nodeid))
         handed = {
             "cell": cell.id,
             "findings": [asdict(finding) for finding in findings],
