@@ -18,10 +18,6 @@ WORDS = (
         Cause("reduced-twice", "unused-params", "a parameter is used in two backwards, or checkpointed twice"),
     ),
     (
-        "connectFullMesh failed",
-        Cause("left-before-the-others-joined", "sync", "a rank was done before the others had met it: nothing waits"),
-    ),
-    (
         "unscale_() has already been called",
         Cause("unscaled-twice", "amp", "scaler.unscale_ once a step"),
     ),
@@ -38,9 +34,14 @@ PEER = ("Connection closed by peer", "Connection reset by peer", "Socket closed"
 def explain(finding: Finding, trace: Trace, cell: Cell) -> Finding:
     """Return a finding about a launch with a cause."""
     return explained(
-        finding, _world(trace, cell), _idle_ranks(trace), _known_words(trace), _missed_collective(finding, trace),
+        finding,
+        _world(trace, cell),
+        _idle_ranks(trace),
+        _known_words(trace),
+        _left_early(finding),
+        _missed_collective(finding, trace),
         _raised(finding),
-    )  # fmt: skip
+    )
 
 
 def _world(trace: Trace, cell: Cell) -> Cause | None:
@@ -66,6 +67,14 @@ def _idle_ranks(trace: Trace) -> Cause | None:
     if idle and len(idle) < len(trace.ranks):
         return Cause("some-ranks-never-stepped", "launch", "do all ranks know that they take part?", rank=idle[0])
     return None
+
+
+def _left_early(finding: Finding) -> Cause | None:
+    """Only where the first rank to fail says so: the others of a rank that raised say the same, and it is no cause."""
+    if "connectFullMesh failed" not in finding.message:
+        return None
+    look = "a rank was done before the others had met it: nothing waits"
+    return Cause("left-before-the-others-joined", "sync", look)
 
 
 def _missed_collective(finding: Finding, trace: Trace) -> Cause | None:
