@@ -65,6 +65,12 @@ class Examination:
         self.devices = cell.topology.devices
         self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
 
+    @property
+    def coarsest(self) -> float:
+        """The spacing of the coarsest numbers that the precision computes with."""
+        arithmetic = self.cell.arithmetic
+        return torch.finfo(getattr(torch, arithmetic.autocast or arithmetic.storage)).eps
+
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """The steps of all ranks side by side, as many as every rank took."""

@@ -35,7 +35,10 @@ def training(examination: Examination) -> Finding:
     for name, value in last.ranks[0].after.items():
         if name not in contract:
             continue  # the subject's own addition to the model: not the job's, so not judged
-        unit = rounding_unit([contract[name]], examination.epsilon)
+        # At least one rounding of the weights, and in 16 bits one of the way they went: small dyadic numbers may
+        # need none in every order that was tried, and one in another.
+        travelled = contract[name] - examination.start[name].double()
+        unit = rounding_unit([contract[name]], examination.epsilon) + rounding_unit([travelled], examination.coarsest)
         errors = [distance(run[name], contract[name]) for run in rough]
         # A run that overflowed in float16 measures no rounding.
         noise = max([unit, *(error for error in errors if math.isfinite(error))])
