@@ -36,11 +36,7 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pools = {locator: Pool(locator) for locator in arguments.subject or ["reference", "torch"]}
-    declarations = [
-        Declaration(d["name"], locator, tuple(d["backends"]), tuple(d["precisions"]), frozenset(d["capabilities"]))
-        for locator, pool in pools.items()
-        for d in pool.subjects
-    ]
+    declarations = [Declaration.of(locator, values) for locator, pool in pools.items() for values in pool.subjects]
     locators = {declared.name: declared.locator for declared in declarations}
     cells = [planned.cell for planned in plan(Matrix(gpus=arguments.gpus), declarations) if planned.refusal is None]
     worst: dict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness.core.backend import BACKENDS
 from harness.core.cell import Cell
@@ -44,6 +45,17 @@ class Declaration:
     backends: tuple[str, ...]
     precisions: tuple[str, ...]
     capabilities: frozenset[str]
+
+    @classmethod
+    def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
+        """Take over what the pool behind ``locator`` says of one of its subjects."""
+        return cls(
+            name=values["name"],
+            locator=locator,
+            backends=tuple(values["backends"]),
+            precisions=tuple(values["precisions"]),
+            capabilities=frozenset(values["capabilities"]),
+        )
 
     def refusal(self, cell: Cell) -> str | None:
         """Return why the subject does not do ``cell``, in a sentence, or None if it does."""

@@ -85,15 +85,7 @@ class Session:
         self._pools = {locator: Pool(*where) for locator, where in interpreters.items()}
         try:
             self._declarations = [
-                Declaration(
-                    name=declared["name"],
-                    locator=locator,
-                    backends=tuple(declared["backends"]),
-                    precisions=tuple(declared["precisions"]),
-                    capabilities=frozenset(declared["capabilities"]),
-                )
-                for locator, pool in self._pools.items()
-                for declared in pool.subjects
+                Declaration.of(locator, values) for locator, pool in self._pools.items() for values in pool.subjects
             ]
             self.planned: list[Planned] = plan(self.matrix, self._declarations)
         except BaseException:
