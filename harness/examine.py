@@ -11,6 +11,7 @@ from harness.core.errors import LaunchError, TraceError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.judge import judge
+from harness.launch.interrupt import with_interruption
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
 from harness.workloads import find
@@ -33,10 +34,16 @@ def examine(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubs
 
 
 def verdict(launched: Launched, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
-    """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done."""
+    """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done.
+
+    Where the workload asks for an interruption, two more launches follow.
+    """
+    workload = find(cell.workload, cell.seed)
     try:
         trace = launched.trace()
+        if workload.interrupt_after is not None:
+            trace = with_interruption(trace, launched, cell, workload.interrupt_after, elastic=workload.elastic)
     except (LaunchError, TraceError) as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
     meanwhile()
-    return Examined(judge(trace, find(cell.workload, cell.seed), cell), trace.seconds)
+    return Examined(judge(trace, workload, cell), trace.seconds)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.backend import BACKENDS
+from harness.core.backend import BACKENDS, resized
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
@@ -125,11 +125,14 @@ def _worth_a_cell(
     """Say whether a cell of the matrix asks something that no smaller one does.
 
     ``auto`` asks which backend a trainer chooses by itself: one topology answers. A narrow workload asks for one
-    device, three (or as many as there are), and for ddp2 two nodes of two.
+    device, three (or as many as there are), and for ddp2 two nodes of two. An elastic one needs another number of
+    devices to have come from.
     """
     single = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
     if backend == "auto":
         return topology == single[1] and not workload.narrow
+    if workload.elastic and not BACKENDS[backend].fits(resized(topology, BACKENDS[backend])):
+        return False
     if not workload.narrow:
         return True
     return precision in workload.precisions and (

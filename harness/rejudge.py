@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from harness.core.cell import Cell
 from harness.core.errors import TraceError
 from harness.core.topology import Topology
-from harness.core.trace import Trace
 from harness.judge.judge import judge
 from harness.store.records import PlannedCell, Result, line_of
 from harness.store.run import Run
-from harness.store.traces import read_rank
+from harness.store.traces import read_trace
 from harness.workloads import WORKLOADS, find
 
 
@@ -59,18 +57,10 @@ def _rejudge(planned: PlannedCell, run: Run, seed: int | None) -> Rejudged:
     )  # fmt: skip
     if cell.workload not in WORKLOADS:
         return Rejudged(cell.id, recorded, obstacle=f"this plumbline has no workload {cell.workload!r}")
-    files = [_file(run.path, cell, rank) for rank in range(cell.processes)]
-    absent = [str(rank) for rank, file in enumerate(files) if not file.is_file()]
-    if absent:
-        return Rejudged(cell.id, recorded, obstacle=f"no evidence of rank {', '.join(absent)}, which did not end well")
     try:
-        trace = Trace(tuple(read_rank(file) for file in files))
+        trace = read_trace(run.path / "traces" / cell.id)
     except TraceError as error:
         return Rejudged(cell.id, recorded, obstacle=str(error))
     reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
     findings = judge(trace, find(cell.workload, seed), cell)
     return Rejudged(cell.id, recorded, tuple(Result.of(cell, finding, reproduce, seconds) for finding in findings))
-
-
-def _file(run: Path, cell: Cell, rank: int) -> Path:
-    return run / "traces" / cell.id / f"rank-{rank}.safetensors"

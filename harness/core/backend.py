@@ -56,3 +56,14 @@ BACKENDS: dict[str, Backend] = {
         Backend("ddp2", process_per_device=False, several_devices=True, several_nodes=True),
     )
 }
+
+
+def resized(topology: Topology, backend: Backend) -> Topology:
+    """Return another number of devices, as near as there is: one gpu fewer on each node, or one node fewer.
+
+    Where the backend makes no sense on less, it is one gpu more.
+    """
+    nodes, gpus = topology.num_nodes, topology.gpus
+    fewer = [Topology(nodes, gpus - 1)] if gpus > 1 else []
+    fewer += [Topology(nodes - 1, gpus)] if nodes > 1 else []
+    return next((smaller for smaller in fewer if backend.fits(smaller)), Topology(nodes, gpus + 1))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from harness.core.backend import BACKENDS, Backend
+from harness.core.backend import BACKENDS, Backend, resized
 from harness.core.precision import PRECISIONS, Precision
 from harness.core.topology import Topology
 
@@ -38,6 +38,11 @@ class Cell:
     def arithmetic(self) -> Precision:
         """What the precision means."""
         return PRECISIONS[self.precision]
+
+    @property
+    def resized(self) -> Cell:
+        """The cell with another number of devices: where an elastic training was before it was interrupted."""
+        return replace(self, topology=resized(self.topology, self.contract))
 
     @property
     def processes(self) -> int:

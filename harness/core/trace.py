@@ -5,7 +5,7 @@ Tensors are torch's. They are only carried here, so this file needs torch for it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.core.outcome import Outcome
@@ -23,10 +23,17 @@ class MicroBatch:
 
     ``forwards``: per forward call of the model, in order, the sample ids of its batch; one call a device.
     ``loss``: the sample ids that ``job.loss`` was given, or None if the subject has a loss of its own.
+    ``drawn``: what the model's layers drew at random, by name, a row for each sample of ``forwards``.
     """
 
     forwards: tuple[tuple[int, ...], ...]
     loss: tuple[int, ...] | None = None
+    drawn: Tensors = field(default_factory=dict)
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The sample ids of all forwards, in order."""
+        return tuple(i for share in self.forwards for i in share)
 
 
 @dataclass(frozen=True)
@@ -50,11 +57,34 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """Forwards without gradients, with no training between them: an evaluation, or a rank's share of one.
+
+    It happened when ``step`` optimizer steps were done, and ``micro_batches`` of the next one. ``training`` says
+    whether the model was in training mode in any of them.
+    """
+
+    step: int
+    micro_batches: int
+    samples: tuple[int, ...]
+    training: bool
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A metric as the subject reported it, when ``step`` optimizer steps were done."""
+
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
 class RankTrace:
     """What one rank emitted. ``world_size`` is what torch.distributed said, 1 where there was no group.
 
     ``error`` is what ``train`` raised, with its traceback, and ``failed_at`` when (seconds since the epoch).
-    ``final`` are the weights when ``train`` was done, None where there was no model.
+    ``final`` and ``final_buffers`` are the model's when ``train`` was done; ``final`` is None where there was none.
     """
 
     rank: int
@@ -63,6 +93,9 @@ class RankTrace:
     error: str | None = None
     failed_at: float | None = None
     final: Tensors | None = None
+    final_buffers: Tensors = field(default_factory=dict)
+    evaluations: tuple[Evaluation, ...] = ()
+    logged: tuple[Logged, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,11 +108,22 @@ class Exit:
 
 @dataclass(frozen=True)
 class Trace:
-    """The evidence of a whole launch, ordered by rank; ``exits`` has the ranks that left none."""
+    """The evidence of a whole launch, ordered by rank; ``exits`` has the ranks that left none.
+
+    Where the workload asks for an interruption two more launches belong to it: ``saved`` stopped in the middle and
+    left a checkpoint, and ``resumed`` went on from that.
+    """
 
     ranks: tuple[RankTrace, ...]
     exits: dict[int, Exit] = field(default_factory=dict)
     seconds: float | None = None
+    saved: Trace | None = None
+    resumed: Trace | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank came to the end of ``train``."""
+        return not self.exits and not any(rank.error for rank in self.ranks)
 
 
 def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
@@ -94,6 +138,8 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         continues = step.before is previous
         for part in ("gradients", "after", "buffers") + (() if continues else ("before",)):
             tensors.update({f"{number}/{part}/{name}": value for name, value in getattr(step, part).items()})
+        for place, micro in enumerate(step.micro_batches):
+            tensors.update({f"{number}/drawn {place}/{name}": value for name, value in micro.drawn.items()})
         steps.append(
             {
                 "micro_batches": [[micro.forwards, micro.loss] for micro in step.micro_batches],
@@ -108,6 +154,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
     ended = previous is not None and trace.final is previous
     if trace.final is not None and not ended:
         tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})
+    tensors.update({f"{len(steps)}/final buffers/{name}": value for name, value in trace.final_buffers.items()})
     return {
         "final": None if trace.final is None else "last" if ended else "own",
         "rank": trace.rank,
@@ -115,6 +162,8 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         "error": trace.error,
         "failed_at": trace.failed_at,
         "steps": steps,
+        "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
+        "logged": [astuple(logged) for logged in trace.logged],
     }, tensors
 
 
@@ -133,8 +182,12 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         steps.append(
             Step(
                 micro_batches=tuple(
-                    MicroBatch(tuple(tuple(share) for share in forwards), None if loss is None else tuple(loss))
-                    for forwards, loss in step["micro_batches"]
+                    MicroBatch(
+                        tuple(tuple(share) for share in forwards),
+                        None if loss is None else tuple(loss),
+                        parts.get((number, f"drawn {place}"), {}),
+                    )
+                    for place, (forwards, loss) in enumerate(step["micro_batches"])
                 ),
                 before=steps[-1].after if step["continues"] else parts.get((number, "before"), {}),
                 gradients=parts.get((number, "gradients"), {}),
@@ -153,4 +206,10 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         error=values["error"],
         failed_at=values["failed_at"],
         final=finals[values["final"]],
+        final_buffers=parts.get((len(steps), "final buffers"), {}),
+        evaluations=tuple(
+            Evaluation(step, micro_batches, tuple(samples), training)
+            for step, micro_batches, samples, training in values["evaluations"]
+        ),
+        logged=tuple(Logged(*logged) for logged in values["logged"]),
     )

@@ -92,6 +92,11 @@ class Examination:
         """The cell's own precision, one device."""
         return Oracle(self.workload, self.devices, self.cell.arithmetic)
 
+    def place(self, oracle: Oracle, moment: Moment) -> None:
+        """Put an oracle where the subject was before a step."""
+        oracle.load(moment.ranks[0].before)
+        oracle.set_scene(moment.ranks)
+
     @cached_property
     def start(self) -> Tensors:
         """The job's own weights, in the precision in which the subject gets them."""
@@ -111,7 +116,7 @@ class Examination:
         truths = {}
         for moment in self.taken:
             layout = self.layouts[moment.index]
-            self.oracle.load(moment.ranks[0].before)
+            self.place(self.oracle, moment)
             parts = self.oracle.group_gradients(layout)
             raw = mean_gradient(parts)
             contract = clipped(raw, self.workload.clip_norm)
@@ -142,7 +147,7 @@ class Examination:
         for moment in self.taken:
             truth = self.truths[moment.index]
             scale = moment.ranks[0].scale or 1.0
-            self.rough.load(moment.ranks[0].before)
+            self.place(self.rough, moment)
             for _ in range(orders):
                 measured = self.rough.gradient(shuffled(self.layouts[moment.index], rng), scale)
                 noise.add(measured, truth.contract, truth.units)

@@ -11,11 +11,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from harness.core.precision import Precision
-from harness.core.trace import Tensors
+from harness.core.trace import Step, Tensors
 from harness.judge.layout import Group, Layout, Share
 from harness.workloads import Columns, Workload
+
+
+class Optimizers:
+    """Several optimizers that step together, each over its own part of the parameters; mostly it is one."""
+
+    def __init__(self, every: Sequence[torch.optim.Optimizer]) -> None:
+        self.every = every
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all of them, in order."""
+        return [group for optimizer in self.every for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        """Let each of them step."""
+        for optimizer in self.every:
+            optimizer.step()
 
 
 class Oracle:
@@ -34,12 +52,35 @@ class Oracle:
         self.model: nn.Module = workload.model(self.dtype).train()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trained: dict[str, nn.Parameter] = {k: p for k, p in self.parameters.items() if p.requires_grad}
+        self._begun: Tensors = {}
+        self._drawn: Tensors = {}
 
     def load(self, weights: Tensors) -> None:
         """Take over ``weights``, a value for every parameter, cast to this arithmetic."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
+
+    def set_scene(self, steps: Sequence[Step]) -> None:
+        """Take over what else a forward depends on: the buffers that every rank's step began with, and its draws."""
+        self._begun = steps[0].buffers
+        self._drawn = {}
+        micros = [micro for step in steps for micro in step.micro_batches]
+        for name in {name for micro in micros for name in micro.drawn}:
+            table = torch.zeros(len(self.data), *next(m.drawn[name] for m in micros if name in m.drawn).shape[1:])
+            for micro in micros:
+                if name in micro.drawn and len(micro.drawn[name]) == len(micro.samples):
+                    table[list(micro.samples)] = micro.drawn[name].to(table.dtype)
+            self._drawn[name] = table.to(self.dtype)
+
+    def forward(self, share: Share) -> Any:
+        """Return the model's outputs for samples, as a device computes them at the start of the step."""
+        drawn = {name: table[list(share)] for name, table in self._drawn.items()}
+        batch = {**self.data.batch(share), **drawn}
+        # Copies: what a forward makes of them is thrown away, and a backward that saved them may still come.
+        own = self.buffers
+        begun = {name: value.to(own[name].dtype, copy=True) for name, value in self._begun.items()}
+        return functional_call(self.model, begun, (batch,)) if begun else self.model(batch)
 
     def group_gradients(self, layout: Layout, scale: float = 1.0) -> list[list[Tensors]]:
         """Return ∂ℓ/∂w at the loaded weights for every group alone, by micro-batch, in this arithmetic.
@@ -76,7 +117,7 @@ class Oracle:
 
     def _loss(self, group: Group) -> Tensor:
         with self._precision():
-            outputs = [self.model(self.data.batch(share)) for share in group]
+            outputs = [self.forward(share) for share in group]
             batch = self.data.batch([i for share in group for i in share])
             return self.workload.loss(gather(outputs), batch)
 
@@ -96,14 +137,20 @@ class Oracle:
                     self.model(self.data.batch(share))
         return {name: buffer.clone() for name, buffer in own.items()}
 
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Return the workload's optimizer over this oracle's own parameters."""
-        return self.workload.optimizer(self.model.parameters())
+    def optimizer(self) -> Optimizers:
+        """Return the workload's optimizers over this oracle's own parameters, as one."""
+        return Optimizers(self.workload.optimizers(self.model.parameters()))
 
-    def schedule(self, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def schedule(self, optimizers: Optimizers) -> Callable[[], None]:
         """Return what the workload's schedule does after each optimizer step; nothing where it has none."""
-        scheduler = self.workload.scheduler(optimizer)
-        return scheduler.step if scheduler is not None else lambda: None
+        schedulers = [self.workload.scheduler(optimizer) for optimizer in optimizers.every]
+
+        def step() -> None:
+            for scheduler in schedulers:
+                if scheduler is not None:
+                    scheduler.step()
+
+        return step
 
     def set_gradients(self, gradients: Tensors) -> None:
         """Put ``gradients`` where an optimizer looks for them; what is absent becomes None, what is frozen stays so."""

@@ -22,6 +22,14 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
+class Checkpoint:
+    """What a launch has to do with a checkpoint: stop after so many steps and leave one, or go on from it (None)."""
+
+    folder: Path
+    stop_after_step: int | None
+
+
+@dataclass(frozen=True)
 class Launched:
     """A cell that is being trained. ``store`` is where its ranks meet: it must live as long as they do."""
 
@@ -29,6 +37,8 @@ class Launched:
     running: Running
     assignments: tuple[Assignment, ...]
     store: torch.distributed.TCPStore
+    folder: Path
+    oversubscribe: bool
 
     def trace(self) -> Trace:
         """Wait for the end and return the evidence.
@@ -47,8 +57,31 @@ class Launched:
                 exits[end.rank] = _explain(end, Path(assignment.log), self.running.deadline - self.running.started)
         return Trace(tuple(ranks), exits, max(end.seconds for end in ends))
 
+    def again(self, cell: Cell, part: str, checkpoint: Checkpoint) -> Trace:
+        """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into a folder of its own.
 
-def start(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Launched:
+        Raises:
+            LaunchError, TraceError: as in :func:`start` and :meth:`trace`.
+        """
+        return start(
+            self.pool,
+            cell,
+            self.folder / part,
+            time_limit=self.running.deadline - self.running.started,
+            oversubscribe=self.oversubscribe,
+            checkpoint=checkpoint,
+        ).trace()
+
+
+def start(
+    pool: Pool,
+    cell: Cell,
+    folder: Path,
+    *,
+    time_limit: float,
+    oversubscribe: bool = False,
+    checkpoint: Checkpoint | None = None,
+) -> Launched:
     """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
 
     Raises:
@@ -68,10 +101,14 @@ def start(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscr
             environment=_environment(cell, rank, store.port, oversubscribe),
             evidence=str(folder / f"rank-{rank}.safetensors"),
             log=str(folder / f"rank-{rank}.log"),
+            checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
+            stop_after_step=checkpoint.stop_after_step if checkpoint else None,
+            resume=checkpoint is not None and checkpoint.stop_after_step is None,
         )
         for rank in range(cell.processes)
     )
-    return Launched(pool, pool.begin(cell.subject, assignments, time_limit), assignments, store)
+    running = pool.begin(cell.subject, assignments, time_limit)
+    return Launched(pool, running, assignments, store, folder, oversubscribe)
 
 
 def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Trace:

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from harness.core.errors import TraceError
-from harness.core.trace import RankTrace, unflatten
+from harness.core.trace import RankTrace, Trace, unflatten
+
+SAVED, RESUMED = "saved", "resumed"
+"""Folders, beside the evidence of the uninterrupted launch, of the launches that stop and go on."""
+
+
+def read_trace(folder: Path) -> Trace:
+    """Return what the launches of one cell left in ``folder``, in the order of the ranks.
+
+    Raises:
+        TraceError: a file is not a trace, or a rank between others left none; the sentence names it.
+    """
+    return replace(
+        _read_launch(folder),
+        saved=_read_launch(folder / SAVED) if (folder / SAVED).is_dir() else None,
+        resumed=_read_launch(folder / RESUMED) if (folder / RESUMED).is_dir() else None,
+    )
+
+
+def _read_launch(folder: Path) -> Trace:
+    # A rank leaves a log in any case, and evidence only if it ends well.
+    ranks = sorted({int(file.stem.removeprefix("rank-")) for file in folder.glob("rank-*")})
+    files = {rank: folder / f"rank-{rank}.safetensors" for rank in ranks or [0]}
+    absent = [str(rank) for rank, file in files.items() if not file.is_file()]
+    if absent:
+        raise TraceError(f"no evidence of rank {', '.join(absent)}, which did not end well")
+    return Trace(tuple(read_rank(file) for file in files.values()))
 
 
 def read_rank(path: Path) -> RankTrace:

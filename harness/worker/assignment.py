@@ -14,7 +14,8 @@ class Assignment:
     """One rank's part in one launch.
 
     ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets
-    (torchrun's). ``evidence`` and ``log`` are file paths.
+    (torchrun's). ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None where
+    nothing is saved: there the launch stops after ``stop_after_step`` steps, or ``resume`` asks it to go on.
     """
 
     launch: int
@@ -25,6 +26,9 @@ class Assignment:
     environment: dict[str, str]
     evidence: str
     log: str
+    checkpoint_dir: str | None = None
+    stop_after_step: int | None = None
+    resume: bool = False
 
     @property
     def processes_per_node(self) -> int:

@@ -23,6 +23,10 @@ class Job:
         validate_every: evaluate on ``val_dataset`` after every so many batches, counted from the start of an epoch:
             ``model.eval()`` and ``no_grad``, then go on as if nothing had been. None where there is no evaluation.
         unused_parameters: whether a step may leave parameters unused, everywhere or on some ranks.
+        checkpoint_dir: a folder that all ranks see, None where nothing is to be saved.
+        stop_after_step: save into ``checkpoint_dir`` when so many optimizer steps are done, and return. None: go on.
+        resume: go on from what lies in ``checkpoint_dir``, as if training had never stopped; there may be another
+            number of ranks now.
         batch_size: samples a loader of this process draws at once.
         global_batch_size: samples drawn at once over all processes.
         backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
@@ -61,6 +65,8 @@ class Job:
         self.shuffle, self.seed = workload.shuffle, workload.seed
         self.validate_every = workload.validate_every
         self.unused_parameters = workload.unused_parameters
+        self.checkpoint_dir, self.resume = assignment.checkpoint_dir, assignment.resume
+        self.stop_after_step = assignment.stop_after_step
 
     def model(self) -> nn.Module:
         """Return a new model on the cpu with the job's seeded weights; ``forward(batch: dict) -> Tensor``."""
@@ -74,8 +80,23 @@ class Job:
         return self._workload.loss(outputs, batch)
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
-        """Return the workload's optimizer over ``params``."""
-        return self._workload.optimizer(params)
+        """Return the workload's optimizer over ``params``.
+
+        Raises:
+            RuntimeError: the workload has several: ask for ``optimizers``.
+        """
+        optimizers = self._workload.optimizers(params)
+        if len(optimizers) > 1:
+            count = len(optimizers)
+            raise RuntimeError(f"{self._workload.name} has {count} optimizers: ask for job.optimizers(params)")
+        return optimizers[0]
+
+    def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
+        """Return the workload's optimizers, which divide ``params``, in the model's order, among themselves.
+
+        Each of them steps once after each backward.
+        """
+        return self._workload.optimizers(params)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return the workload's learning-rate schedule for ``optimizer``, or None if it has none.
@@ -93,3 +114,12 @@ class Job:
     def grad_scaler(self) -> torch.amp.GradScaler:
         """Return the precision's GradScaler; a disabled one, which does nothing, except for 16."""
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == "16")
+
+    def log(self, name: str, value: float | Tensor) -> None:
+        """Report a metric, as the trainer has it for all ranks: on every rank, or on one alone.
+
+        Held against the truth are ``loss`` (the mean over the samples trained on since it was logged last, or in the
+        last step, each at the weights it was trained with) and ``val_loss`` (the mean over ``val_dataset``, each
+        sample once, at the present weights).
+        """
+        self._recorder.on_log(name, value)

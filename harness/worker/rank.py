@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from harness.core.trace import RankTrace
 from harness.subjects.declare import Subject
 from harness.worker import evidence
 from harness.worker.assignment import Assignment
@@ -54,11 +53,7 @@ def run(assignment: Assignment, subject: Subject, announce: Callable[[dict[str, 
             failed_at = time.time()
             error = f"{type(raised).__name__}: {raised}".strip()
             traceback.print_exc()
-        recorder.note_world()
-        trace = RankTrace(
-            assignment.rank, recorder.world_size, tuple(recorder.steps), error, failed_at, recorder.final()
-        )
-        evidence.write(assignment.evidence, trace)
+        evidence.write(assignment.evidence, recorder.trace(assignment.rank, error, failed_at))
         announce({"event": "evidence", "launch": assignment.launch, "rank": assignment.rank})
         status = 0 if error is None else 1
     except BaseException:

@@ -42,6 +42,9 @@ class Workload:
     suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
     ``unused_parameters`` says that a step may leave parameters unused, everywhere or on some ranks.
     ``validate_every`` counts training batches.
+
+    Where there is an ``interrupt_after``, training is also stopped after so many optimizer steps and resumed by new
+    processes; by another number of them where it is ``elastic``.
     """
 
     name: ClassVar[str]
@@ -60,6 +63,8 @@ class Workload:
     accumulate: ClassVar[int] = 1
     clip_norm: ClassVar[float | None] = None
     validate_every: ClassVar[int | None] = None
+    interrupt_after: ClassVar[int | None] = None
+    elastic: ClassVar[bool] = False
     shuffle: ClassVar[bool] = True
     seed: int = 1234
 
@@ -78,6 +83,10 @@ class Workload:
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return the workload's optimizer: plain SGD, which hides nothing, unless a workload says otherwise."""
         return torch.optim.SGD(params, lr=0.1)
+
+    def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
+        """Return the workload's optimizers over ``params``, which come in the model's order: one, unless it says so."""
+        return [self.optimizer(params)]
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return the workload's learning-rate schedule, or None; it steps once after each optimizer step taken."""

@@ -42,12 +42,7 @@ class Laboratory:
     def at(self, index: int) -> Iterator[Oracle]:
         """Lend the oracle with the weights and the buffers that rank 0 had before the step."""
         oracle = self._examination.oracle
-        step = self._examination.moments[index].ranks[0]
-        oracle.load(step.before)
-        buffers = oracle.buffers
-        with torch.no_grad():
-            for name, value in step.buffers.items():
-                buffers[name].copy_(value)
+        self._examination.place(oracle, self._examination.moments[index])
         try:
             yield oracle
         finally:
@@ -85,7 +80,7 @@ class Laboratory:
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         """Return the step's gradient computed in another precision."""
         oracle = Oracle(self.workload, self.cell.topology.devices, precision)
-        oracle.load(self._examination.moments[index].ranks[0].before)
+        self._examination.place(oracle, self._examination.moments[index])
         return oracle.gradient(self.layout(index))
 
 

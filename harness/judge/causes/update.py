@@ -9,7 +9,7 @@ import torch
 from harness.core.finding import Finding
 from harness.judge.examination import Examination
 from harness.judge.noise import norm
-from harness.judge.oracle import Oracle
+from harness.judge.oracle import Optimizers, Oracle
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:
@@ -53,7 +53,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     return finding
 
 
-def set_learning_rates(optimizer: torch.optim.Optimizer, rates: tuple[float, ...]) -> None:
+def set_learning_rates(optimizer: Optimizers, rates: tuple[float, ...]) -> None:
     """Give each parameter group the rate that the subject's optimizer had; nothing where they do not correspond."""
     if len(rates) == len(optimizer.param_groups):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

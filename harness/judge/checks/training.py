@@ -68,6 +68,7 @@ def _train(oracle: Oracle, examination: Examination, layouts: Sequence[Layout]) 
     optimizer = oracle.optimizer()
     schedule = oracle.schedule(optimizer)
     for moment, layout in zip(examination.taken, layouts, strict=True):
+        oracle.set_scene(moment.ranks)
         oracle.set_gradients(oracle.gradient(layout, moment.ranks[0].scale or 1.0))
         optimizer.step()
         schedule()
