@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.subjects.declare import subject
-    from harness.trainer import Module, Trainer
+    from harness.trainer import Module, Trainer, TrainLoop
     from harness.worker.rank import current_job
 
-__all__ = ["Module", "Trainer", "current_job", "subject"]
+__all__ = ["Module", "TrainLoop", "Trainer", "current_job", "subject"]
 
 _HOMES = {
     "subject": "harness.subjects.declare",
     "current_job": "harness.worker.rank",
     "Trainer": "harness.trainer",
+    "TrainLoop": "harness.trainer",
     "Module": "harness.trainer",
 }
 

@@ -3,7 +3,7 @@
     from harness.trainer import Module, Trainer
     Trainer(gpus=2, distributed_backend="ddp", max_epochs=3).fit(MyModule())
 
-Read ``loop.py`` first; ``connector.py`` says what the arguments mean.
+``TrainLoop`` is another face of the same. Read ``loop.py`` first; ``connector.py`` says what the arguments mean.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from harness.trainer.environments import (
 )
 from harness.trainer.errors import MisconfigurationError, RankError
 from harness.trainer.module import Module
+from harness.trainer.train_loop import TrainLoop
 from harness.trainer.trainer import Trainer
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "RankError",
     "SlurmEnvironment",
     "TorchrunEnvironment",
+    "TrainLoop",
     "Trainer",
 ]

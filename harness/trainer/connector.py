@@ -90,10 +90,10 @@ def connect(
 
     """
     cuda_devices = torch.cuda.device_count() if cuda_devices is None else cuda_devices
-    _one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
-    _one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2"))
-    _one_of("start_method", start_method, (None, "fork", "spawn"))
-    _whole("num_nodes", num_nodes, 1)
+    one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
+    one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2"))
+    one_of("start_method", start_method, (None, "fork", "spawn"))
+    whole("num_nodes", num_nodes, 1)
     on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
     devices = parse_gpus(gpus, cuda_devices if on_cuda else os.cpu_count() or 1)
     if accelerator == "cuda" and not devices:
@@ -113,12 +113,12 @@ def connect(
         )
         name = "ddp"
     member, dtype = _precision(precision, use_amp, amp_level)
-    _whole("accumulate_grad_batches", accumulate_grad_batches, 1)
+    whole("accumulate_grad_batches", accumulate_grad_batches, 1)
     for option, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
-        _whole(option, value, 0, optional=True)
+        whole(option, value, 0, optional=True)
     for option, value in (("val_check_interval", val_check_interval), ("checkpoint_every", checkpoint_every)):
-        _whole(option, value, 1, optional=True)
-    _whole("seed", seed, 0)
+        whole(option, value, 1, optional=True)
+    whole("seed", seed, 0)
     if isinstance(gradient_clip_val, bool) or not isinstance(gradient_clip_val or 0, (int, float)):
         raise MisconfigurationError(f"gradient_clip_val={gradient_clip_val!r} is not a number: give a 2-norm, or None.")
     if not (gradient_clip_val or 0) >= 0:
@@ -156,7 +156,7 @@ def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Prec
     bits = None if precision is None else str(precision)
     if isinstance(precision, bool) or bits not in (None, "64", "32", "16", "bf16"):
         raise MisconfigurationError(f"precision={precision!r} does not exist: use 64, 32, 16 or 'bf16'.")
-    _one_of("amp_level", amp_level, (None, *LEVELS))
+    one_of("amp_level", amp_level, (None, *LEVELS))
     if not isinstance(use_amp, bool):
         raise MisconfigurationError(f"use_amp={use_amp!r} is neither True nor False.")
     if bits is None:
@@ -174,7 +174,8 @@ def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Prec
     return (Converted, torch.float64) if bits == "64" else (Precision, torch.float32)
 
 
-def _one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
+def one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
+    """Raise MisconfigurationError, with the nearest choice, if ``value`` is none of them."""
     if any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         return
     spelled = {choice.lower(): choice for choice in choices if choice}
@@ -183,7 +184,8 @@ def _one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:
     raise MisconfigurationError(f"{option}={value!r} does not exist: {hint}")
 
 
-def _whole(option: str, value: Any, least: int, *, optional: bool = False) -> None:
+def whole(option: str, value: Any, least: int, *, optional: bool = False) -> None:
+    """Raise MisconfigurationError if ``value`` is no whole number, or less than ``least``."""
     if optional and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:

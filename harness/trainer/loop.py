@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from harness.trainer.checkpoint import State, capture, write
-from harness.trainer.data import set_epoch
+from harness.trainer.data import batch_length, set_epoch
 from harness.trainer.errors import MisconfigurationError
+from harness.trainer.module import Module
 from harness.trainer.optimizers import OnlyItsOwn
 from harness.trainer.precision import map_tensors
 from harness.trainer.step import loss_function
@@ -62,7 +63,7 @@ def train(trainer: Any, state: State, work: Work) -> None:
         if not train_epoch(trainer, state, work):
             return
         if work.val_loader is not None and trainer.plan.val_every is None:
-            validate(trainer, work)
+            validate(trainer, state.module, work)
         for schedule in state.schedules:
             if schedule.interval == "epoch":
                 schedule.step(trainer.metrics)
@@ -84,15 +85,15 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
     max_steps = float("inf") if plan.max_steps is None else plan.max_steps
     val_every = plan.val_every if work.val_loader is not None else None
     step_schedules = [schedule for schedule in state.schedules if schedule.interval == "step"]
-    loss = None
+    losses: list[tuple[torch.Tensor, Any]] = []  # of the last step, by micro-batch, with the batch
 
     set_epoch(work.train_loader, trainer.current_epoch)
     batches = itertools.islice(work.train_loader, state.batches, None)
     for window in windows(batches, plan.accumulate, uneven(work.train_loader, trainer.world_size)):
         if trainer.global_step >= max_steps:  # asked here, with a batch at hand, so that a whole epoch ends as one
-            report_loss(trainer, loss)
+            report_loss(trainer, state.module, losses)
             return False
-        share = len(window)
+        share, losses = len(window), []
         for place, batch in enumerate(window, start=1):
             last = place == share
             if move is not None:
@@ -109,6 +110,7 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
                         clip_grad_norm_(turn.parameters, clip_norm)
                     precision.step(turn.optimizer)
                     turn.optimizer.zero_grad()
+            losses.append((loss.detach(), batch))
             state.batches += 1
             if last:
                 precision.update()
@@ -117,10 +119,10 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
                     if precision.stepped(schedule.scheduler.optimizer):
                         schedule.step(trainer.metrics)
             if val_every and state.batches % val_every == 0:
-                validate(trainer, work)
+                validate(trainer, state.module, work)
         if checkpoint_every and trainer.global_step % checkpoint_every == 0 and trainer.rank == 0:
             write(capture(trainer, state), plan.checkpoint_path.format(step=trainer.global_step))
-    report_loss(trainer, loss)
+    report_loss(trainer, state.module, losses)
     return True
 
 
@@ -186,7 +188,7 @@ def insist(check_reduced: Callable[[], None]) -> None:
         ) from error
 
 
-def validate(trainer: Any, work: Work) -> None:
+def validate(trainer: Any, module: Module, work: Work) -> None:
     """Set the metrics to the means over all validation samples; gradients and training modes stay."""
     modes = [(layer, layer.training) for layer in work.evaluate.modules()]
     if getattr(work.forward, "broadcast_buffers", False) and trainer.world_size > 1:
@@ -202,7 +204,7 @@ def validate(trainer: Any, work: Work) -> None:
     for layer, mode in modes:
         layer.training = mode
     sums = {name: tuple(total.tolist()) for name, total in totals.items()}
-    trainer.metrics.update(means_over_ranks(sums, trainer.world_size))
+    report(trainer, module, means_over_ranks(sums, trainer.world_size))
 
 
 def share_buffers(module: nn.Module) -> None:
@@ -211,13 +213,21 @@ def share_buffers(module: nn.Module) -> None:
         dist.broadcast(buffer, src=0)
 
 
-def report_loss(trainer: Any, loss: torch.Tensor | None) -> None:
-    """Set the metric ``loss`` to the last micro-batch's, a mean over ranks."""
-    if loss is not None:
-        mean = loss.detach().double() / trainer.world_size
+def report_loss(trainer: Any, module: Module, losses: list[tuple[torch.Tensor, Any]]) -> None:
+    """Set the metric ``loss`` to the last step's: the mean over the samples of all its micro-batches and ranks."""
+    if losses:
+        counts = [batch_length(batch) or 1 for _, batch in losses]
+        total = torch.stack([loss.double() * count for (loss, _), count in zip(losses, counts, strict=True)]).sum()
+        sums = torch.stack([total, total.new_tensor(sum(counts))])
         if trainer.world_size > 1:
-            dist.all_reduce(mean)
-        trainer.metrics["loss"] = float(mean)
+            dist.all_reduce(sums)
+        report(trainer, module, {"loss": float(sums[0] / sums[1])})
+
+
+def report(trainer: Any, module: Module, metrics: dict[str, float]) -> None:
+    """Take over new metrics, and tell the user's module of them."""
+    trainer.metrics.update(metrics)
+    module.on_metrics(metrics)
 
 
 def means_over_ranks(totals: dict[str, tuple[float, float]], world: int) -> dict[str, float]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.rendezvous import rendezvous
+
+from harness.trainer.backends import split
 
 _connections = itertools.count()
 
@@ -44,6 +47,12 @@ class Module(nn.Module):
         """
         raise NotImplementedError
 
+    def on_metrics(self, metrics: dict[str, float]) -> None:
+        """Do something with new metrics: ``loss`` after an epoch's last step, those of ``validation_step`` after it.
+
+        They are the same on all ranks, and this is called on each of them.
+        """
+
     def configure_optimizers(self) -> Any:
         """Return an optimizer, a list of them, or a list of optimizers and a list of schedulers.
 
@@ -67,6 +76,10 @@ class Module(nn.Module):
         # torchrun's store outlives a process group: a second fit that read the first one's keys would hang.
         store = dist.PrefixStore(f"connection-{next(_connections)}", store)
         dist.init_process_group(backend, store=store, rank=proc_rank, world_size=world_size)
+
+    def configure_dp(self, model: nn.Module, devices: list[torch.device]) -> nn.Module:
+        """Return ``model`` such that its forward spreads the batch over this process's devices, and gathers."""
+        return split(model, devices)
 
     def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
         """Return ``model`` wrapped such that its backward averages gradients over ranks.

@@ -28,12 +28,13 @@ class Replicas(nn.Module):
         shares = scatter(inputs, self.count)
         names, weights = zip(*self.module.named_parameters(), strict=True)
         copies = replicate(weights, len(shares))
-        outputs = []
-        for number, (copy, share) in enumerate(zip(copies, shares, strict=True)):
-            state = dict(zip(names, copy, strict=True))
-            if number:  # the first replica works on the module's own buffers, in place; the others on copies
-                state |= {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            outputs.append(functional_call(self.module, state, share))
+        # The first replica works on the module's own buffers, in place; the others on copies from before that.
+        begun = dict(self.module.named_buffers())
+        buffers = [{}, *({name: buffer.clone() for name, buffer in begun.items()} for _ in shares[1:])]
+        outputs = [
+            functional_call(self.module, {**dict(zip(names, copy, strict=True)), **own}, share)
+            for copy, own, share in zip(copies, buffers, shares, strict=True)
+        ]
         return gather(outputs)
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from harness.trainer import checkpoint as checkpoints
-from harness.trainer.backends import split
 from harness.trainer.checkpoint import State
 from harness.trainer.connector import Plan
 from harness.trainer.data import check_loader, share_loader
@@ -65,7 +64,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
         state.samples_per_batch = train_loader.batch_size * trainer.world_size
     weights = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in state.optimizers]
 
-    evaluate = forward = split(StepModule(module, precision), devices)
+    evaluate = forward = module.configure_dp(StepModule(module, precision), devices)
     if plan.backend.synchronises:
         one_cuda_device = plan.accelerator == "cuda" and not plan.backend.splits
         forward = module.configure_ddp(forward, [devices[0].index] if one_cuda_device else None)
@@ -119,9 +118,19 @@ def leave_ranks() -> None:
     dist.destroy_process_group()
 
 
+def drawn_seed() -> int:
+    """Return a seed that follows from the user's, and is another one at the next call: a second fit is no replay."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
 def seed_devices(rank: int, devices: list[torch.device]) -> None:
-    """Give every device random numbers of its own: equal dropout masks would be no noise."""
-    seed = torch.initial_seed()
+    """Give every device random numbers of its own: equal dropout masks would be no noise.
+
+    The first device goes on with the user's generator.
+    """
+    if rank == 0 and len(devices) == 1:
+        return
+    seed = drawn_seed()
     if rank:
         torch.default_generator.manual_seed(seed + rank * len(devices))
     for number, device in enumerate(devices):

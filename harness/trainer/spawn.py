@@ -15,7 +15,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from harness.trainer.checkpoint import read
 from harness.trainer.errors import MisconfigurationError, RankError
 from harness.trainer.module import Module
-from harness.trainer.session import run_rank
+from harness.trainer.session import drawn_seed, run_rank
 
 
 def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
     first = environment.rank(0, plan.processes_per_node)
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         result = str(Path(folder) / "result.ckpt")
-        arguments = (trainer, module, ckpt_path, meeting, result, torch.initial_seed())
+        arguments = (trainer, module, ckpt_path, meeting, result, drawn_seed())
         try:
             context = start_processes(
                 _rank, arguments, plan.processes_per_node, join=False, start_method=plan.start_method

@@ -26,7 +26,8 @@ class Trainer:
     """Trains a ``Module`` on one device or many.
 
     After (and in) ``fit``: ``global_step`` counts optimizer steps, those that AMP skipped too;
-    ``current_epoch`` whole epochs; ``metrics`` holds the validation's means and ``loss``, the last step's.
+    ``current_epoch`` whole epochs; ``metrics`` holds the validation's means and ``loss``, the last step's; they are
+    means over samples, on all ranks.
 
     Args:
         gpus: A count, indices (``[0, 1]``, ``"0, 1"``; the string ``"3"`` is device 3), -1 for all, None for
@@ -45,6 +46,7 @@ class Trainer:
         val_check_interval: Validate every so many training batches; None: after each epoch.
         checkpoint_every: Write ``checkpoint_path`` (``{step}`` in it is the step) every so many steps.
         seed: Of the order of the data.
+        node_rank: Which of several nodes this is, where no launcher says so; None: NODE_RANK.
         start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts; None: fork where no CUDA
             is.
 
@@ -72,6 +74,7 @@ class Trainer:
         checkpoint_every: int | None = None,
         checkpoint_path: str | Path | None = None,
         seed: int = 0,
+        node_rank: int | None = None,
         start_method: str | None = None,
     ) -> None:
         if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
@@ -95,6 +98,7 @@ class Trainer:
             checkpoint_path=checkpoint_path,
             seed=seed,
             start_method=start_method,
+            variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
         )
         self.global_step = 0
         self.current_epoch = 0

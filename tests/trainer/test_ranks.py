@@ -56,6 +56,20 @@ def test_unequal_shares_follow_the_contract(problem, tmp_path):
     assert trainer.metrics["mse"] == pytest.approx(float(expected), rel=1e-12), "validation repeats no sample"
 
 
+def test_no_rank_and_no_fit_draws_the_noise_of_another(problem, tmp_path):
+    class Noisy(problem.Regression):
+        def training_step(self, batch, batch_idx):
+            with open(self.log / "noise", "a") as file:
+                file.write(f"{torch.rand((), dtype=torch.float64).item()}\n")
+            return super().training_step(batch, batch_idx)
+
+    module = Noisy(batch_size=13, log=tmp_path)
+    for _ in range(2):
+        ddp(2, max_epochs=1).fit(module)
+    noise = (tmp_path / "noise").read_text().split()
+    assert len(set(noise)) == len(noise) == 4
+
+
 def test_overrides_buffers_noise_and_samplers_in_real_ranks(problem, tmp_path):
     class Overridden(problem.Regression):
         def __init__(self):

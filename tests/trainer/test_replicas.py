@@ -61,6 +61,23 @@ def test_buffers_are_those_of_the_first_device():
     assert torch.allclose(outputs[5:], nn.BatchNorm1d(4).double()(inputs[5:]))
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, inputs):
+        self.seen += 1
+        return inputs * self.seen * self.weight
+
+
+def test_every_replica_begins_with_the_same_buffers():
+    many = Replicas(Counting(), 3)
+    assert torch.equal(many(torch.ones(6, 2)), torch.ones(6, 2))
+    assert torch.equal(many(torch.ones(6, 2)), 2 * torch.ones(6, 2))
+
+
 @pytest.mark.parametrize(
     ("batch", "calls"), [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (5, [2, 2, 1]), (2, [1, 1]), (1, [1])]
 )
