@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.core.sketch import SKETCH_ABOVE
+
 if TYPE_CHECKING:
     from harness.session import CellTest, Session
 
@@ -43,6 +45,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add("--seed", type=int, metavar="N", help="other weights, data and order than the workloads' own")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device")
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device (gloo)")
+    add(
+        "--sketch-above",
+        type=int,
+        default=SKETCH_ABOVE,
+        metavar="N",
+        help="record weights and gradients of more than N entries as sketches (default: %(default)s)",
+    )
     add("--report-dir", metavar="DIR", help="where runs are written (default: reports/ in the root directory)")
     add("--keep-traces", action="store_true", help="keep the evidence of every cell, not only of the bad ones")
     add(

@@ -21,10 +21,12 @@ import pytest
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
+from harness.core.sketch import SKETCH_ABOVE
 from harness.examine import verdict
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
 from harness.plan import DEFAULT_GPUS, Declaration, Matrix, Planned, check_devices, plan
+from harness.report.parameters import parameter_table
 from harness.report.terminal import support_for_terminal
 from harness.report.write import write_report
 from harness.store.fingerprint import take_fingerprint
@@ -106,6 +108,11 @@ class Session:
         return bool(self._options["oversubscribe"])
 
     @property
+    def sketch_above(self) -> int:
+        """Weights and gradients of more entries than this are recorded as sketches."""
+        return int(self._options["sketch_above"])
+
+    @property
     def time_limit(self) -> float:
         """Seconds for one cell."""
         return float(self._options["time_limit"])
@@ -131,7 +138,14 @@ class Session:
         return Ahead(
             planned,
             folder,
-            start(pool, planned.cell, folder, time_limit=self.time_limit, oversubscribe=self.oversubscribe),
+            start(
+                pool,
+                planned.cell,
+                folder,
+                time_limit=self.time_limit,
+                oversubscribe=self.oversubscribe,
+                sketch_above=self.sketch_above,
+            ),
         )
 
     def launch_ahead(self) -> None:
@@ -159,7 +173,7 @@ class Session:
         header = Header.of(
             [planned.cell for planned in self.planned if planned.cell.id in chosen],
             command=command,
-            options={name: self._options[name] for name in (*repeatable, "oversubscribe")},
+            options={name: self._options[name] for name in (*repeatable, "oversubscribe", "sketch_above")},
             fingerprint=take_fingerprint(self.matrix.accelerator),
             simulated=self.matrix.accelerator == "cpu",
         )
@@ -178,6 +192,8 @@ class Session:
             words += ["--accelerator", options["accelerator"]]
         if self.oversubscribe:
             words.append("--oversubscribe")
+        if self.sketch_above != SKETCH_ABOVE:
+            words += ["--sketch-above", str(self.sketch_above)]
         return shlex.join(words)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -286,12 +302,14 @@ class CellTest:
         if outcome is Outcome.UNSUPPORTED:
             pytest.skip(findings[0].message)
         if outcome.is_bad:
-            said = "\n".join(
-                f"{finding.check}: {finding.outcome.value}: {finding.message}"
-                for finding in findings
-                if finding.outcome.is_bad
-            )
+            said = "\n".join(map(told, filter(lambda finding: finding.outcome.is_bad, findings)))
             pytest.fail(f"{cell.id} {outcome.value}\n{said}\nreproduce: {reproduce}", pytrace=False)
+
+
+def told(finding: Finding) -> str:
+    """Return a finding as people read it where a test fails."""
+    table = parameter_table(finding.parameters, finding.limit_x_noise)
+    return "\n".join([f"{finding.check}: {finding.outcome.value}: {finding.message}", *table])
 
 
 def parse_subject(text: str) -> tuple[str, str | None]:
@@ -319,4 +337,5 @@ def _names(given: str | None) -> tuple[str, ...] | None:
 
 
 def _finding(values: dict[str, Any]) -> Finding:
-    return Finding(**{**values, "outcome": Outcome(values["outcome"])})
+    parameters = tuple((name, error) for name, error in values["parameters"])
+    return Finding(**{**values, "outcome": Outcome(values["outcome"]), "parameters": parameters})

@@ -11,8 +11,9 @@ from harness.core.outcome import Outcome
 class Finding:
     """One check's answer about one cell. What does not apply is None, never 0 or -1.
 
-    ``error_x_noise`` is the error in multiples of what rounding alone explains.
-    ``step`` counts optimizer steps from 0.
+    ``error_x_noise`` is the error in multiples of what rounding alone explains, and ``limit_x_noise`` how much of it a
+    right trainer may show. ``step`` counts optimizer steps from 0. ``parameters`` has the error of each parameter at
+    that step on that rank, in the model's order, where the finding is bad.
     """
 
     check: str
@@ -24,3 +25,5 @@ class Finding:
     step: int | None = None
     parameter: str | None = None
     rank: int | None = None
+    limit_x_noise: float | None = None
+    parameters: tuple[tuple[str, float], ...] = ()

@@ -9,12 +9,17 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.core.outcome import Outcome
+from harness.core.sketch import Sketch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Tensors = dict[str, "Tensor"]
-"""Named tensors: a parameter's or a buffer's name in ``job.model()`` to its value, on the cpu."""
+"""Named tensors: a parameter's or a buffer's name in ``job.model()`` to its value, on the cpu.
+
+As they were recorded, weights and gradients that are large are here as a ``Sketch``. The judge follows the training
+along its sketches before it asks anything, and sees tensors only.
+"""
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class MicroBatch:
 
     ``forwards``: per forward call of the model, in order, the sample ids of its batch; one call a device.
     ``loss``: the sample ids that ``job.loss`` was given, or None if the subject has a loss of its own.
-    ``drawn``: what the model's layers drew at random, by name, a row for each sample of ``forwards``.
+    ``drawn``: what the model's layers drew at random, by name, a row for each sample of ``forwards``; under the name
+    and ``again`` what they drew when a backward computed an activation once more, where that is something else.
     """
 
     forwards: tuple[tuple[int, ...], ...]
@@ -44,6 +50,10 @@ class Step:
     averaged, clipped, whatever the subject did to it. A parameter without a gradient is absent from it.
     ``learning_rates`` has one entry a parameter group. ``scale`` is the loss scale, None without a scaler.
     ``buffers`` are the model's where the step's first forward began: what a trainer that shares them had shared.
+
+    Several optimizers, each with its own part of the model, make one step. Where they take ``turns``, each with a pass
+    of its own over the same samples, they are here with the names of their parameters, in order: a later one's
+    gradients are those at the weights that the earlier ones left. Empty where one pass is enough for all of them.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -54,6 +64,7 @@ class Step:
     skipped: bool = False
     scale: float | None = None
     buffers: Tensors = field(default_factory=dict)
+    turns: tuple[tuple[str, ...], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,11 +83,12 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Logged:
-    """A metric as the subject reported it, when ``step`` optimizer steps were done."""
+    """A metric as reported when ``step`` optimizer steps were done, and ``micro_batches`` of the next one."""
 
     step: int
     name: str
     value: float
+    micro_batches: int = 0
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
                 "skipped": step.skipped,
                 "scale": step.scale,
                 "continues": continues,
+                "turns": step.turns,
             }
         )
         previous = step.after
@@ -155,6 +168,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
     if trace.final is not None and not ended:
         tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})
     tensors.update({f"{len(steps)}/final buffers/{name}": value for name, value in trace.final_buffers.items()})
+    sketches: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Sketch)}
     return {
         "final": None if trace.final is None else "last" if ended else "own",
         "rank": trace.rank,
@@ -164,7 +178,8 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         "steps": steps,
         "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
         "logged": [astuple(logged) for logged in trace.logged],
-    }, tensors
+        "sketches": {name: [s.norm, s.fingerprint, s.shape, s.dtype] for name, s in sketches.items()},
+    }, {**tensors, **{name: sketch.values for name, sketch in sketches.items()}}
 
 
 def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
@@ -174,7 +189,11 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         LookupError, TypeError, ValueError: the values are not those of a trace.
     """
     parts: dict[tuple[int, str], Tensors] = {}
-    for key, value in tensors.items():
+    sketches: dict[str, Any] = {
+        name: Sketch(tensors[name], norm, fingerprint, tuple(shape), dtype)
+        for name, (norm, fingerprint, shape, dtype) in dict(values.get("sketches", {})).items()
+    }
+    for key, value in {**tensors, **sketches}.items():
         place, part, name = key.split("/", 2)
         parts.setdefault((int(place), part), {})[name] = value
     steps: list[Step] = []
@@ -196,6 +215,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
                 skipped=step["skipped"],
                 scale=step["scale"],
                 buffers=parts.get((number, "buffers"), {}),
+                turns=tuple(tuple(names) for names in step.get("turns", ())),
             )
         )
     finals = {None: None, "own": parts.get((len(steps), "final"), {}), "last": steps[-1].after if steps else None}

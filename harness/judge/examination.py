@@ -96,6 +96,7 @@ class Examination:
         """Put an oracle where the subject was before a step."""
         oracle.load(moment.ranks[0].before)
         oracle.set_scene(moment.ranks)
+        oracle.take_turns(moment.ranks[0])
 
     @cached_property
     def start(self) -> Tensors:

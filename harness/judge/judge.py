@@ -14,6 +14,7 @@ from harness.judge.causes import explain_launch, explain_vacuous
 from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import launch
 from harness.judge.examination import Examination
+from harness.judge.follow import followed
 from harness.judge.verdict import Vacuous
 from harness.workloads import Workload
 
@@ -27,6 +28,10 @@ def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
     broken = launch(trace, cell)
     if broken is not None:
         return (explain_launch(broken, trace, cell),)
+    try:
+        trace = followed(trace, workload, cell)
+    except Exception as error:
+        return (Finding("launch", Outcome.ERRORED, f"evidence cannot be followed: {_raised(error)}"),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         examination = Examination(trace, workload, cell)
@@ -41,9 +46,9 @@ def _ask(name: str, check: Check, examination: Examination) -> Finding | None:
         return explain_vacuous(Finding(name, Outcome.ERRORED, f"vacuous: {reason}"), examination)
     except Exception as error:
         # A check that raises knows nothing: its verdict is unknown, not right.
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return Finding(
-            name,
-            Outcome.ERRORED,
-            f"the check itself raised {type(error).__name__}: {error} ({place.name}, line {place.lineno})",
-        )
+        return Finding(name, Outcome.ERRORED, f"the check itself raised {_raised(error)}")
+
+
+def _raised(error: Exception) -> str:
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({place.name}, line {place.lineno})"

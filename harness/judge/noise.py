@@ -20,6 +20,10 @@ FALSE_ALARM = 1e-9
 """The chance, for one tensor at one step, that a right trainer exceeds the limit. A run makes about 1e5 of them."""
 
 
+TOGETHER = "all parameters together"
+"""Stands where a tensor's name stands, for an error along the whole gradient."""
+
+
 def norm(tensor: Tensor) -> float:
     """Return the 2-norm of all entries, as float64; not finite if an entry is not."""
     return float(torch.linalg.vector_norm(tensor.double()))
@@ -65,6 +69,22 @@ def limit(draws: int, false_alarm: float = FALSE_ALARM) -> float:
     return high
 
 
+def error_along(measured: Tensors, exact: Tensors) -> float:
+    """Return how much longer or shorter a gradient is than the exact one, along that one, over all tensors together.
+
+    Rounding goes in all directions, and a factor in this one: over many entries a small factor shows here long before
+    it shows in any tensor.
+    """
+    size = math.hypot(*map(norm, exact.values()))
+    off = sum(
+        float(((measured[name].double() - right.double()) * right.double()).sum())
+        for name, right in exact.items()
+        if name in measured
+    )
+    absent = sum(norm(right) ** 2 for name, right in exact.items() if name not in measured)
+    return abs(off - absent) / size if size else 0.0
+
+
 class NoiseScale:
     """Collects measured errors per tensor and answers with the error that rounding explains there.
 
@@ -85,6 +105,9 @@ class NoiseScale:
         for name, error in errors.items():
             if unit[name] > 0:
                 self._worst[name] = max(self._worst.get(name, 0.0), error / unit[name])
+        if any(unit.values()):
+            along = error_along(measured, exact) / math.hypot(*unit.values())
+            self._worst[TOGETHER] = max(self._worst.get(TOGETHER, 0.0), along)
 
     def at(self, name: str, unit: float) -> float:
         """Return the noise of a tensor whose rounding unit is ``unit``: never less than one rounding of it."""

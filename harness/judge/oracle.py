@@ -7,11 +7,11 @@ says how much rounding alone explains.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from harness.core.precision import Precision
 from harness.core.trace import Step, Tensors
@@ -52,8 +52,13 @@ class Oracle:
         self.model: nn.Module = workload.model(self.dtype).train()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trained: dict[str, nn.Parameter] = {k: p for k, p in self.parameters.items() if p.requires_grad}
+        self._buffered = {
+            name: (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], buffer.dtype)
+            for name, buffer in self.buffers.items()
+        }
         self._begun: Tensors = {}
         self._drawn: Tensors = {}
+        self._turns: list[tuple[tuple[str, ...], Tensors]] = []
 
     def load(self, weights: Tensors) -> None:
         """Take over ``weights``, a value for every parameter, cast to this arithmetic."""
@@ -64,6 +69,7 @@ class Oracle:
     def set_scene(self, steps: Sequence[Step]) -> None:
         """Take over what else a forward depends on: the buffers that every rank's step began with, and its draws."""
         self._begun = steps[0].buffers
+        self._turns = []
         self._drawn = {}
         micros = [micro for step in steps for micro in step.micro_batches]
         for name in {name for micro in micros for name in micro.drawn}:
@@ -73,14 +79,23 @@ class Oracle:
                     table[list(micro.samples)] = micro.drawn[name].to(table.dtype)
             self._drawn[name] = table.to(self.dtype)
 
+    def take_turns(self, step: Step) -> None:
+        """Evaluate each optimizer's part of the gradient at the weights that those before it left, as the step did."""
+        left = step.before
+        for earlier, names in pairwise(step.turns):
+            left = {**left, **{name: step.after[name] for name in earlier if name in step.after}}
+            self._turns.append((names, left))
+
     def forward(self, share: Share) -> Any:
         """Return the model's outputs for samples, as a device computes them at the start of the step."""
-        drawn = {name: table[list(share)] for name, table in self._drawn.items()}
-        batch = {**self.data.batch(share), **drawn}
-        # Copies: what a forward makes of them is thrown away, and a backward that saved them may still come.
-        own = self.buffers
-        begun = {name: value.to(own[name].dtype, copy=True) for name, value in self._begun.items()}
-        return functional_call(self.model, begun, (batch,)) if begun else self.model(batch)
+        for name, value in self._begun.items():
+            layer, attribute, dtype = self._buffered[name]
+            # A copy: what a forward makes of it is thrown away, and a backward that saved it may still come.
+            setattr(layer, attribute, value.to(dtype, copy=True))
+        batch = self.data.batch(share)
+        for name, table in self._drawn.items():
+            batch[name] = table[list(share)]
+        return self.model(batch)
 
     def group_gradients(self, layout: Layout, scale: float = 1.0) -> list[list[Tensors]]:
         """Return ∂ℓ/∂w at the loaded weights for every group alone, by micro-batch, in this arithmetic.
@@ -88,6 +103,25 @@ class Oracle:
         ``scale`` multiplies the loss before backward and divides the gradient after it, as a GradScaler does.
         A parameter that the loss does not depend on is absent.
         """
+        parts, *later = self.passes(layout, scale)
+        for (names, _), made in zip(self._turns, later, strict=True):
+            for groups, others in zip(parts, made, strict=True):
+                for part, own in zip(groups, others, strict=True):
+                    part.update({name: own[name] for name in names if name in own})
+        return parts
+
+    def passes(self, layout: Layout, scale: float = 1.0) -> list[list[list[Tensors]]]:
+        """Return the same of every turn's pass, with the gradients of all parameters in each."""
+        made = [self._pass(layout, scale)]
+        begun = self._copies() if self._turns else {}
+        for _, weights in self._turns:
+            self.load(weights)
+            made.append(self._pass(layout, scale))
+        if begun:
+            self.load(begun)
+        return made
+
+    def _pass(self, layout: Layout, scale: float) -> list[list[Tensors]]:
         return [[self._group_gradient(group, scale) for group in groups] for groups in layout]
 
     def gradient(self, layout: Layout, scale: float = 1.0) -> Tensors:
@@ -107,7 +141,7 @@ class Oracle:
     def _group_gradient(self, group: Group, scale: float) -> Tensors:
         gradients = torch.autograd.grad(self._loss(group) * scale, tuple(self.trained.values()), allow_unused=True)
         return {
-            name: gradient.to_dense() / scale
+            name: gradient.to_dense() / scale if scale != 1 else gradient.to_dense()
             for name, gradient in zip(self.trained, gradients, strict=True)
             if gradient is not None
         }
@@ -120,6 +154,24 @@ class Oracle:
             outputs = [self.forward(share) for share in group]
             batch = self.data.batch([i for share in group for i in share])
             return self.workload.loss(gather(outputs), batch)
+
+    def losses(self, layout: Layout) -> list[list[Tensor]]:
+        """Return ℓ of every group alone at the loaded weights, by micro-batch, in this arithmetic."""
+        with torch.no_grad():
+            return [[self._loss(group) for group in groups] for groups in layout]
+
+    def evaluation_loss(self, data: Columns, samples: Sequence[int], buffers: Tensors, *, training: bool) -> Tensor:
+        """Return ℓ of samples of ``data``, taken at once at the loaded weights, in evaluation mode unless said."""
+        self.model.train(training)
+        try:
+            with torch.no_grad(), self._precision():
+                for name, value in buffers.items():
+                    layer, attribute, dtype = self._buffered[name]
+                    setattr(layer, attribute, value.to(dtype, copy=True))
+                batch = data.batch(samples)
+                return self.workload.loss(self.model(batch), batch)
+        finally:
+            self.model.train()
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -160,7 +212,10 @@ class Oracle:
 
     def weights(self) -> Tensors:
         """Return a copy of the weights, as float64."""
-        return {name: parameter.detach().double().clone() for name, parameter in self.parameters.items()}
+        return {name: parameter.double() for name, parameter in self._copies().items()}
+
+    def _copies(self) -> Tensors:
+        return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
 
 
 def mean_gradient(parts: Sequence[Sequence[Tensors]]) -> Tensors:

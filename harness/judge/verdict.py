@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.core.finding import Finding
@@ -40,12 +41,17 @@ def larger(left: Deviation | None, right: Deviation) -> Deviation:
     return left
 
 
+def by_parameter(deviations: Iterable[Deviation]) -> tuple[tuple[str, float], ...]:
+    """Return the error of each parameter at one step on one rank."""
+    return tuple((deviation.parameter, deviation.x_noise) for deviation in deviations if deviation.parameter)
+
+
 def times(x_noise: float) -> str:
     """Write a multiple of noise for people: ``0.8``, ``12``, ``2e+06``."""
     return f"{x_noise:.2g} × noise"
 
 
-def found(check: str, outcome: Outcome, message: str, deviation: Deviation) -> Finding:
+def found(check: str, outcome: Outcome, message: str, deviation: Deviation, limit: float | None = None) -> Finding:
     """Return a finding that points to where the deviation is."""
     return Finding(
         check=check,
@@ -55,6 +61,7 @@ def found(check: str, outcome: Outcome, message: str, deviation: Deviation) -> F
         step=deviation.step,
         parameter=deviation.parameter,
         rank=deviation.rank,
+        limit_x_noise=limit,
     )
 
 
@@ -62,7 +69,7 @@ def single(check: str, subject: str, right: str, deviation: Deviation, limit: fl
     """Judge against the one thing that is right: ``subject``, in the plural, are or are not ``right``."""
     good = deviation.x_noise <= limit
     message = f"{subject} are {'' if good else 'not '}{right}: {times(deviation.x_noise)} at {deviation.where}"
-    return found(check, Outcome.PASSED if good else Outcome.FAILED, message, deviation)
+    return found(check, Outcome.PASSED if good else Outcome.FAILED, message, deviation, limit)
 
 
 def nearest(
@@ -81,9 +88,9 @@ def nearest(
             f"{subject} are not those of one device ({times(whole.x_noise)} from that), "
             f"but exactly what {promise} ({times(contract.x_noise)}, {contract.where})"
         )
-        return found(check, Outcome.DEVIATES, message, contract)
+        return found(check, Outcome.DEVIATES, message, contract, limit)
     message = (
         f"{subject} are neither those of one device ({times(whole.x_noise)}, {whole.where}) "
         f"nor what {promise} ({times(contract.x_noise)}, {contract.where})"
     )
-    return found(check, Outcome.FAILED, message, contract)
+    return found(check, Outcome.FAILED, message, contract, limit)

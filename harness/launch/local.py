@@ -13,6 +13,7 @@ import torch.distributed
 
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
+from harness.core.sketch import SKETCH_ABOVE
 from harness.core.trace import Exit, RankTrace, Trace
 from harness.launch.pool import Pool, RankEnd, Running
 from harness.store.traces import read_rank
@@ -39,6 +40,7 @@ class Launched:
     store: torch.distributed.TCPStore
     folder: Path
     oversubscribe: bool
+    sketch_above: int
 
     def trace(self) -> Trace:
         """Wait for the end and return the evidence.
@@ -69,6 +71,7 @@ class Launched:
             self.folder / part,
             time_limit=self.running.deadline - self.running.started,
             oversubscribe=self.oversubscribe,
+            sketch_above=self.sketch_above,
             checkpoint=checkpoint,
         ).trace()
 
@@ -80,9 +83,10 @@ def start(
     *,
     time_limit: float,
     oversubscribe: bool = False,
+    sketch_above: int = SKETCH_ABOVE,
     checkpoint: Checkpoint | None = None,
 ) -> Launched:
-    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
+    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank, tensors of more entries as sketches.
 
     Raises:
         LaunchError: the pool's server is gone.
@@ -104,16 +108,27 @@ def start(
             checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
             stop_after_step=checkpoint.stop_after_step if checkpoint else None,
             resume=checkpoint is not None and checkpoint.stop_after_step is None,
+            sketch_above=sketch_above,
         )
         for rank in range(cell.processes)
     )
     running = pool.begin(cell.subject, assignments, time_limit)
-    return Launched(pool, running, assignments, store, folder, oversubscribe)
+    return Launched(pool, running, assignments, store, folder, oversubscribe, sketch_above)
 
 
-def launch(pool: Pool, cell: Cell, folder: Path, *, time_limit: float, oversubscribe: bool = False) -> Trace:
+def launch(
+    pool: Pool,
+    cell: Cell,
+    folder: Path,
+    *,
+    time_limit: float,
+    oversubscribe: bool = False,
+    sketch_above: int = SKETCH_ABOVE,
+) -> Trace:
     """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`Launched.trace`."""
-    return start(pool, cell, folder, time_limit=time_limit, oversubscribe=oversubscribe).trace()
+    return start(
+        pool, cell, folder, time_limit=time_limit, oversubscribe=oversubscribe, sketch_above=sketch_above
+    ).trace()
 
 
 def _store() -> torch.distributed.TCPStore:

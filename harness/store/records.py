@@ -174,7 +174,9 @@ class Result(CellRecord):
 
     ``seconds`` is the wall time of the cell's launch, the same on each of its findings. ``step`` counts
     optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
-    ``reproduce`` is a command that runs just this cell. What does not apply is None.
+    ``limit_x_noise`` is how much a right trainer may show; ``parameters`` has the error of each parameter at that step
+    on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. What does not apply is
+    None.
     """
 
     type: Literal["result"] = "result"
@@ -186,6 +188,8 @@ class Result(CellRecord):
     step: Count | None = None
     parameter: Text | None = None
     rank: Count | None = None
+    limit_x_noise: XNoise | None = None
+    parameters: dict[Text, XNoise] = {}
     message: Text = ""
     reproduce: Text = ""
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
@@ -203,6 +207,8 @@ class Result(CellRecord):
             step=finding.step,
             parameter=finding.parameter,
             rank=finding.rank,
+            limit_x_noise=finding.limit_x_noise,
+            parameters=dict(finding.parameters),
             message=_without_its_middle(finding.message),
             reproduce=reproduce,
             seconds=seconds,

@@ -12,7 +12,8 @@ from harness.subjects.declare import subject
 from harness.trainer import Module, Trainer
 
 CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "validation",
+    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint",
+    "metrics",
     "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
 ]  # fmt: skip
 
@@ -34,10 +35,15 @@ class _Adapter(Module):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         return {"val_loss": self.job.loss(self.model(batch), batch)}
 
+    def on_metrics(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self.job.log(name, value)
+
     def configure_optimizers(self) -> Any:
-        optimizer = self.job.optimizer(self.parameters())
-        scheduler = self.job.scheduler(optimizer)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}] if scheduler is not None else []
+        # Several take turns: each has a training step of its own for the same batch.
+        optimizers = self.job.optimizers(self.parameters())
+        schedulers = filter(None, map(self.job.scheduler, optimizers))
+        return optimizers, [{"scheduler": scheduler, "interval": "step"} for scheduler in schedulers]
 
     def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
         if not self.job.unused_parameters:
@@ -62,7 +68,8 @@ class _Adapter(Module):
 def train(job: Any) -> None:
     """Train ``job`` with ``harness.Trainer``."""
     backend = None if job.backend in ("none", "auto") else job.backend
-    Trainer(
+    checkpoint = f"{job.checkpoint_dir}/checkpoint.ckpt"
+    trainer = Trainer(
         gpus=job.gpus,
         num_nodes=job.num_nodes,
         distributed_backend=backend,
@@ -72,5 +79,9 @@ def train(job: Any) -> None:
         gradient_clip_val=job.clip_norm,
         val_check_interval=job.validate_every,
         max_epochs=job.epochs,
+        max_steps=job.stop_after_step,
         seed=job.seed,
-    ).fit(_Adapter(job))
+    )
+    trainer.fit(_Adapter(job), ckpt_path=checkpoint if job.resume else None)
+    if job.stop_after_step is not None:
+        trainer.save_checkpoint(checkpoint)

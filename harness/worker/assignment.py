@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from harness.core.cell import Cell
+from harness.core.sketch import SKETCH_ABOVE
 from harness.core.topology import Topology
 
 
@@ -15,7 +16,8 @@ class Assignment:
 
     ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets
     (torchrun's). ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None where
-    nothing is saved: there the launch stops after ``stop_after_step`` steps, or ``resume`` asks it to go on.
+    nothing is saved: there the launch stops after ``stop_after_step`` steps, or ``resume`` asks it to go on. Of tensors
+    with more than ``sketch_above`` entries a sketch is recorded.
     """
 
     launch: int
@@ -29,6 +31,7 @@ class Assignment:
     checkpoint_dir: str | None = None
     stop_after_step: int | None = None
     resume: bool = False
+    sketch_above: int = SKETCH_ABOVE
 
     @property
     def processes_per_node(self) -> int:

@@ -94,7 +94,8 @@ class Job:
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
         """Return the workload's optimizers, which divide ``params``, in the model's order, among themselves.
 
-        Each of them steps once after each backward.
+        Each of them steps once for each batch: all after one backward, or in turns, each after a pass of its own at the
+        weights that the others left.
         """
         return self._workload.optimizers(params)
 
@@ -118,8 +119,10 @@ class Job:
     def log(self, name: str, value: float | Tensor) -> None:
         """Report a metric, as the trainer has it for all ranks: on every rank, or on one alone.
 
-        Held against the truth are ``loss`` (the mean over the samples trained on since it was logged last, or in the
-        last step, each at the weights it was trained with) and ``val_loss`` (the mean over ``val_dataset``, each
-        sample once, at the present weights).
+        Two names are held against the truth, wherever the loss is a mean over samples; any other is the subject's own.
+
+        ``loss`` is the mean over samples that were trained on, on all ranks, each at the weights and in the mode that
+        it was trained with: in the last step, in this epoch so far, or since this rank logged it last.
+        ``val_loss`` is the mean over ``val_dataset``, each sample once, in evaluation mode at the present weights.
         """
         self._recorder.on_log(name, value)

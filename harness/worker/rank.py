@@ -43,7 +43,7 @@ def run(assignment: Assignment, subject: Subject, announce: Callable[[dict[str, 
     status = 1
     try:
         _set_the_scene(assignment)
-        recorder = Recorder()
+        recorder = Recorder(assignment.sketch_above)
         recorder.install()
         _current = Job(assignment, recorder)
         error, failed_at = None, None

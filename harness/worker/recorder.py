@@ -7,7 +7,9 @@ the job's loss, and the GradScaler.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,37 +20,41 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils._pytree import tree_leaves
 
+from harness.core.sketch import SKETCH_ABOVE
 from harness.core.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
-
-
-@dataclass
-class _Forward:
-    """One training forward of one device: its sample ids, and what its layers drew."""
-
-    device: int
-    ids: tuple[int, ...]
-    drawn: Tensors = field(default_factory=dict)
+from harness.sketch import is_still, kept
+from harness.worker.parts import Part, belongs, joined
+from harness.worker.passes import Forward, Passes
 
 
 class Recorder:
-    """Collects the steps of this process. ``install`` hooks it into torch for the rest of the process's life."""
+    """Collects the steps of this process. ``install`` hooks it into torch for the rest of the process's life.
 
-    def __init__(self) -> None:
+    Weights and gradients of more than ``sketch_above`` entries are taken down as sketches.
+    """
+
+    def __init__(self, sketch_above: int = SKETCH_ABOVE) -> None:
+        self._sketch_above = sketch_above
         self.steps: list[Step] = []
         self.evaluations: list[Evaluation] = []
         self.logged: list[Logged] = []
         self.world_size = 1
         self._model: nn.Module | None = None
         self._names: dict[int, str] = {}
-        self._forwards: list[_Forward] = []
-        self._micro_batches: list[MicroBatch] = []
+        self._passes = Passes()
+        self._evaluating = Lock()
         self._before: Tensors = {}
         self._gradients: Tensors = {}
         self._scale: float | None = None
         self._buffers: Tensors = {}
         self._nested = 0
-        self._stepped: set[int] = set()
+        self._parts: list[Part] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        """Return this recorder: a copy of the model (an average of weights, say) brings its hooks along."""
+        return self
 
     def install(self) -> None:
         """Hook into torch's optimizers and GradScaler."""
@@ -61,22 +67,24 @@ class Recorder:
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        model.register_forward_hook(self._on_outputs)
         for layer in model.modules():
             if getattr(layer, "draws", None):
-                layer.register_forward_hook(lambda layer, args, drawn: self._on_draw(layer.draws, drawn))
+                layer.register_forward_hook(self._on_draw)
 
     def on_loss(self, batch: Any) -> None:
         """Take down that the job's loss saw ``batch``: it closes a micro-batch."""
         if torch.is_grad_enabled():
-            self._close_micro_batch(_ids(batch))
+            self._passes.close(_ids(batch))
 
     def on_log(self, name: str, value: Any) -> None:
         """Take down a metric that the subject reports."""
-        self.logged.append(Logged(len(self.steps), name, float(value)))
+        self.logged.append(Logged(len(self.steps), name, float(value), len(self._passes)))
 
     def trace(self, rank: int, error: str | None, failed_at: float | None) -> RankTrace:
         """Return all that was taken down, now that training is over."""
         self._note_world()
+        self._settle()
         buffers = {} if self._model is None else {name: _copy(value) for name, value in self._model.named_buffers()}
         return RankTrace(
             rank=rank,
@@ -103,42 +111,52 @@ class Recorder:
             return
         ids = _ids(batch) or ()
         if not torch.is_grad_enabled():
-            self._evaluated(ids, module.training)
+            self._evaluated(len(self._passes), ids, module.training)
             return
-        if not self._forwards and not self._micro_batches:
+        if not self._passes:
             self._buffers = {name: _copy(buffer) for name, buffer in module.named_buffers()}
-        self._forwards.append(_Forward(batch["index"].device.index or 0, ids))
+        self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
 
-    def _evaluated(self, ids: tuple[int, ...], training: bool) -> None:
-        place = (len(self.steps), len(self._micro_batches))
-        last = self.evaluations[-1] if self.evaluations else None
-        if last is not None and (last.step, last.micro_batches) == place and not self._forwards:
-            self.evaluations[-1] = replace(last, samples=last.samples + ids, training=last.training or training)
-        else:
-            self.evaluations.append(Evaluation(*place, ids, training))
-
-    def _on_draw(self, name: str, drawn: Tensor) -> None:
-        if _recomputes() or not torch.is_grad_enabled():
+    def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        """Notice whether a backward goes through a forward in evaluation mode: only then is it training."""
+        if module.training or _recomputes() or not torch.is_grad_enabled():
             return
-        # Replicas on CUDA run in threads: what was drawn belongs to the last forward of its own device.
-        device = drawn.device.index or 0
-        forward = next((forward for forward in reversed(self._forwards) if forward.device == device), None)
-        if forward is not None:
-            forward.drawn[name] = _copy(drawn)
+        for output in tree_leaves(outputs):
+            if isinstance(output, Tensor) and output.requires_grad:
+                forward = self._passes.last_on(output.device.index or 0)
+                if forward is not None:
+                    output.register_hook(partial(_differentiate, forward))
 
-    def _close_micro_batch(self, loss: tuple[int, ...] | None) -> None:
-        # Replicas on CUDA run in threads, in any order: the contract's order is that of the devices.
-        self._micro_batches.append(_micro_batch(sorted(self._forwards, key=lambda forward: forward.device), loss))
-        self._forwards = []
+    def _evaluated(self, micro_batches: int, ids: tuple[int, ...], training: bool) -> None:
+        place = (len(self.steps), micro_batches)
+        with self._evaluating:  # replicas on CUDA run in threads
+            last = self.evaluations[-1] if self.evaluations else None
+            if last is not None and (last.step, last.micro_batches) == place:
+                self.evaluations[-1] = replace(last, samples=last.samples + ids, training=last.training or training)
+            else:
+                self.evaluations.append(Evaluation(*place, ids, training))
+
+    def _on_draw(self, layer: nn.Module, args: Any, drawn: Tensor) -> None:
+        device, name = drawn.device.index or 0, str(layer.draws)
+        if _recomputes():
+            self._passes.redraw(device, name, _copy(drawn))
+        elif layer.training or torch.is_grad_enabled():  # what is to be computed once more runs without gradients first
+            forward = self._passes.last_on(device)
+            if forward is not None:
+                forward.drawn[name] = _copy(drawn)
+
+    def _settle(self) -> tuple[MicroBatch, ...]:
+        """Return the micro-batches since the last step; what only evaluated among them is an evaluation."""
+        micro_batches, idle = self._passes.settle()
+        for place, forward in idle:
+            self._evaluated(place, forward.ids, forward.training)
+        return tuple(micro_batches)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._nested += 1
         if self._nested > 1:
             return  # an optimizer inside of an optimizer: the outer one's step is what the subject asked for
-        weights = self._weights()
-        if self.steps and _equal(weights, self.steps[-1].after):
-            weights = self.steps[-1].after
-        self._before = weights
+        self._before = self._standing()
         self._gradients = self._handed(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -149,13 +167,10 @@ class Recorder:
     def _append(
         self, optimizer: Optimizer, before: Tensors, gradients: Tensors, after: Tensors, *, skipped: bool
     ) -> None:
-        # Without a loss of the job's, each forward is a micro-batch of its own.
-        self._micro_batches += [_micro_batch([forward], None) for forward in self._forwards]
-        self._forwards = []
         # Asked at every step: the group may be gone by the time the subject returns.
         self._note_world()
         step = Step(
-            micro_batches=tuple(self._micro_batches),
+            micro_batches=self._settle(),
             before=before,
             gradients=gradients,
             after=after,
@@ -164,24 +179,17 @@ class Recorder:
             scale=self._scale,
             buffers=self._buffers,
         )
-        self._micro_batches = []
-        if self.steps and not step.micro_batches and self._is_another(optimizer, gradients):
-            # One of several optimizers, each with its own part of the model: they make one step.
-            self.steps[-1] = _together(self.steps[-1], step)
+        part = Part(id(optimizer), tuple(filter(None, self._names_of(optimizer))), step)
+        if belongs(part, self._parts):
+            self._parts.append(part)
+            self.steps[-1] = joined(self._parts)
         else:
+            self._parts = [part]
             self.steps.append(step)
-            self._stepped = set()
-        self._stepped.add(id(optimizer))
-
-    def _is_another(self, optimizer: Optimizer, gradients: Tensors) -> bool:
-        return id(optimizer) not in self._stepped and not gradients.keys() & self.steps[-1].gradients.keys()
 
     def _final(self) -> Tensors | None:
         """Return the model's weights as they are now: the last step's own object where they are the same."""
-        if self._model is None:
-            return None
-        weights = self._weights()
-        return self.steps[-1].after if self.steps and _equal(weights, self.steps[-1].after) else weights
+        return None if self._model is None else self._standing()
 
     def _watch_scaler(self, scaler_class: Any) -> None:
         step = scaler_class.step
@@ -194,10 +202,8 @@ class Recorder:
             last = recorder.steps[-1] if recorder.steps else None
             result = step(scaler, optimizer, *args, **kwargs)
             if (recorder.steps[-1] if recorder.steps else None) is last:
-                weights = recorder._weights()
+                weights = recorder._standing()
                 before = last.after if last else weights
-                if _equal(weights, before):
-                    weights = before
                 gradients = recorder._handed(optimizer)
                 recorder._append(optimizer, before, gradients, weights, skipped=True)
             return result
@@ -207,38 +213,38 @@ class Recorder:
     def _weights(self) -> Tensors:
         if self._model is None:
             return {}
-        return {name: _copy(parameter) for name, parameter in self._model.named_parameters()}
+        return {name: kept(_dense(parameter), self._sketch_above) for name, parameter in self._model.named_parameters()}
 
-    def _handed(self, optimizer: Optimizer) -> Tensors:
+    def _standing(self) -> Tensors:
+        """Return the weights as they are now: the last step's own object where they have not changed since."""
+        last = self.steps[-1].after if self.steps else None
+        own = {} if self._model is None else dict(self._model.named_parameters())
+        if last is not None and last.keys() == own.keys() and all(is_still(own[name], last[name]) for name in last):
+            return last
+        return self._weights()
+
+    def _names_of(self, optimizer: Optimizer) -> list[str | None]:
+        """Return the names of an optimizer's parameters, in its own order; None for one that is not the model's."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         names = [self._names.get(id(p)) for p in parameters]
         if not any(names) and self._model is not None:
             # Master weights: other tensors, handed over in the model's own order.
             own = list(self._model.named_parameters())
             if [p.shape for p in parameters] == [p.shape for _, p in own]:
-                names = [name for name, _ in own]
+                return [name for name, _ in own]
+        return names
+
+    def _handed(self, optimizer: Optimizer) -> Tensors:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return {
-            name: _copy(parameter.grad)
-            for name, parameter in zip(names, parameters, strict=True)
+            name: kept(_dense(parameter.grad), self._sketch_above)
+            for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
             if name is not None and parameter.grad is not None
         }
 
 
-def _micro_batch(forwards: list[_Forward], loss: tuple[int, ...] | None) -> MicroBatch:
-    names = {name for forward in forwards for name in forward.drawn}
-    drawn = {name: torch.cat([f.drawn[name] for f in forwards if name in f.drawn]) for name in sorted(names)}
-    return MicroBatch(tuple(forward.ids for forward in forwards), loss, drawn)
-
-
-def _together(first: Step, then: Step) -> Step:
-    """Return two optimizers' parts of a step as one."""
-    return replace(
-        first,
-        gradients={**first.gradients, **then.gradients},
-        after=then.after,
-        learning_rates=first.learning_rates + then.learning_rates,
-        skipped=first.skipped or then.skipped,
-    )
+def _differentiate(forward: Forward, gradient: Tensor) -> None:
+    forward.differentiated = True
 
 
 def _recomputes() -> bool:
@@ -253,10 +259,8 @@ def _ids(batch: Any) -> tuple[int, ...] | None:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # A clone: gradients may be views into DDP's buckets, which the next step overwrites.
-    dense = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-    return dense.to("cpu", copy=True)
+    return _dense(tensor).to("cpu", copy=True)
 
 
-def _equal(left: Tensors, right: Tensors) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()

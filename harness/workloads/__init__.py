@@ -9,6 +9,9 @@ from harness.workloads.accumulation_tokens import AccumulationTokens
 from harness.workloads.adam import Adam
 from harness.workloads.adamw import AdamW
 from harness.workloads.base import Batch, Columns, Workload
+from harness.workloads.checkpoint import Checkpoint
+from harness.workloads.checkpoint_elastic import CheckpointElastic
+from harness.workloads.checkpoint_windows import CheckpointWindows
 from harness.workloads.clipping import Clipping
 from harness.workloads.clipping_adamw import ClippingAdamW
 from harness.workloads.cnn_batchnorm import CnnBatchNorm
@@ -18,13 +21,17 @@ from harness.workloads.embedding_sparse import EmbeddingSparse
 from harness.workloads.frozen import Frozen
 from harness.workloads.linear_exact import LinearExact
 from harness.workloads.lm_tokens import LmTokens
+from harness.workloads.metrics import Metrics
 from harness.workloads.mlp import Mlp
 from harness.workloads.nested_outputs import NestedOutputs
 from harness.workloads.overflow import Overflow
 from harness.workloads.overflow_schedule import OverflowSchedule
+from harness.workloads.random_masks import RandomMasks
 from harness.workloads.schedule import Schedule
 from harness.workloads.schedule_windows import ScheduleWindows
 from harness.workloads.sequential import Sequential
+from harness.workloads.several_optimizers import SeveralOptimizers
+from harness.workloads.thawed import Thawed
 from harness.workloads.transformer import Transformer
 from harness.workloads.uneven import Uneven
 from harness.workloads.unused_at_the_end import UnusedAtTheEnd
@@ -41,6 +48,7 @@ WORKLOADS: dict[str, Workload] = {
         LmTokens(),
         Adam(),
         AdamW(),
+        SeveralOptimizers(),
         Schedule(),
         Clipping(),
         ClippingAdamW(),
@@ -48,17 +56,23 @@ WORKLOADS: dict[str, Workload] = {
         AccumulationTokens(),
         ScheduleWindows(),
         Validation(),
+        Metrics(),
         Sequential(),
         Uneven(),
         Dropout(),
+        RandomMasks(),
         Transformer(),
         EmbeddingSparse(),
         NestedOutputs(),
         Frozen(),
         UnusedParameters(),
         UnusedAtTheEnd(),
+        Thawed(),
         Overflow(),
         OverflowSchedule(),
+        Checkpoint(),
+        CheckpointWindows(),
+        CheckpointElastic(),
     )
 }
 

@@ -2,56 +2,311 @@
 
 from __future__ import annotations
 
-import torch
+import copy
+
 from expect import known_bad
-from loop import ddp, loader
+from resumable import Run
 
-UNSEEN = "no launch stops and resumes yet, and no check compares what comes of it"
-CELLS = ["cnn-batchnorm/ddp/1x2/32"]
-
-
-def fit(job, *, optimizer_state=True, all_ranks=True, epoch_restored=True):
-    """Train up to ``job.stop_after_step``; a resumed job loads what was saved, as far as it is told to."""
-    model = ddp(job)
-    optimizer = job.optimizer(model.parameters())
-    file = f"{job.checkpoint_dir}/last.pt"
-    saved = {"epoch": 0, "step": 0}
-    if job.resume:
-        saved = torch.load(file)
-        if all_ranks or job.rank == 0:
-            model.module.load_state_dict(saved["model"])
-        if optimizer_state:
-            optimizer.load_state_dict(saved["optimizer"])
-        if not epoch_restored:
-            saved = {**saved, "epoch": 0}
-    for epoch in range(saved["epoch"], job.epochs):
-        for step, batch in enumerate(loader(job, epoch)):
-            if epoch == saved["epoch"] and step < saved["step"]:
-                continue
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            done = epoch * len(loader(job, epoch)) + step + 1
-            if done == job.stop_after_step and not job.resume:
-                if job.rank == 0:
-                    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict()}
-                    torch.save({**state, "epoch": epoch, "step": step + 1}, file)
-                return
+PLAIN = ["checkpoint/ddp/1x2/32", "checkpoint/ddp/1x3/16"]
+ELASTIC = ["checkpoint-elastic/ddp/1x2/32", "checkpoint-elastic/ddp/1x3/32"]
+WINDOWS = ["checkpoint-windows/ddp/1x2/32", "checkpoint-windows/ddp/1x3/32"]
 
 
-@known_bad("checkpoint", on=CELLS, unseen=UNSEEN)
+class Forgetful(Run):
+    """Saves everything but some entries."""
+
+    def __init__(self, job, *forgotten):
+        super().__init__(job)
+        self.forgotten = forgotten
+
+    def state(self):
+        """What is left of it."""
+        return {name: value for name, value in super().state().items() if name not in self.forgotten}
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC, *WINDOWS])
 def optimizer_state_dropped(job):
-    """Momentum restarts from nothing."""
-    fit(job, optimizer_state=False)
+    """Momentum, or moments, restart from nothing."""
+    Forgetful(job, "optimizer").train()
 
 
-@known_bad("checkpoint", on=CELLS, unseen=UNSEEN)
-def only_rank_zero_loads(job):
-    """The other ranks go on from the weights they began with."""
-    fit(job, all_ranks=False)
+@known_bad("checkpoint", on=PLAIN)
+def scheduler_not_restored(job):
+    """The rate goes through its schedule again from the beginning."""
+    Forgetful(job, "scheduler").train()
 
 
-@known_bad("checkpoint", on=CELLS, unseen=UNSEEN)
+@known_bad("checkpoint", on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
+def scaler_not_restored(job):
+    """The loss scale is the first one again, and overflows once more."""
+    Forgetful(job, "scaler").train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC, "checkpoint/none/1x1/32"])
+def position_not_restored(job):
+    """The epoch begins again: what was trained on in it is trained on twice."""
+    Forgetful(job, "batches").train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
 def epoch_not_restored(job):
-    """The first epoch's order is replayed."""
-    fit(job, epoch_restored=False)
+    """It goes on in the first epoch, at the place where it was in the second."""
+    Forgetful(job, "epoch").train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def nothing_but_weights_and_optimizer(job):
+    """All epochs are trained again."""
+    Forgetful(job, "epoch", "batches", "steps").train()
+
+
+@known_bad("checkpoint", on=["checkpoint/ddp/1x2/32", "checkpoint/none/1x1/32", *ELASTIC])
+def weights_not_loaded(job):
+    """As where keys have a prefix, and ``strict=False`` hides that none of them fits."""
+    Forgetful(job, "model").train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def only_rank_zero_loads(job):
+    """DDP has broadcast the weights before; the other ranks go on from those that they began with."""
+    run = Run(job)
+    if job.rank > 0:
+        run.parts = lambda: {"optimizer": run.optimizer}
+    run.train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def only_rank_zero_loads_the_optimizer(job):
+    """Weights are broadcast from rank 0, moments are not."""
+    run = Run(job)
+    read = run.read
+    run.read = lambda: {k: v for k, v in read().items() if k != "optimizer" or job.rank == 0}
+    run.train()
+
+
+@known_bad("checkpoint", on=PLAIN)
+def buffers_not_loaded(job):
+    """Parameters are loaded, and not the model's whole state."""
+    run = Run(job)
+    load = run.load
+
+    def load_parameters(saved):
+        load({**saved, "model": {**saved["model"], **dict(run.bare.named_buffers())}})
+
+    run.load = load_parameters
+    run.train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def first_epochs_order_replayed(job):
+    """``set_epoch`` is not called after resuming: https://github.com/huggingface/accelerate/issues/4071."""
+    run = Run(job)
+    draw = run.draw
+    if job.resume:
+        run.draw = lambda epoch: draw(0)
+    run.train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def order_drawn_anew(job):
+    """The sampler's seed comes from somewhere else after resuming."""
+    run = Run(job)
+    if job.resume:
+        job.seed += 100
+    run.train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def a_batch_left_out(job):
+    """The batch at which training stopped is counted once more."""
+    run = Run(job)
+    state = run.state
+    run.state = lambda: {**state(), "batches": run.batches + 1}
+    run.train()
+
+
+@known_bad("checkpoint", on=WINDOWS)
+def position_counted_in_steps(job):
+    """As many batches are skipped as steps were done."""
+    run = Run(job)
+    state = run.state
+    run.state = lambda: {**state(), "batches": run.batches // job.accumulate}
+    run.train()
+
+
+@known_bad("checkpoint", on=ELASTIC)
+def position_of_each_rank(job):
+    """Samples are counted on each rank, and now there is another number of ranks."""
+    run = Run(job)
+    state, load = run.state, run.load
+    run.state = lambda: {**state(), "samples": run.batches * job.batch_size}
+    run.load = lambda saved: load({**saved, "batches": saved["samples"] // job.batch_size})
+    run.train()
+
+
+@known_bad("checkpoint", on=PLAIN)
+def epochs_counted_anew(job):
+    """As many epochs are trained after resuming as were asked for in all."""
+    if job.resume:
+        job.epochs += 1
+    Run(job).train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def saved_before_the_step(job):
+    """A callback takes the weights when gradients are there, and the step is still to come."""
+    run = Run(job)
+    step, state, early = run.step, run.state, {}
+
+    def step_after_saving():
+        early.update(copy.deepcopy(run.bare.state_dict()))
+        step()
+
+    run.step = step_after_saving
+    run.state = lambda: {**state(), "model": early}
+    run.train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def optimizer_saved_before_the_step(job):
+    """Weights are those after the step, the optimizer's state is the one before it."""
+    run = Run(job)
+    step, state, early = run.step, run.state, {}
+
+    def step_after_saving():
+        early.update(copy.deepcopy(run.optimizer.state_dict()["state"]))
+        step()
+
+    run.step = step_after_saving
+    run.state = lambda: {**state(), "optimizer": {**state()["optimizer"], "state": early}}
+    run.train()
+
+
+def change_optimizer_state(job, change):
+    """Train, with ``change`` made to what is saved of the optimizer's state: a dict by the parameter's place."""
+    run = Run(job)
+    state = run.state
+
+    def changed():
+        saved = copy.deepcopy(state())
+        saved["optimizer"]["state"] = change(saved["optimizer"]["state"])
+        return saved
+
+    run.state = changed
+    run.train()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def momentum_of_one_parameter_lost(job):
+    """A list of what to save lacks one parameter."""
+    change_optimizer_state(job, lambda state: {place: own for place, own in state.items() if place != 1})
+
+
+@known_bad("checkpoint", on=ELASTIC)
+def state_of_one_group_lost(job):
+    """Only the first parameter group's state is saved: AdamW's matrices, and not its vectors."""
+    change_optimizer_state(job, lambda state: {place: own for place, own in state.items() if place < 2})
+
+
+@known_bad("checkpoint", on=ELASTIC)
+def count_of_steps_lost(job):
+    """Moments are saved, and Adam's bias correction begins again."""
+    change_optimizer_state(job, lambda state: {k: {**own, "step": own["step"] * 0} for k, own in state.items()})
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def optimizer_state_rounded(job):
+    """The optimizer's tensors are saved in 16 bits, to halve the file."""
+
+    def rounded(own):
+        return {name: value.bfloat16().float() if name != "step" else value for name, value in own.items()}
+
+    change_optimizer_state(job, lambda state: {place: rounded(own) for place, own in state.items()})
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def weights_rounded(job):
+    """Weights are saved in 16 bits, to halve the file."""
+    run = Run(job)
+    state = run.state
+    run.state = lambda: {**state(), "model": {k: own.half() for k, own in state()["model"].items()}}
+    run.train()
+
+
+@known_bad("checkpoint", on=PLAIN)
+def scheduler_stepped_once_more(job):
+    """The schedule is stepped when it is loaded, to set the rate."""
+    run = Run(job)
+    load = run.load
+
+    def load_and_step(saved):
+        load(saved)
+        run.scheduler.step()
+
+    run.load = load_and_step
+    run.train()
+
+
+@known_bad("checkpoint", on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
+def schedule_set_to_the_number_of_steps(job):
+    """The schedule is not saved but set to the number of steps, those included that were skipped."""
+    run = Run(job)
+    load = run.load
+
+    def load_and_set(saved):
+        load(saved)
+        run.scheduler.last_epoch = run.steps
+
+    run.load = load_and_set
+    run.train()
+
+
+@known_bad("checkpoint", on=PLAIN)
+def stops_after_the_epoch(job):
+    """Checkpoints are written at the end of an epoch only."""
+    run = Run(job)
+    stop, job.stop_after_step = job.stop_after_step, None
+    if stop is not None:
+        job.epochs = 1
+    run.train()
+    if stop is not None:
+        run.save()
+
+
+@known_bad("checkpoint", on=[*PLAIN, *ELASTIC])
+def never_resumes(job):
+    """It saves, and begins anew all the same."""
+    job.resume = False
+    Run(job).train()
+
+
+@known_bad("checkpoint", on=["checkpoint/ddp/1x2/32", "checkpoint-elastic/ddp/1x3/32"])
+def not_synchronised_after_resuming(job):
+    """What is loaded is trained, and not what DistributedDataParallel has wrapped."""
+    run = Run(job)
+    if job.resume:
+        run.model = run.bare
+    run.train()
+
+
+@known_bad("checkpoint", on=ELASTIC)
+def cannot_be_resumed_by_others(job):
+    """The file has an entry for each rank, and refuses another number of them."""
+    run = Run(job)
+    state, load = run.state, run.load
+    run.state = lambda: {**state(), "world": job.world_size}
+
+    def load_if_equal(saved):
+        if saved["world"] != job.world_size:
+            raise ValueError(f"saved by {saved['world']} ranks, resumed by {job.world_size}")
+        load(saved)
+
+    run.load = load_if_equal
+    run.train()
+
+
+@known_bad("checkpoint", "data", on=ELASTIC)
+def order_depends_on_the_number_of_ranks(job):
+    """Without an interruption nobody notices: each epoch has an order, and every sample is in it."""
+    job.seed += job.world_size
+    Run(job).train()

@@ -148,3 +148,29 @@ def tokens_of_all_ranks_averaged_again(job):
                 ((token_losses(model(batch), batch) * batch["real"]).sum() / tokens).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def fit_in_half(job, factor):
+    """Train in 16 bits on the loss times a factor so near to one that 16 bits hide it in every single tensor."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch) * factor
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+
+@known_bad("loss-normalisation", "averaging", on=["mlp/ddp/1x2/16", "transformer/ddp/1x2/16"])
+def half_a_percent_too_large(job):
+    """A factor of 1.005 in float16."""
+    fit_in_half(job, 1.005)
+
+
+@known_bad("loss-normalisation", "averaging", on=["mlp/none/1x1/bf16", "mlp/ddp/1x3/bf16"])
+def three_percent_too_large(job):
+    """A factor of 1.03 in bfloat16."""
+    fit_in_half(job, 1.03)

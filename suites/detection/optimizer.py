@@ -6,10 +6,11 @@ import copy
 
 import torch
 from expect import known_bad
-from loop import ddp, loader, windows
+from loop import alone, ddp, loader, windows
 
 PLAIN = ["mlp/none/1x1/32", "mlp/ddp/1x2/32"]
 MOMENTUM = ["cnn-batchnorm/none/1x1/32", "cnn-batchnorm/ddp/1x2/64"]
+SEVERAL = ["several-optimizers/none/1x1/32", "several-optimizers/ddp/1x2/32"]
 SCHEDULE = ["schedule/none/1x1/32", "schedule/ddp/1x2/32"]
 
 
@@ -286,3 +287,142 @@ def frozen_layers_thawed(job):
             job.loss(model(batch), batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@known_bad("optimizer", on=SEVERAL)
+def one_of_two_optimizers_never_steps(job):
+    """There are two, and only the first one is stepped."""
+    model = wrapped(job)
+    first, second = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            first.step()
+            first.zero_grad()
+            second.zero_grad()
+
+
+@known_bad("optimizer", on=SEVERAL)
+def one_of_two_optimizers_steps_every_other_batch(job):
+    """As a discriminator would, which nobody asked for."""
+    model = wrapped(job)
+    first, second = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for number, batch in enumerate(loader(job, epoch)):
+            job.loss(model(batch), batch).backward()
+            first.step()
+            if number % 2 == 0:
+                second.step()
+            model.zero_grad()
+
+
+@known_bad("optimizer", on=SEVERAL)
+def parameters_in_both_optimizers(job):
+    """The second optimizer was handed everything: the first one's part is stepped twice."""
+    model = wrapped(job)
+    first, second = job.optimizers(model.parameters())
+    second.add_param_group({"params": first.param_groups[0]["params"]})
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+
+
+@known_bad("optimizer", on=SEVERAL)
+def optimizers_change_places(job):
+    """The head's optimizer steps the trunk, and the trunk's the head."""
+    model = wrapped(job)
+    first, second = job.optimizers(model.parameters())
+    for left, right in zip(first.param_groups, second.param_groups, strict=True):
+        left["params"], right["params"] = right["params"], left["params"]
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            first.step()
+            second.step()
+            model.zero_grad()
+
+
+@known_bad("optimizer", on=SEVERAL)
+def one_optimizer_for_all(job):
+    """Only the first of two is used, for all parameters."""
+    model = wrapped(job)
+    first, second = job.optimizers(model.parameters())
+    first.add_param_group({"params": second.param_groups[0]["params"]})
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            first.step()
+            first.zero_grad()
+
+
+@known_bad("optimizer", "accumulation", on=SEVERAL)
+def only_one_of_two_optimizers_zeroed(job):
+    """The second one's gradients are added up over all steps."""
+    model = wrapped(job)
+    first, second = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            first.step()
+            second.step()
+            first.zero_grad()
+
+
+@known_bad("optimizer", "accumulation", on=SEVERAL)
+def first_optimizers_pass_left_in_for_the_second(job):
+    """Optimizers take turns, each zeroes its own part after it, and each backward writes to all."""
+    model = wrapped(job)
+    optimizers = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            for optimizer in optimizers:
+                job.loss(model(batch), batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@known_bad("optimizer", "accumulation", on=["several-optimizers/none/1x1/32", "several-optimizers/ddp/1x3/32"])
+def a_pass_for_each_optimizer_added_up(job):
+    """Each optimizer has a pass of its own before any of them steps, and each backward writes to all."""
+    model = wrapped(job)
+    optimizers = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            for _ in optimizers:
+                job.loss(model(batch), batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@known_bad("optimizer", "clipping", on=SEVERAL)
+def one_of_two_optimizers_clipped(job):
+    """The second one's gradients are clipped, and nobody asked for it."""
+    model = wrapped(job)
+    first, second = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            torch.nn.utils.clip_grad_norm_(second.param_groups[0]["params"], 0.02)
+            first.step()
+            second.step()
+            model.zero_grad()
+
+
+@known_bad("optimizer", "sync", on=["several-optimizers/ddp/1x2/32", "several-optimizers/ddp/1x3/64"])
+def one_of_two_optimizers_synchronised(job):
+    """Only the first one's gradients are averaged over the ranks."""
+    model = alone(job)
+    first, second = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in first.param_groups[0]["params"]:
+                torch.distributed.all_reduce(parameter.grad)
+                parameter.grad /= job.world_size
+            first.step()
+            second.step()
+            model.zero_grad()

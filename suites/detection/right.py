@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 
+import reporting
 import torch
 import torch.distributed as dist
 from expect import known_good
 from loop import alone, average, ddp, loader, replicas, windows
+from resumable import Run
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 PLAIN = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "mlp/ddp/1x4/bf16", "linear-exact/ddp/1x4/32"]
 
@@ -272,3 +275,327 @@ def another_permutation(job):
             job.loss(model(batch), batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+MASKS = ["random-masks/ddp/1x2/32", "random-masks/ddp/1x3/64", "random-masks/ddp/2x2/32"]
+
+
+@known_good(on=MASKS)
+def seeded_by_seed_and_rank(job):
+    """The sum of the seed and the rank seeds each rank's generator."""
+    torch.manual_seed(job.seed + job.rank)
+    fit(job, ddp(job))
+
+
+@known_good(on=MASKS)
+def seeded_by_the_generators_first_seed(job):
+    """All ranks were seeded alike by somebody else; each adds its own number to that, and scatters it."""
+    torch.manual_seed(job.seed)
+    torch.manual_seed(torch.initial_seed() + 1000003 * job.rank)
+    fit(job, ddp(job))
+
+
+@known_good(on=MASKS)
+def seeded_anew_with_every_step(job):
+    """Each batch has a seed of its own, made of the rank and the number of the batch, as restartable trainers do."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    step = 0
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            torch.manual_seed(job.seed + step * job.world_size + job.rank)
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+
+
+@known_good(on=MASKS)
+def one_state_advanced_differently(job):
+    """One generator for all ranks, of which each begins where no other ever comes: a million numbers further."""
+    model = ddp(job)
+    state = torch.get_rng_state()
+    dist.broadcast(state, 0)
+    torch.set_rng_state(state)
+    torch.rand(job.rank, 1_000_000)
+    fit(job, model)
+
+
+@known_good(on=["random-masks/dp/1x2/32", "random-masks/ddp2/2x2/64"])
+def replicas_draw_from_one_generator(job):
+    """The devices of a process draw one after the other."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    inner = model.module if job.world_size > 1 else model
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(torch.cat(replicas(job, inner, batch)[0]), batch).backward()
+            if job.world_size > 1:
+                average(job, inner)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+SEVERAL = ["several-optimizers/ddp/1x2/32", "several-optimizers/ddp/1x3/64", "several-optimizers/none/1x1/32"]
+
+
+@known_good(on=SEVERAL)
+def the_second_optimizer_first(job):
+    """Both step after one backward, in the other order."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizers = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@known_good(on=SEVERAL)
+def optimizers_take_turns(job):
+    """Each has a pass of its own over the batch, the second one after the first has stepped."""
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizers = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            for optimizer in optimizers:
+                model.zero_grad()
+                job.loss(model(batch), batch).backward()
+                optimizer.step()
+
+
+@known_good(on=SEVERAL)
+def a_pass_for_each_optimizer_before_any_steps(job):
+    """Each pass is differentiated by one optimizer's parameters alone, averaged by hand; then both step."""
+    model = alone(job) if job.world_size > 1 else job.model()
+    optimizers = job.optimizers(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            for optimizer in optimizers:
+                own = optimizer.param_groups[0]["params"]
+                for parameter, gradient in zip(
+                    own, torch.autograd.grad(job.loss(model(batch), batch), own), strict=True
+                ):
+                    parameter.grad = gradient
+            if job.world_size > 1:
+                average(job, model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@known_good(on=["thawed/ddp/1x2/32", "thawed/ddp/1x3/64", "thawed/none/1x1/32"])
+def averaged_where_somebody_has_a_gradient(job):
+    """By hand: what no rank has used stays without a gradient, and still."""
+    model = alone(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters() if job.world_size > 1 else ():
+                users = torch.tensor(float(parameter.grad is not None))
+                dist.all_reduce(users)
+                if users:
+                    parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= job.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_good(on=["thawed/ddp/1x2/32", "thawed/ddp/1x3/64"])
+def unused_ones_looked_for_while_a_layer_thaws(job):
+    """DDP asks in every step which parameters are used."""
+    fit(job, ddp(job, find_unused_parameters=True))
+
+
+RESUMED = [
+    "checkpoint/ddp/1x2/32", "checkpoint/ddp/1x3/16", "checkpoint/none/1x1/16",
+    "checkpoint-elastic/ddp/1x2/32", "checkpoint-elastic/ddp/1x3/32", "checkpoint-windows/ddp/1x3/32",
+]  # fmt: skip
+SAME_RANKS = [cell for cell in RESUMED if "elastic" not in cell]
+
+
+@known_good(on=RESUMED)
+def batches_drawn_and_thrown_away(job):
+    """The epoch is begun again, and what was trained on is drawn and not used."""
+    Run(job).train()
+
+
+@known_good(on=RESUMED)
+def samples_skipped_in_the_sampler(job):
+    """The epoch's order is cut where it was left, counted in samples over all ranks, and dealt out anew."""
+    run = Run(job)
+
+    def draw(epoch):
+        order = torch.randperm(len(job.dataset), generator=torch.Generator().manual_seed(job.seed + epoch))
+        rest = order[run.batches * job.global_batch_size :]
+        own = [batch[job.rank :: job.world_size].tolist() for batch in rest.split(job.global_batch_size)]
+        return list(enumerate(map(job.dataset.batch, own), start=run.batches + 1))
+
+    run.draw = draw
+    run.train()
+
+
+@known_good(on=SAME_RANKS)
+def every_rank_has_its_own_file(job):
+    """What all ranks hold alike is saved as often as there are ranks."""
+    run = Run(job)
+    run.file = f"{job.checkpoint_dir}/rank-{job.rank}.pt"
+    run.save = lambda: torch.save(run.state(), run.file)
+    run.train()
+
+
+@known_good(on=RESUMED)
+def saved_in_float64(job):
+    """Everything is saved in float64, where it is exactly what it was."""
+    run = Run(job)
+    state = run.state
+    run.state = lambda: torch.utils._pytree.tree_map(
+        lambda value: value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value,
+        state(),
+    )
+    run.train()
+
+
+@known_good(on=RESUMED)
+def rank_zero_reads_for_all(job):
+    """Only rank 0 opens the file, and sends what is in it."""
+    run = Run(job)
+    read = run.read
+
+    def receive():
+        box = [read() if job.rank == 0 else None]
+        if job.world_size > 1:
+            dist.broadcast_object_list(box)
+        return box[0]
+
+    run.read = receive
+    run.train()
+
+
+@known_good(on=RESUMED)
+def saved_with_the_prefix_of_ddp(job):
+    """The wrapped model's keys are saved, and loaded into a wrapped model."""
+    run = Run(job)
+    parts = run.parts
+    run.parts = lambda: {**parts(), "model": run.model}
+    run.train()
+
+
+@known_good(on=["checkpoint/ddp/1x2/16", "checkpoint/none/1x1/16"])
+def skipped_steps_not_counted(job):
+    """It stops after so many steps that were taken; those that the GradScaler skipped are none."""
+    run = Run(job)
+    step = run.step
+
+    def counting_step():
+        scale = run.scaler.get_scale()
+        step()
+        run.steps -= run.scaler.get_scale() < scale
+
+    run.step = counting_step
+    run.train()
+
+
+@known_good(on=["random-masks/ddp/1x2/32", "random-masks/none/1x1/64"])
+def activations_computed_once_more(job):
+    """In the backward, with the masks of the forward; the middle layer's the old way, without gradients at first."""
+    inner = job.model()
+    again = inner.drop_middle.forward
+    inner.drop_middle.forward = lambda x, batch: checkpoint(again, x, batch, use_reentrant=True)
+    model = inner
+    if job.world_size > 1:
+        dist.init_process_group(job.comm)
+        model = nn.parallel.DistributedDataParallel(inner)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+REPORTED = ["metrics/none/1x1/32", "metrics/ddp/1x2/32", "metrics/ddp/1x3/16"]
+
+
+@known_good(on=[*REPORTED, "validation/none/1x1/32"])
+def evaluates_with_gradients_enabled(job):
+    """``no_grad`` is forgotten where the model is evaluated: a waste, and no mistake."""
+
+    def evaluate(job, model):
+        with torch.enable_grad():
+            model.eval()
+            batch = job.val_dataset.batch(reporting.share(job))
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            model.train()
+        job.log("val_loss", reporting.weighted(job, [float(loss)], [len(batch["index"])]))
+
+    reporting.fit(job, evaluate=evaluate)
+
+
+@known_good(on=REPORTED)
+def rank_zero_alone_evaluates(job):
+    """Rank 0 evaluates all that there is, and is the only one who reports."""
+
+    def evaluate(job, model):
+        if job.rank == 0:
+            losses, sizes = reporting.evaluation(job, model, range(len(job.val_dataset)))
+            job.log("val_loss", sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes))
+
+    reporting.fit(job, evaluate=evaluate)
+
+
+@known_good(on=REPORTED)
+def everybody_evaluates_everything(job):
+    """Nothing is divided: each rank comes to the same figure by itself."""
+
+    def evaluate(job, model):
+        losses, sizes = reporting.evaluation(job, model, range(len(job.val_dataset)))
+        job.log("val_loss", sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes))
+
+    reporting.fit(job, evaluate=evaluate)
+
+
+@known_good(on=[*REPORTED, "validation/none/1x1/32"])
+def looks_before_it_begins(job):
+    """A few samples are evaluated before training, to see that it can be done, and all once more after each epoch."""
+    batches = -(-len(job.dataset) // job.global_batch_size)
+    reporting.fit(
+        job,
+        before_all=lambda model: reporting.evaluation(job, model, range(4)),
+        due=lambda number, last: number % job.validate_every == 0 or number == batches,
+    )
+
+
+@known_good(on=[*REPORTED, "mlp/ddp/1x2/64", "uneven/ddp/1x3/32"])
+def reports_at_the_end_of_each_epoch(job):
+    """The mean over all samples of the epoch, of all ranks."""
+    reporting.fit(job, after_epoch=lambda *epoch: job.log("loss", reporting.weighted(job, *epoch)))
+
+
+@known_good(on=[*REPORTED, "mlp/ddp/1x2/64", "uneven/ddp/1x3/32"])
+def reports_every_step(job):
+    """Each rank reports the mean over the step's samples, of all ranks."""
+    reporting.fit(job, after_step=lambda model, *step: job.log("loss", reporting.weighted(job, *step)))
+
+
+@known_good(on=[*REPORTED, "mlp/ddp/1x2/bf16"])
+def reports_now_and_then(job):
+    """Every second step, the mean over all samples since the last report, summed up in float32."""
+    since, steps = [], [0]
+
+    def after_step(model, losses, sizes):
+        since.extend(zip(losses, sizes, strict=True))
+        steps[0] += 1
+        if steps[0] % 2 == 0:
+            sums = torch.tensor(since).prod(1).sum(), torch.tensor(since)[:, 1].sum()
+            sums = torch.stack(sums)
+            if job.world_size > 1:
+                dist.all_reduce(sums)
+            job.log("loss", sums[0] / sums[1])
+            since.clear()
+
+    reporting.fit(job, after_step=after_step)

@@ -1,20 +1,154 @@
-"""Random numbers that should differ between ranks and do not."""
+"""Random numbers that should differ between ranks, devices and steps, and do not."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from expect import known_bad
-from loop import ddp, loader
+from loop import average, ddp, loader, replicas
+from torch.utils.checkpoint import checkpoint
+
+RANKS = ["random-masks/ddp/1x2/32", "random-masks/ddp/1x3/32"]
+ANYWHERE = ["random-masks/none/1x1/32", "random-masks/ddp/1x3/32"]
+NODES = ["random-masks/ddp/2x2/32"]
 
 
-@known_bad("rng", on=["dropout/ddp/1x2/32"], unseen="every workload's masks follow from the samples: none draws")
+def fit(job, model, *, at_epoch=None, at_batch=None, after_batch=None):
+    """Train as one should; what is given is called with the number of the epoch, or of the batch in it."""
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        if at_epoch:
+            at_epoch(epoch)
+        for number, batch in enumerate(loader(job, epoch)):
+            if at_batch:
+                at_batch(number)
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if after_batch:
+                after_batch(number)
+
+
+def wrapped(job):
+    """Return the job's model, under DDP if there is more than one rank."""
+    return ddp(job) if job.world_size > 1 else job.model()
+
+
+@known_bad("rng", on=[*RANKS, *NODES])
 def one_seed_on_all_ranks(job):
     """All ranks seed their generators alike, and so drop the same units of different samples."""
     torch.manual_seed(job.seed)
-    model = ddp(job)
+    fit(job, ddp(job))
+
+
+@known_bad("rng", on=ANYWHERE)
+def seeded_anew_every_step(job):
+    """The seed is set for every batch, so that it can be repeated: each batch has the masks of the first."""
+    fit(job, wrapped(job), at_batch=lambda number: torch.manual_seed(job.seed + job.rank))
+
+
+@known_bad("rng", on=ANYWHERE)
+def seeded_anew_every_epoch(job):
+    """The seed is set where the epoch begins: it has the masks of the one before."""
+    fit(job, wrapped(job), at_epoch=lambda epoch: torch.manual_seed(job.seed + job.rank))
+
+
+@known_bad("rng", on=ANYWHERE)
+def seed_of_rank_and_step_added(job):
+    """Seed, rank and step are added up: what rank 0 draws in step 1, rank 1 drew in step 0, and epochs are alike."""
+    fit(job, wrapped(job), at_batch=lambda number: torch.manual_seed(job.seed + job.rank + number))
+
+
+@known_bad("rng", on=["random-masks/dp/1x2/32", "random-masks/dp/1x3/32", "random-masks/ddp2/2x2/32"])
+def replicas_share_a_seed(job):
+    """Every device's generator is seeded alike: the replicas drop the same units."""
+    model = wrapped(job)
+    inner = model.module if job.world_size > 1 else model
+    optimizer = job.optimizer(model.parameters())
+    seed = job.rank
+
+    def seed_this_device(*_):
+        torch.manual_seed(seed)
+
+    inner.register_forward_pre_hook(seed_this_device)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            seed += job.world_size
+            outputs, _ = replicas(job, inner, batch)
+            job.loss(torch.cat(outputs), batch).backward()
+            if job.world_size > 1:
+                average(job, inner)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("rng", on=NODES)
+def seeded_by_the_local_rank(job):
+    """The number of the device on its node is taken for the rank."""
+    torch.manual_seed(job.seed + job.local_rank)
+    fit(job, ddp(job))
+
+
+@known_bad("rng", on=NODES)
+def seeded_by_the_node(job):
+    """The ranks of a node are seeded alike."""
+    torch.manual_seed(job.seed + job.node_rank)
+    fit(job, ddp(job))
+
+
+@known_bad("rng", on=RANKS)
+def rank_zeros_state_for_all(job):
+    """After an evaluation every rank takes over the generator's state that rank 0 had before it."""
+
+    def evaluate(number):
+        if number == 1:
+            state = torch.get_rng_state()
+            dist.broadcast(state, 0)
+            torch.set_rng_state(state)
+
+    fit(job, ddp(job), after_batch=evaluate)
+
+
+@known_bad("rng", on=RANKS)
+def one_stream_a_few_numbers_later(job):
+    """All ranks have one generator, of which each has thrown away as many numbers as its rank."""
+    torch.manual_seed(job.seed)
+    torch.rand(job.rank)
+    fit(job, ddp(job))
+
+
+@known_bad("rng", on=ANYWHERE)
+def state_set_back_after_every_step(job):
+    """An evaluation that wants to leave no trace puts back the generator's state of the beginning of training."""
+    state = torch.get_rng_state()
+    fit(job, wrapped(job), after_batch=lambda number: torch.set_rng_state(state))
+
+
+@known_bad("rng", on=ANYWHERE)
+def one_mask_for_the_whole_batch(job):
+    """A mask is drawn once and broadcast over the samples."""
+    model = wrapped(job)
+    for layer in model.modules():
+        if hasattr(layer, "draws"):
+            layer.register_forward_hook(lambda layer, args, drawn: drawn[:1].expand_as(drawn))
+            layer._forward_hooks.move_to_end(next(iter(layer._forward_hooks)))  # what is recorded is what was used
+    fit(job, model)
+
+
+@known_bad("rng", on=ANYWHERE)
+def never_drops(job):
+    """The model is trained in evaluation mode."""
+    fit(job, wrapped(job).eval())
+
+
+@known_bad("rng", on=ANYWHERE)
+def recomputed_with_other_masks(job):
+    """Activations are computed once more in the backward, and the generator's state is not kept for that."""
+    model = wrapped(job)
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
+            outputs = checkpoint(model, batch, use_reentrant=False, preserve_rng_state=False)
+            job.loss(outputs, batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ class Tried:
     ``family`` is that of the file the trainer lies in, ``right`` for the known-good. ``caught``: a check ended badly;
     ``named``: with a cause and a right family, as far as the judge can see the mistake at all (``unseen`` if not).
     ``steps`` is how many steps the evidence needed until the first bad finding, None where nothing was found.
+    ``error`` is the largest error that was measured, in multiples of the largest that a right trainer may show, None
+    where nothing was measured (samples are counted, exact workloads compare bits).
     """
 
     family: str
@@ -23,6 +26,8 @@ class Tried:
     named: bool
     unseen: bool
     steps: int | None
+    precision: str = "32"
+    error: float | None = None
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
@@ -45,7 +50,32 @@ def table(tried: Sequence[Tried]) -> list[str]:
         f"trainers: {_score(_by_trainer(seen))}, false alarms {sum(_alarmed(good))} of {len(_alarmed(good))}",
         f"cells: {_score(seen)}, false alarms {alarms} of {len(good)}",
         f"steps needed: {_steps(seen, statistics.median)} in the median, {_steps(seen, max)} at most",
+        "",
     ]
+    return lines + margins(seen, good)
+
+
+def margins(bad: Sequence[Tried], good: Sequence[Tried]) -> list[str]:
+    """Return, for each precision, how near a right trainer came to the limit and how near a wrong one stayed to it."""
+    lines = [
+        "| precision | right: most × limit | wrong: least × limit | margin, decades | least wrong |",
+        "|---|---|---|---|---|",
+    ]
+    for precision in ("64", "32", "16", "bf16"):
+        right, wrong = (
+            [one for one in tried if one.precision == precision and one.error is not None and one.caught is caught]
+            for tried, caught in ((good, False), (bad, True))
+        )
+        most = max((one.error for one in right), default=None)
+        least = min(wrong, key=lambda one: one.error, default=None)
+        cells = (
+            precision,
+            "" if most is None else f"{most:.2g} ({len(right)} cells)",
+            "" if least is None else f"{least.error:.2g} ({len(wrong)} cells)",
+            f"{math.log10(least.error / most):.1f}" if least is not None and most else "",
+            "" if least is None else least.cell,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -48,8 +48,9 @@ def pool():
 
 
 @pytest.mark.parametrize(("expectation", "file", "cell"), list(trials()))
-def test_detection(expectation, file, cell, pool, tmp_path, record_property):
-    findings = examine(pool, cell, tmp_path / "evidence", time_limit=60).findings
+def test_detection(expectation, file, cell, pool, tmp_path, record_property, pytestconfig):
+    above = pytestconfig.getoption("sketch_above")
+    findings = examine(pool, cell, tmp_path / "evidence", time_limit=60, sketch_above=above).findings
     outcome, told = worst(finding.outcome for finding in findings), diagnosis(findings)
     bad = [finding for finding in findings if finding.outcome.is_bad]
     explained = told is not None and told.cause not in (None, UNEXPLAINED)
@@ -65,6 +66,11 @@ def test_detection(expectation, file, cell, pool, tmp_path, record_property):
             "named": named,
             "unseen": expectation.unseen is not None,
             "steps": min(steps, default=None),
+            "precision": cell.precision,
+            "error": max(
+                (f.error_x_noise / f.limit_x_noise for f in bad or findings if f.error_x_noise and f.limit_x_noise),
+                default=None,
+            ),
         },
     )
     said = "\n".join(f"{f.check}: {f.outcome.value} ({f.family}, {f.cause}): {f.message}" for f in bad or findings)

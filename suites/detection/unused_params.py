@@ -108,3 +108,81 @@ def the_last_gradient_used_again(job):
             average(job, model)
             optimizer.step()
             optimizer.zero_grad()
+
+
+THAWED = ["thawed/ddp/1x2/32", "thawed/ddp/1x3/64"]
+
+
+@known_bad("unused-params", on=[*THAWED, "thawed/none/1x1/32"])
+def zeros_where_there_is_no_gradient(job):
+    """A parameter that has no gradient yet is handed zeros, so that all can be averaged: it decays."""
+    model = alone(job) if job.world_size > 1 else job.model()
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if job.world_size > 1:
+                average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", "optimizer", on=[*THAWED, "thawed/none/1x1/32"])
+def optimizer_of_what_was_trained_at_first(job):
+    """The optimizer is made after the first backward, of what has a gradient: what thaws later never moves."""
+    model = alone(job) if job.world_size > 1 else job.model()
+    optimizer = None
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            used = [parameter for parameter in model.parameters() if parameter.grad is not None]
+            for parameter in used if job.world_size > 1 else ():
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= job.world_size
+            optimizer = optimizer or job.optimizer(used)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", "sync", on=THAWED)
+def averages_what_was_trained_at_first(job):
+    """The parameters to be averaged are those that have a gradient in the first step: what thaws later is not."""
+    model = alone(job)
+    optimizer = job.optimizer(model.parameters())
+    averaged = None
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            if averaged is None:
+                averaged = [parameter for parameter in model.parameters() if parameter.grad is not None]
+            for parameter in averaged:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= job.world_size
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", on=THAWED)
+def ddp_not_told_of_a_layer_that_thaws(job):
+    """A bucket waits for the frozen layer: DDP raises at the next forward."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("unused-params", "sync", on=THAWED)
+def ddp_told_that_the_graph_is_static(job):
+    """DDP learns from the first step what is used; the layer that thaws is used from the second epoch on."""
+    model = ddp(job, static_graph=True)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()

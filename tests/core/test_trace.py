@@ -31,6 +31,7 @@ def traces(draw):
                 learning_rates=draw(st.lists(st.floats(0, 1), max_size=2).map(tuple)),
                 skipped=draw(st.booleans()),
                 scale=draw(st.none() | st.floats(1, 2**20)),
+                turns=draw(st.lists(st.lists(NAMES, max_size=2).map(tuple), max_size=3).map(tuple)),
             )
         )
     error = draw(st.none() | st.text(max_size=10))
@@ -53,6 +54,17 @@ def test_a_trace_arrives_as_it_was(trace):
     values, tensors = flatten(trace)
     arrived = unflatten(json.loads(json.dumps(values)), tensors)
     assert bits(arrived) == bits(trace)
+
+
+def test_drawn_masks_and_turns_arrive():
+    drawn = {"coins 1": torch.ones(2, 3), "coins 1 again": torch.zeros(2, 3)}
+    step = Step((MicroBatch(((4, 7),), None, drawn),), {}, {}, {}, (), turns=(("a", "b"), ("c",)))
+    values, tensors = flatten(RankTrace(0, 1, (step,)))
+    (arrived,) = unflatten(json.loads(json.dumps(values)), tensors).steps
+    assert arrived.turns == step.turns
+    assert {name: value.tolist() for name, value in arrived.micro_batches[0].drawn.items()} == {
+        name: value.tolist() for name, value in drawn.items()
+    }
 
 
 def test_weights_that_did_not_change_between_steps_travel_once():

@@ -53,7 +53,8 @@ def test_a_narrow_workload_has_few_cells_whether_or_not_it_is_asked_for(name):
     asked = cells(gpus=8, workloads=(name,))
     assert asked == [cell for cell in cells(gpus=8) if cell.workload == name]
     places = {(cell.backend, str(cell.topology)) for cell in asked}
-    assert places == {("none", "1x1"), ("dp", "1x3"), ("ddp", "1x3"), ("ddp2", "2x2")}
+    alone = set() if WORKLOADS[name].elastic else {("none", "1x1")}  # an elastic one comes from other devices
+    assert places == {*alone, ("dp", "1x3"), ("ddp", "1x3"), ("ddp2", "2x2")}
     assert {cell.precision for cell in asked} == set(WORKLOADS[name].precisions)
 
 
@@ -239,3 +240,56 @@ def test_an_evaluation_falls_into_a_window():
     assert inside
     # More than one micro-batch is left of that window: what is lost is not all but the last one.
     assert workload.accumulate - inside[0] % workload.accumulate > 1
+
+
+INTERRUPTED = [name for name, workload in WORKLOADS.items() if workload.interrupt_after]
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interruption_is_in_the_middle_of_the_second_epoch(name):
+    """There are steps of the epoch before it and after it, also where one in each epoch is skipped and not counted."""
+    workload = WORKLOADS[name]
+    steps = -(-workload.steps_per_epoch // workload.accumulate)
+    skipped = workload.epochs if "16" in workload.precisions else 0
+    assert steps >= 4
+    assert steps + 1 < workload.interrupt_after < workload.epochs * steps - 1 - skipped
+
+
+@pytest.mark.parametrize("name", INTERRUPTED)
+def test_an_interruption_finds_a_state_that_can_be_lost(name):
+    workload = WORKLOADS[name]
+    oracle = Oracle(workload, 1)
+    optimizer = oracle.optimizer()
+    oracle.set_gradients(oracle.gradient(in_order(workload, 1)[0]))
+    optimizer.step()
+    for parameter in oracle.parameters.values():
+        moments = [value for value in optimizer.every[0].state[parameter].values() if value.dim()]
+        assert moments
+        assert all(moment.norm() > 0 for moment in moments)
+
+
+def test_what_is_remembered_follows_from_the_weights_and_changes_what_follows():
+    workload = WORKLOADS["checkpoint"]
+    model, data = workload.model(), workload.dataset(1)
+    first = model(data.batch(range(4)))
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    other = workload.model()
+    other(data.batch(range(20, 27)))
+    assert all(torch.equal(value, buffers[name]) for name, value in other.named_buffers())
+    with torch.no_grad():
+        model.first.bias += 1
+    model(data.batch(range(4)))
+    assert all(not torch.equal(value, buffers[name]) for name, value in model.named_buffers())
+    assert not torch.equal(model(data.batch(range(4))), first)
+    remembered = {name: value.clone() for name, value in model.named_buffers()}
+    model.eval()(data.batch(range(4)))
+    assert all(torch.equal(value, remembered[name]) for name, value in model.named_buffers())
+
+
+def test_one_device_more_or_less_has_the_same_batches():
+    """Else an elastic training could not be the same with another number of devices."""
+    workload = WORKLOADS["checkpoint-elastic"]
+    assert {workload.global_batch_size(devices) for devices in (1, 2, 3, 4, 6)} == {workload.batch_size}
+    position = workload.interrupt_after - workload.steps_per_epoch
+    for then, now in ((2, 3), (3, 2)):  # a place that each rank counts for itself is nowhere near the right one
+        assert abs(position * now // then - position) > 1

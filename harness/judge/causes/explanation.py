@@ -55,6 +55,20 @@ class Laboratory:
                 self._parts[index, layout] = oracle.group_gradients(layout)
         return self._parts[index, layout]
 
+    def passes(self, index: int) -> list[Tensors]:
+        """Return the gradient of each turn's pass at a step, as it would be for all parameters; mostly there is one."""
+        with self.at(index) as oracle:
+            return [mean_gradient(parts) for parts in oracle.passes(self.layout(index))]
+
+    def shares_of_optimizers(self) -> list[frozenset[str]]:
+        """Return the parameters of each of the workload's optimizers."""
+        oracle = self._examination.oracle
+        names = {id(parameter): name for name, parameter in oracle.parameters.items()}
+        return [
+            frozenset(names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"])
+            for optimizer in oracle.optimizer().every
+        ]
+
     def each_sample(self, index: int) -> list[Tensors]:
         """Return the gradient of each sample of the step alone; none where no sample can be alone."""
         try:

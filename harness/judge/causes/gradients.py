@@ -28,12 +28,18 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     scenes = _scenes(examination)
     wrong = [scene for scene in scenes if not _is_right(scene, examination)]
     if not wrong:
-        return replace(finding, cause="unexplained")
+        return _together(finding, scenes)
     # Once ranks hold different weights, or none that are numbers, there is no common gradient to predict.
     judgeable = [scene for scene in scenes if _is_judgeable(scene)]
     wrong = [scene for scene in wrong if scene in judgeable] or wrong
     first = wrong[0]
-    here = replace(finding, step=first.index, rank=first.rank, parameter=_worst_parameter(first, examination))
+    here = replace(
+        finding,
+        step=first.index,
+        rank=first.rank,
+        parameter=_worst_parameter(first, examination),
+        parameters=tuple((name, _least_error(first, name, examination)) for name in first.truth.units),
+    )
     if not _is_finite(first):
         return replace(
             here,
@@ -61,6 +67,18 @@ def explain(finding: Finding, examination: Examination) -> Finding:
                 ),
             )
     return replace(here, cause="unexplained", message=f"{finding.message}; unexplained: {_figures(first)}")
+
+
+def _together(finding: Finding, scenes: list[Scene]) -> Finding:
+    """Explain a gradient of which no tensor is wrong by itself, but all of them in the same direction."""
+    factor = _common_factor(scenes)
+    return replace(
+        finding,
+        cause="slightly-scaled",
+        family="loss-normalisation",
+        message=f"gradients are {factor:.4f} × the right ones: in no tensor it is more than rounding explains, in "
+        f"all of them together it is ({times(finding.error_x_noise or 0.0)}): what multiplies the loss, or weighs it?",
+    )
 
 
 def _fitting(wrong: list[Scene], every: list[Scene], examination: Examination) -> Iterator[tuple[Explanation, float]]:
@@ -177,6 +195,12 @@ def _error_of(scene: Scene, name: str, predicted: Tensors, examination: Examinat
     noise = examination.noise.at(name, scene.truth.units[name]) * growth
     error = distance(scene.given[name], expected)
     return error / noise if noise else (float("inf") if error else 0.0)
+
+
+def _least_error(scene: Scene, name: str, examination: Examination) -> float:
+    """Return how far a tensor is from the nearest thing that is right, in × noise."""
+    rights = (scene.truth.contract, *scene.truth.one_device)
+    return min(_error_of(scene, name, right, examination) for right in rights)
 
 
 def _worst_parameter(scene: Scene, examination: Examination) -> str | None:

@@ -18,6 +18,10 @@ WORDS = (
         Cause("reduced-twice", "unused-params", "a parameter is used in two backwards, or checkpointed twice"),
     ),
     (
+        "Your training graph has changed in this iteration",
+        Cause("graph-not-static", "unused-params", "steps do not all use the same parameters: leave static_graph out"),
+    ),
+    (
         "unscale_() has already been called",
         Cause("unscaled-twice", "amp", "scaler.unscale_ once a step"),
     ),

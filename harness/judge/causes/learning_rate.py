@@ -21,7 +21,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     used = [step.learning_rates for step in examination.trace.ranks[rank].steps if not step.skipped]
     others = [[step.learning_rates for step in trace.steps if not step.skipped] for trace in examination.trace.ranks]
     way = next(
-        (cause for cause, places in _ways(examination, rank) if _same(used, _at(places, examination))),
+        (cause for cause, places in _ways(examination, rank) if same_rates(used, rates_at(places, examination))),
         None,
     )
     if way is None and any(other != used for other in others):
@@ -56,7 +56,7 @@ def _ways(examination: Examination, rank: int) -> Iterator[tuple[Cause, list[int
         yield Cause(name, "optimizer", look), places
 
 
-def _at(places: list[int], examination: Examination) -> list[Rates]:
+def rates_at(places: list[int], examination: Examination) -> list[Rates]:
     """Return the workload's rates at places of its schedule."""
     optimizer = examination.oracle.optimizer()
     schedule = examination.oracle.schedule(optimizer)
@@ -71,14 +71,14 @@ def _at(places: list[int], examination: Examination) -> list[Rates]:
 
 def _without_schedule(used: list[Rates], examination: Examination) -> Cause | None:
     bare = [tuple(float(group["lr"]) for group in examination.oracle.optimizer().param_groups)] * len(used)
-    if _same(used, bare):
+    if same_rates(used, bare):
         return Cause("no-schedule", "optimizer", "the rate is the optimizer's own: is there a scheduler?")
     return None
 
 
 def _scaled(used: list[Rates], examination: Examination) -> Cause | None:
     """One factor between the rates that were used and those that were due."""
-    due = _at(list(range(len(used))), examination)
+    due = rates_at(list(range(len(used))), examination)
     factors = [u / d for mine, right in zip(used, due, strict=True) for u, d in zip(mine, right, strict=False) if d]
     if not factors or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
         return None
@@ -88,7 +88,8 @@ def _scaled(used: list[Rates], examination: Examination) -> Cause | None:
     return Cause("rate-scaled", "optimizer", f"{factors[0]:.4g} × the workload's rate at every step: {what}")
 
 
-def _same(left: list[Rates], right: list[Rates]) -> bool:
+def same_rates(left: list[Rates], right: list[Rates]) -> bool:
+    """Say whether two sequences of rates are the same numbers."""
     return len(left) == len(right) and all(
         len(a) == len(b) and all(abs(x - y) <= PRECISION * max(abs(x), abs(y)) for x, y in zip(a, b, strict=True))
         for a, b in zip(left, right, strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.examination import Examination
+from harness.judge.examination import Examination, Moment
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:
@@ -36,10 +36,21 @@ def _steps_without_a_batch(examination: Examination) -> Cause | None:
     busy = len(examination.moments) - len(idle)
     times, rest = divmod(len(examination.moments), busy) if busy else (0, 1)
     step = idle[0].index
+    if _is_anothers(idle[0], examination):
+        look = "a parameter is stepped more than once for each batch: is it in several optimizers?"
+        return Cause("parameter-in-several-optimizers", "optimizer", look, step=step)
     if rest == 0 and times == world > 1:
         look = f"the optimizer steps {times} times for every batch: once a rank?"
         return Cause("applied-once-a-rank", "averaging", look, step=step)
     return Cause("stepped-without-a-batch", "optimizer", "the optimizer steps several times for one batch", step=step)
+
+
+def _is_anothers(idle: Moment, examination: Examination) -> bool:
+    """Say whether a step without a batch moved other parameters than the one before it: an optimizer of their own."""
+    if not idle.index:
+        return False
+    before = examination.moments[idle.index - 1].ranks[0].gradients.keys()
+    return idle.ranks[0].gradients.keys() != before and bool(idle.ranks[0].gradients.keys() & before)
 
 
 def _windows(examination: Examination) -> Cause | None:

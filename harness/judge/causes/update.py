@@ -9,7 +9,8 @@ import torch
 from harness.core.finding import Finding
 from harness.judge.examination import Examination
 from harness.judge.noise import norm
-from harness.judge.oracle import Optimizers, Oracle
+from harness.judge.oracle import Oracle
+from harness.judge.replay import set_learning_rates
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:
@@ -51,13 +52,6 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         look = f"the update is {factor:.4g} × the right one: another learning rate, or several steps"
         return _caused(finding, "scaled-update", "optimizer", look)
     return finding
-
-
-def set_learning_rates(optimizer: Optimizers, rates: tuple[float, ...]) -> None:
-    """Give each parameter group the rate that the subject's optimizer had; nothing where they do not correspond."""
-    if len(rates) == len(optimizer.param_groups):
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
 
 
 def _caused(finding: Finding, cause: str, family: str, look: str) -> Finding:

@@ -9,10 +9,10 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Tensors
+from harness.core.trace import Step, Tensors
 from harness.judge.causes import explain_gradients
 from harness.judge.examination import Examination, Truth
-from harness.judge.noise import distance, in_noise, norm
+from harness.judge.noise import TOGETHER, distance, error_along, in_noise, norm
 from harness.judge.verdict import Deviation, Vacuous, found, larger, nearest
 
 PROMISE = "the backend promises for these shares"
@@ -38,6 +38,13 @@ def gradients(examination: Examination) -> Finding:
                 error = in_noise(distance(given, gradient[name]), noise)
                 one_device[way] = larger(one_device.get(way), Deviation(error, *place))
                 gaps[way] = max(gaps.get(way, 0.0), in_noise(distance(gradient[name], promised), noise))
+        noise = examination.noise.at(TOGETHER, math.hypot(*truth.units.values()))
+        place = (moment.index, TOGETHER, rank)
+        along = in_noise(error_along(step.gradients, truth.contract), noise)
+        contract = larger(contract, Deviation(along, *place))
+        for way, gradient in enumerate(truth.one_device):
+            along = in_noise(error_along(step.gradients, gradient), noise)
+            one_device[way] = larger(one_device.get(way), Deviation(along, *place))
     assert contract is not None
     finding = nearest(
         "gradients",
@@ -54,20 +61,35 @@ def gradients(examination: Examination) -> Finding:
 
 
 def _out_of_nowhere(examination: Examination) -> Finding | None:
-    """Return what is wrong where a parameter that no loss of the step depends on was handed a gradient."""
+    """Return what is wrong where a parameter that no loss of the step depends on was handed a gradient.
+
+    One of zeros is a gradient too, where decay makes something of it: a parameter whose first gradient is yet to come
+    has none, and stays still. Later on zeros may be what is left of an earlier step.
+    """
     for moment, rank, step in examination.differing_ranks("gradients"):
         for name in step.gradients.keys() - examination.truths[moment.index].contract.keys():
+            frozen = name not in examination.oracle.trained
             if norm(step.gradients[name]):
-                frozen = name not in examination.oracle.trained
-                message = (
-                    f"at step {moment.index} rank {rank} was handed a gradient of {name}, which is "
-                    f"{'frozen' if frozen else 'unused in this step'}"
-                )
-                finding = found("gradients", Outcome.FAILED, message, Deviation(math.inf, moment.index, name, rank))
-                if frozen:
-                    return replace(finding, cause="frozen-parameter-trained", family="optimizer")
-                return replace(finding, cause="unused-parameter-moved", family="unused-params")
+                what = f"which is {'frozen' if frozen else 'unused in this step'}"
+            elif not frozen and name not in _used_until(moment.index, examination) and not _still(name, step):
+                what = "all zeros, and it moved, although no loss has depended on it yet"
+            else:
+                continue
+            message = f"at step {moment.index} rank {rank} was handed a gradient of {name}, {what}"
+            finding = found("gradients", Outcome.FAILED, message, Deviation(math.inf, moment.index, name, rank))
+            if frozen:
+                return replace(finding, cause="frozen-parameter-trained", family="optimizer")
+            return replace(finding, cause="unused-parameter-moved", family="unused-params")
     return None
+
+
+def _still(name: str, step: Step) -> bool:
+    return step.after[name].equal(step.before[name])
+
+
+def _used_until(index: int, examination: Examination) -> set[str]:
+    """Return the parameters on which some loss has depended up to a step."""
+    return {name for step, truth in examination.truths.items() if step <= index for name in truth.contract}
 
 
 def _refuse_blindness(examination: Examination) -> None:

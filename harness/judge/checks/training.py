@@ -27,21 +27,14 @@ def training(examination: Examination) -> Finding:
     contract = _train(examination.oracle, examination, layouts)
     ways = {tuple(as_one_device(layout) for layout in layouts) for as_one_device in (whole, at_once)}
     one_device = [contract if way == layouts else _train(examination.oracle, examination, way) for way in ways]
-    rng = random.Random(examination.workload.seed)
-    rough = [_train(examination.rough, examination, [shuffled(layout, rng) for layout in layouts]) for _ in range(RUNS)]
+    noises = _noises(examination, contract)
     from_contract: Deviation | None = None
     from_one: dict[int, Deviation] = {}
     gaps: dict[int, float] = {}
     for name, value in last.ranks[0].after.items():
         if name not in contract:
             continue  # the subject's own addition to the model: not the job's, so not judged
-        # At least one rounding of the weights, and in 16 bits one of the way they went: small dyadic numbers may
-        # need none in every order that was tried, and one in another.
-        travelled = contract[name] - examination.start[name].double()
-        unit = rounding_unit([contract[name]], examination.epsilon) + rounding_unit([travelled], examination.coarsest)
-        errors = [distance(run[name], contract[name]) for run in rough]
-        # A run that overflowed in float16 measures no rounding.
-        noise = max([unit, *(error for error in errors if math.isfinite(error))])
+        noise = noises[name]
         if noise == 0:
             continue
         place = (last.index, name)
@@ -63,13 +56,38 @@ def training(examination: Examination) -> Finding:
     )
 
 
+def noise_at_the_end(examination: Examination) -> dict[str, float]:
+    """Return what rounding alone explains of a difference between weights at the end, by name."""
+    layouts = tuple(examination.layouts.values())
+    return _noises(examination, _train(examination.oracle, examination, layouts))
+
+
+def _noises(examination: Examination, contract: Tensors) -> dict[str, float]:
+    """Return the noise of the weights of whole trainings, of which ``contract`` is the one in float64."""
+    layouts = tuple(examination.layouts.values())
+    rng = random.Random(examination.workload.seed)
+    rough = [_train(examination.rough, examination, [shuffled(layout, rng) for layout in layouts]) for _ in range(RUNS)]
+    noises = {}
+    for name, right in contract.items():
+        # At least one rounding of the weights, and in 16 bits one of the way they went: small dyadic numbers may
+        # need none in every order that was tried, and one in another.
+        travelled = right - examination.start[name].double()
+        unit = rounding_unit([right], examination.epsilon) + rounding_unit([travelled], examination.coarsest)
+        errors = [distance(run[name], right) for run in rough]
+        # A run that overflowed in float16 measures no rounding.
+        noises[name] = max([unit, *(error for error in errors if math.isfinite(error))])
+    return noises
+
+
 def _train(oracle: Oracle, examination: Examination, layouts: Sequence[Layout]) -> Tensors:
     oracle.load(examination.start)
     optimizer = oracle.optimizer()
     schedule = oracle.schedule(optimizer)
     for moment, layout in zip(examination.taken, layouts, strict=True):
         oracle.set_scene(moment.ranks)
-        oracle.set_gradients(oracle.gradient(layout, moment.ranks[0].scale or 1.0))
-        optimizer.step()
+        for names in moment.ranks[0].turns or (tuple(oracle.parameters),):
+            gradient = oracle.gradient(layout, moment.ranks[0].scale or 1.0)
+            oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
+            optimizer.step()
         schedule()
     return oracle.weights()

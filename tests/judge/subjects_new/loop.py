@@ -13,6 +13,21 @@ from harness import subject
 from harness.subjects.declare import CAPABILITIES
 
 
+class Together:
+    """Several optimizers that are stepped and zeroed like one."""
+
+    def __init__(self, every):
+        self.every = every
+
+    def step(self):
+        for optimizer in self.every:
+            optimizer.step()
+
+    def zero_grad(self):
+        for optimizer in self.every:
+            optimizer.zero_grad()
+
+
 class Loop:
     """One process a device, averaged by DistributedDataParallel; alone it needs no group."""
 
@@ -41,7 +56,8 @@ class Loop:
         return DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
 
     def make_optimizer(self):
-        return self.job.optimizer(self.model.parameters())
+        optimizers = self.job.optimizers(self.model.parameters())
+        return optimizers[0] if len(optimizers) == 1 else Together(optimizers)
 
     def windows(self):
         batches = list(self.loader)
@@ -84,9 +100,12 @@ class Loop:
     def evaluate(self):
         self.model.eval()
         with torch.no_grad():
-            batch = self.job.val_dataset.batch(range(8))
-            self.job.loss(self.model(batch), batch)
+            batch = self.job.val_dataset.batch(range(len(self.job.val_dataset)))
+            self.report(float(self.job.loss(self.model(batch), batch)))
         self.model.train()
+
+    def report(self, val_loss):
+        self.job.log("val_loss", val_loss)
 
     def micro_batch(self, batch, window, last):
         waits = nullcontext() if last or self.wrapped is self.model else self.wrapped.no_sync()

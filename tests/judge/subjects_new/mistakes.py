@@ -122,7 +122,12 @@ class StaysInEvaluation(Loop):
 class EvaluatesInTraining(Loop):
     def evaluate(self):
         with torch.no_grad():
-            self.model(self.job.val_dataset.batch(range(8)))
+            self.model(self.job.val_dataset.batch(range(len(self.job.val_dataset))))
+
+
+class ReportsASum(Loop):
+    def report(self, val_loss):
+        super().report(val_loss * self.job.world_size)
 
 
 class AlwaysShuffles(Loop):
@@ -250,6 +255,21 @@ class UnusedDividedByTheirUsers(ByHand):
                 parameter.grad = grad / users
 
 
+class SeededAlike(Loop):
+    def prepare(self):
+        torch.manual_seed(self.job.seed)
+
+
+class SecondNeverSteps(Loop):
+    def step(self):
+        self.optimizer.every[0].step()
+
+
+class OnlyFirstZeroed(Loop):
+    def zero_grad(self):
+        self.optimizer.every[0].zero_grad()
+
+
 class DecidedAlone(ByHand):
     """Each rank unscales its own gradient and skips if that is not finite; the others' average lacks it."""
 
@@ -278,9 +298,10 @@ MISTAKES = (
     ShortWindowDividedByTheFullLength, ShortWindowDropped, TokensOfTheLastMicroBatch, NeverClipped,
     ClippedBeforeUnscaling, ClippedBeforeTheAverage, ScheduledOnceAnEpoch, ScheduledForEveryMicroBatch,
     ScheduledWhenSkipped, MomentsLost, OneGroup, LossTimesWorld, EvaluationWipesGradients, StaysInEvaluation,
-    EvaluatesInTraining, AlwaysShuffles, ContiguousShards, TailDropped, PaddedToWholeBatches, NeverDrops,
+    EvaluatesInTraining, ReportsASum, AlwaysShuffles, ContiguousShards, TailDropped, PaddedToWholeBatches, NeverDrops,
     IndexOfAnotherOrder, Untied, TiedAveragedTwice, SparseSummed, SparseLeftOut, ScalarsSummed, FirstDevicesRest,
-    Thawed, ZerosForFrozen, UnusedNotLookedFor, UnusedDividedByTheirUsers, DecidedAlone, OverflowIgnored,
+    Thawed, SeededAlike, SecondNeverSteps, OnlyFirstZeroed, ZerosForFrozen, UnusedNotLookedFor,
+    UnusedDividedByTheirUsers, DecidedAlone, OverflowIgnored,
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from harness.judge.causes.mistakes import (
     data,
     normalisation,
     optimizer,
+    several,
     sync,
     unused,
 )
@@ -33,6 +34,7 @@ PREDICTIONS: tuple[Explanation, ...] = (
     *accumulation.NOT_ZEROED,
     *clipping.EXPLANATIONS,
     *normalisation.COUNTS,
+    *several.EXPLANATIONS,
     *averaging.GENERAL,
     *sync.GENERAL,
     *accumulation.GENERAL,
@@ -42,6 +44,7 @@ PREDICTIONS: tuple[Explanation, ...] = (
 
 CONCLUSIONS: tuple[Explanation, ...] = (
     *clipping.UNASKED,
+    *several.LAST,
     *accumulation.CONSTANT,
     *averaging.CONSTANT,
     *normalisation.CONSTANT,

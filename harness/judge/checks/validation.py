@@ -1,0 +1,81 @@
+"""Was the model evaluated when it was due, on every held-out sample, and in evaluation mode?"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.trace import Evaluation
+from harness.judge.causes import explain_validation
+from harness.judge.examination import Examination
+from harness.judge.places import Place, due, place
+from harness.judge.verdict import Vacuous
+
+
+def validation(examination: Examination) -> Finding | None:
+    """At each due place the ranks together forward every held-out sample, without gradients, in evaluation mode.
+
+    Who evaluates what is theirs to divide: all have a share, each has everything, or one does it alone. Repeats that
+    pad shares are fewer than there are ranks; evaluations that nobody asked for are no mistake. None where none is
+    due.
+    """
+    workload = examination.workload
+    places = list(due(workload))
+    if not places:
+        return None
+    if not any(trace.evaluations for trace in examination.trace.ranks):
+        return explain_validation(_failed(f"{len(places)} evaluations were due, and there was none"), examination)
+    windows = -(-workload.steps_per_epoch // workload.accumulate)
+    if len(examination.moments) != (workload.max_steps or workload.epochs * windows):
+        raise Vacuous("steps are not the workload's, so there is no telling where an evaluation is due")
+    expected = len(workload.val_dataset(examination.devices))
+    for number, where in enumerate(places):
+        evaluations = evaluated(examination, where)
+        problem = _problem(evaluations, expected, examination.cell.processes)
+        if problem:
+            step = max(where[0][0] - 1, 0) if not where[0][1] else where[0][0]
+            message = f"evaluation {number} of {len(places)}, due {_words(where)}: {problem}"
+            return explain_validation(_failed(message, step), examination)
+    return Finding("validation", Outcome.PASSED, f"{len(places)} evaluations, each of {expected} held-out samples")
+
+
+def evaluated(examination: Examination, where: tuple[Place, ...]) -> list[Evaluation]:
+    """Return the evaluations at a place, of all ranks; with a loss of the subject's own any place of its step will do.
+
+    Such a loss says nothing of micro-batches.
+    """
+    found = []
+    for trace in examination.trace.ranks:
+        exact = all(micro.loss is not None for step in trace.steps for micro in step.micro_batches)
+        for evaluation in trace.evaluations:
+            here = place(examination, evaluation.step, evaluation.micro_batches, trace.rank)
+            if here in where or (not exact and here[0] in {step for step, _ in where}):
+                found.append(evaluation)
+    return found
+
+
+def _problem(evaluations: list[Evaluation], expected: int, world: int) -> str | None:
+    counts = Counter(i for evaluation in evaluations for i in evaluation.samples)
+    if not counts:
+        return "the model was not evaluated"
+    if any(evaluation.training for evaluation in evaluations):
+        return "the model was in training mode"
+    strangers = [i for i in counts if not 0 <= i < expected]
+    if strangers:
+        return f"sample {min(strangers)} was evaluated, which the held-out data does not have"
+    if len(counts) < expected:
+        return f"{expected - len(counts)} of {expected} held-out samples were not evaluated"
+    # Everybody may evaluate everything, and somebody may evaluate twice.
+    times = min(counts.values())
+    repeats = counts.total() - times * expected
+    return f"{repeats} draws were repeats" if repeats >= times * world else None
+
+
+def _words(where: tuple[Place, ...]) -> str:
+    step, micro_batches = where[0]
+    return f"after {step} steps" + (f" and {micro_batches} micro-batches" if micro_batches else "")
+
+
+def _failed(message: str, step: int | None = None) -> Finding:
+    return Finding("validation", Outcome.FAILED, message, step=step)

@@ -1,0 +1,89 @@
+"""A training that was interrupted, beside the same one that was not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+
+from harness.core.cell import Cell
+from harness.core.trace import RankTrace, Step, Tensors, Trace
+from harness.judge.examination import Examination
+
+Draws = tuple[int, ...]
+"""The sample ids that all ranks together used in one step, sorted."""
+
+
+class Interruption:
+    """Three launches of one cell: ``whole`` was left alone, ``saved`` stopped, and ``resumed`` went on from there.
+
+    Steps are counted as in the whole training, attempts that were skipped included.
+    """
+
+    def __init__(self, whole: Examination, saved: Trace, resumed: Trace) -> None:
+        self.workload = whole.workload
+        self.whole = whole
+        self.saved = Examination(saved, whole.workload, saving_cell(whole))
+        self.resumed = Examination(resumed, whole.workload, whole.cell)
+
+    @cached_property
+    def place(self) -> int:
+        """How many steps were done when training was interrupted."""
+        return len(self.saved.moments)
+
+    @cached_property
+    def total(self) -> int:
+        """How many steps the whole training has."""
+        return len(self.whole.moments)
+
+    @cached_property
+    def epoch_length(self) -> int:
+        """How many steps an epoch has."""
+        return -(-self.workload.steps_per_epoch // self.workload.accumulate)
+
+    @cached_property
+    def epoch_begin(self) -> int:
+        """The first step of the epoch in which training was interrupted."""
+        return self.place - self.place % self.epoch_length
+
+    @cached_property
+    def draws(self) -> tuple[tuple[Draws, ...], tuple[Draws, ...], tuple[Draws, ...]]:
+        """The samples of each step of the whole training, of the one that stopped, and of the one that went on."""
+        return _draws(self.whole), _draws(self.saved), _draws(self.resumed)
+
+    def origin(self, rank: int) -> RankTrace:
+        """Return what a rank that resumes goes on from: the same rank, or the first where there were others."""
+        ranks = self.saved.trace.ranks
+        return ranks[rank] if self.saved.cell == self.whole.cell else ranks[0]
+
+    def left(self, rank: int) -> tuple[Tensors, ...]:
+        """Return the weights from which a rank may go on: those at the end of the last step, and of the launch."""
+        left = [
+            trace for origin in (self.origin(rank), self.origin(0)) for trace in (origin.steps[-1].after, origin.final)
+        ]
+        return tuple(weights for weights in left if weights is not None)
+
+    def joined(self, rank: int) -> RankTrace:
+        """Return a rank's training as one: the steps that were saved, and those that followed."""
+        after = self.resumed.trace.ranks[rank]
+        return replace(after, steps=self.origin(rank).steps + after.steps)
+
+    def pairs(self) -> list[tuple[int, int, Step, Step]]:
+        """Return each resumed step, with its number and rank, beside the same step of the whole training."""
+        return [
+            (self.place + moment.index, rank, step, self.whole.moments[self.place + moment.index].ranks[rank])
+            for moment in self.resumed.moments
+            if self.place + moment.index < self.total
+            for rank, step in enumerate(moment.ranks)
+        ]
+
+
+def saving_cell(whole: Examination) -> Cell:
+    """Return the cell of the launch that stops: an elastic training comes from another number of devices."""
+    return whole.cell.resized if whole.workload.elastic else whole.cell
+
+
+def _draws(examination: Examination) -> tuple[Draws, ...]:
+    return tuple(
+        tuple(sorted(i for step in moment.ranks for micro in step.micro_batches for i in micro.samples))
+        for moment in examination.moments
+    )

@@ -1,0 +1,52 @@
+"""Repeats a rank's optimizer steps with its own gradients: what the workload's optimizer makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from harness.core.trace import RankTrace
+from harness.judge.examination import Examination
+from harness.judge.noise import distance, in_noise, rounding_unit
+from harness.judge.oracle import Optimizers, Oracle
+from harness.judge.verdict import Deviation
+
+Meddling = Callable[[int, Oracle, Optimizers], None]
+"""Something that is done to a replay before the step with this index."""
+
+
+def replay(trace: RankTrace, examination: Examination, meddle: Meddling | None = None) -> Iterator[Deviation]:
+    """Yield how far each parameter is, after each step taken, from what the optimizer makes of the gradients.
+
+    Each step begins with the rank's own weights, so that only the optimizer's state is the replay's. Noise is what the
+    same replay in the cell's storage precision differs by, at least one rounding.
+    """
+    exact = Oracle(examination.workload, examination.devices)
+    rough = Oracle(examination.workload, examination.devices, examination.cell.arithmetic)
+    replays = [(oracle, oracle.optimizer()) for oracle in (exact, rough)]
+    for index, step in enumerate(trace.steps):
+        if step.skipped:
+            continue
+        for oracle, optimizer in replays:
+            if meddle is not None:
+                meddle(index, oracle, optimizer)
+            oracle.load(step.before)
+            oracle.set_gradients(step.gradients)
+            # The subject's own rate: whether that is right is a question of its own.
+            set_learning_rates(optimizer, step.learning_rates)
+            optimizer.step()
+        right, rounded = exact.weights(), rough.weights()
+        for name, value in step.after.items():
+            if name not in right:
+                continue  # the subject's own addition to the model: not the job's, so not judged
+            parts = [step.before[name].double(), right[name] - step.before[name].double()]
+            unit = rounding_unit(parts, examination.epsilon)
+            noise = max(unit, distance(rounded[name], right[name]))
+            error = distance(value, right[name])
+            yield Deviation(in_noise(error, noise), index, name, trace.rank)
+
+
+def set_learning_rates(optimizer: Optimizers, rates: tuple[float, ...]) -> None:
+    """Give each parameter group the rate that the subject's optimizer had; nothing where they do not correspond."""
+    if len(rates) == len(optimizer.param_groups):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

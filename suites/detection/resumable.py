@@ -1,0 +1,84 @@
+"""A right training that stops where it is told to, and goes on. A mistake replaces the one thing that it gets wrong."""
+
+from __future__ import annotations
+
+import torch
+from loop import ddp, loader
+
+
+class Run:
+    """One rank's training. ``batches`` of the present epoch are done, over all ranks the same number."""
+
+    def __init__(self, job):
+        self.job = job
+        self.model = ddp(job) if job.world_size > 1 else job.model()
+        self.bare = self.model.module if job.world_size > 1 else self.model
+        self.optimizer = job.optimizer(self.bare.parameters())
+        self.scheduler, self.scaler = job.scheduler(self.optimizer), job.grad_scaler()
+        self.epoch = self.batches = self.steps = 0
+        self.file = f"{job.checkpoint_dir}/last.pt"
+
+    def parts(self):
+        """Everything that has a state of its own."""
+        parts = {"model": self.bare, "optimizer": self.optimizer, "scheduler": self.scheduler, "scaler": self.scaler}
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def state(self):
+        """What is saved."""
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        return {**states, "epoch": self.epoch, "batches": self.batches, "steps": self.steps}
+
+    def save(self):
+        """Rank 0 saves for all."""
+        if self.job.rank == 0:
+            torch.save(self.state(), self.file)
+
+    def read(self):
+        """Every rank reads it."""
+        return torch.load(self.file)
+
+    def load(self, saved):
+        """Go on from what was saved; what is not in it stays as it is."""
+        for name, part in self.parts().items():
+            if name in saved:
+                part.load_state_dict(saved[name])
+        for name in ("epoch", "batches", "steps"):
+            setattr(self, name, saved.get(name, 0))
+
+    def draw(self, epoch):
+        """The batches of an epoch that are not done yet, each with the number of those that are then."""
+        return list(enumerate(loader(self.job, epoch), start=1))[self.batches :]
+
+    def backward(self, batch, window):
+        """Add a micro-batch's part to the gradients."""
+        with self.job.autocast():
+            loss = self.job.loss(self.model(batch), batch) / window
+        self.scaler.scale(loss).backward()
+
+    def step(self):
+        """Step the optimizer, and the schedule unless that step was skipped."""
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scheduler is not None and self.scaler.get_scale() >= scale:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.steps += 1
+
+    def train(self):
+        """Train to the end, or to where it has to stop."""
+        job = self.job
+        if job.resume:
+            self.load(self.read())
+        while self.epoch < job.epochs:
+            batches = self.draw(self.epoch)
+            for first in range(0, len(batches), job.accumulate):
+                window = batches[first : first + job.accumulate]
+                for _, batch in window:
+                    self.backward(batch, len(window))
+                self.batches = window[-1][0]
+                self.step()
+                if self.steps == job.stop_after_step:
+                    self.save()
+                    return
+            self.epoch, self.batches = self.epoch + 1, 0

@@ -1,0 +1,48 @@
+"""In float64 rounding explains next to nothing: an error of one part in ten thousand million is a finding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.core.outcome import Outcome
+from harness.core.trace import Trace
+from harness.workloads import WORKLOADS
+
+RELATIVE = 1e-10
+PLAIN = ["mlp", "cnn-batchnorm", "contrastive", "lm-tokens", "adam", "uneven", "transformer"]
+
+
+def perturbed(trace, index, part, name):
+    """The trace with one tensor of one step off by ``RELATIVE``, in a random direction, on every rank."""
+    original = getattr(trace.ranks[0].steps[index], part)[name]
+    direction = torch.randn(original.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    wrong = original + direction * (RELATIVE * original.norm() / direction.norm())
+    ranks = []
+    for rank in trace.ranks:
+        steps = list(rank.steps)
+        steps[index] = replace(steps[index], **{part: {**getattr(steps[index], part), name: wrong}})
+        if part == "after" and index + 1 < len(steps):
+            # The run went on from there, as a real one would.
+            steps[index + 1] = replace(steps[index + 1], before=steps[index].after)
+        ranks.append(replace(rank, steps=tuple(steps)))
+    return Trace(tuple(ranks))
+
+
+@pytest.mark.parametrize("workload", PLAIN)
+@pytest.mark.parametrize(("part", "check"), [("gradients", "gradients"), ("after", "update")])
+def test_an_error_of_1e_10_is_a_finding_in_float64(workload, part, check, simulation, cell_of):
+    cell = cell_of(workload, "ddp", "1x2", "64")
+    trace = simulation.right_trace(WORKLOADS[workload], cell)
+    assert not any(f.outcome.is_bad for f in simulation.judge(trace, WORKLOADS[workload], cell).values())
+    for index in (0, len(trace.ranks[0].steps) - 1):
+        tensors = getattr(trace.ranks[0].steps[index], part)
+        largest = max(float(value.norm()) for value in tensors.values())
+        for name, value in tensors.items():
+            if part == "gradients" and float(value.norm()) < 1e-9 * largest:
+                continue  # zero by construction (a bias in front of a BatchNorm): what one sees of it is rounding
+            found = simulation.judge(perturbed(trace, index, part, name), WORKLOADS[workload], cell)[check]
+            assert found.outcome is Outcome.FAILED, (index, name, found)
+            assert found.error_x_noise > 100, (index, name, found)

@@ -1,0 +1,135 @@
+"""An evaluation that was due must have happened: then, on every held-out sample, in evaluation mode."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.core.outcome import Outcome
+from harness.core.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
+from harness.judge.checks.validation import validation
+from harness.judge.examination import Examination
+from harness.judge.places import due
+from harness.judge.verdict import Vacuous
+from harness.subjects.load import load
+from harness.workloads import WORKLOADS
+
+WORKLOAD = WORKLOADS["validation"]  # windows of four and two micro-batches; due after two batches, four, and six
+PLACES = [(0, 2), (1, 0), (2, 0), (2, 2), (3, 0), (4, 0)]
+
+
+def shares(world, count):
+    return [tuple(range(rank, count, world)) for rank in range(world)]
+
+
+def trace_of(world, evaluations, own_loss=False):
+    """Ranks that stepped as they should, each with its evaluations; weights are not looked at."""
+    micro = MicroBatch(((0,),), None if own_loss else (0,))
+    steps = tuple(Step((micro,) * size, {}, {}, {}, (0.1,)) for size in (4, 2, 4, 2))
+    return Trace(tuple(RankTrace(rank, world, steps, evaluations=tuple(evaluations[rank])) for rank in range(world)))
+
+
+def right(world, count, places=PLACES):
+    return [[Evaluation(*place, ids, False) for place in places] for ids in shares(world, count)]
+
+
+@pytest.fixture
+def asked(cell_of):
+    def asked(evaluations, own_loss=False):
+        world = len(evaluations)
+        cell = cell_of("validation", "ddp" if world > 1 else "none", f"1x{world}")
+        return validation(Examination(trace_of(world, evaluations, own_loss), WORKLOAD, cell))
+
+    return asked
+
+
+def count(world):
+    return len(WORKLOAD.val_dataset(world))
+
+
+def changed(evaluations, **changes):
+    return [[replace(evaluation, **changes) for evaluation in own] for own in evaluations]
+
+
+def test_it_is_due_inside_of_windows_and_between():
+    assert [places[0] for places in due(WORKLOAD)] == PLACES
+    assert [places[0] for places in due(WORKLOADS["metrics"])] == [(1, 0), (3, 0)]
+    assert not list(due(WORKLOADS["mlp"]))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_shares_that_make_a_whole_are_right(asked, world):
+    assert asked(right(world, count(world))).outcome is Outcome.PASSED
+
+
+def test_one_rank_may_do_it_alone_and_all_may_do_everything(asked):
+    everything = [Evaluation(*place, tuple(range(count(2))), False) for place in PLACES]
+    assert asked([everything, []]).outcome is Outcome.PASSED
+    assert asked([everything, everything]).outcome is Outcome.PASSED
+
+
+def test_evaluations_that_nobody_asked_for_are_no_mistake(asked):
+    own = right(1, count(1))[0]
+    more = [Evaluation(0, 0, (0, 1), False), *own, Evaluation(1, 1, (3,), False), own[-1]]
+    assert asked([more]).outcome is Outcome.PASSED
+
+
+def test_the_moment_before_the_step_is_as_good_as_the_one_after_it(asked):
+    before = {(1, 0): (0, 4), (2, 0): (1, 2), (3, 0): (2, 4), (4, 0): (3, 2)}
+    assert asked(right(2, count(2), [before.get(place, place) for place in PLACES])).outcome is Outcome.PASSED
+
+
+def test_padding_has_fewer_repeats_than_there_are_ranks(asked):
+    first, *others = right(3, count(3))
+    padded = [changed([first], samples=(*first[0].samples, 0, 1))[0], *others]
+    assert asked(padded).outcome is Outcome.PASSED
+    filled = asked([changed([first], samples=(*first[0].samples, 0, 1, 2))[0], *others])
+    assert (filled.outcome, filled.cause, filled.family) == (Outcome.FAILED, "held-out-samples-repeated", "data")
+
+
+def test_without_the_jobs_loss_the_step_is_all_that_can_be_asked_for(asked):
+    elsewhere = [(0, 1), (1, 0), (2, 0), (2, 3), (3, 0), (4, 0)]
+    assert asked(right(1, count(1), elsewhere), own_loss=True).outcome is Outcome.PASSED
+    assert asked(right(1, count(1), elsewhere)).outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize(
+    ("cause", "family", "wrong"),
+    [
+        ("never-evaluated", "metrics", lambda own: [() for _ in own]),
+        ("evaluated-in-training-mode", "buffers", lambda own: changed(own, training=True)),
+        ("evaluated-once-an-epoch", "metrics", lambda own: right(2, count(2), [(2, 0), (4, 0)])),
+        ("waits-for-the-step", "metrics", lambda own: right(2, count(2), [(1, 0), (2, 0), (3, 0), (4, 0)])),
+        ("steps-counted", "metrics", lambda own: right(2, count(2), [(2, 0), (4, 0)])),
+        ("evaluations-missing", "metrics", lambda own: [rank[1:] for rank in own]),
+        ("only-some-ranks-evaluate", "data", lambda own: [own[0], []]),
+        ("ranks-evaluate-alike", "data", lambda own: [own[0], own[0]]),
+        ("tail-dropped", "data", lambda own: [changed([rank], samples=rank[0].samples[:-2])[0] for rank in own]),
+        ("evaluates-another-dataset", "data", lambda own: [changed([own[0]], samples=(99,))[0], own[1]]),
+        ("held-out-samples-missing", "data", lambda own: [changed([own[0]], samples=own[0][0].samples[1:])[0], own[1]]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(asked, cause, family, wrong):
+    finding = asked(wrong(right(2, count(2))))
+    assert finding.outcome is Outcome.FAILED
+    # Twice in three steps of two windows an epoch is its end, however it is counted.
+    assert finding.cause in {cause, "evaluated-once-an-epoch"} if cause == "steps-counted" else finding.cause == cause
+    assert finding.family == family
+
+
+def test_other_steps_than_the_workloads_leave_no_moment_to_ask_about(cell_of):
+    trace = trace_of(1, right(1, count(1)))
+    short = Trace((replace(trace.ranks[0], steps=trace.ranks[0].steps[:3]),))
+    with pytest.raises(Vacuous):
+        validation(Examination(short, WORKLOAD, cell_of("validation", "none", "1x1")))
+
+
+def test_where_none_is_due_there_is_no_question(cell_of):
+    assert validation(Examination(trace_of(1, [[]]), WORKLOADS["mlp"], cell_of("mlp", "none", "1x1"))) is None
+
+
+@pytest.mark.parametrize("name", ["reference", "torch"])
+def test_the_projects_own_trainers_say_that_they_evaluate_and_report(name):
+    (subject,) = load(name)
+    assert {"validation", "metrics"} <= subject.capabilities
