@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.core.cell import Cell
 from harness.core.trace import Step, Tensors, Trace
 from harness.judge.layout import Layout, at_once, contract_layout, shuffled, whole
-from harness.judge.noise import NoiseScale, limit, norm, rounding_unit
+from harness.judge.noise import NoiseScale, distance, limit, norm, rounding_unit
 from harness.judge.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import Workload
 
@@ -121,12 +121,13 @@ class Examination:
             parts = self.oracle.group_gradients(layout)
             raw = mean_gradient(parts)
             contract = clipped(raw, self.workload.clip_norm)
+            known = {layout: contract}
+            for other in (whole(layout), at_once(layout)):
+                if other not in known:
+                    known[other] = self.oracle.gradient(other)
             truths[moment.index] = Truth(
-                one_device=tuple(
-                    # One device's own layout is what it is already.
-                    contract if other == layout else self.oracle.gradient(other)
-                    for other in dict.fromkeys((whole(layout), at_once(layout)))
-                ),
+                # Both ways at every step, also where they are the same: a trainer keeps to one of them.
+                one_device=(known[whole(layout)], known[at_once(layout)]),
                 contract=contract,
                 raw=raw,
                 parts=parts,
@@ -134,6 +135,15 @@ class Examination:
                 units={name: self._unit(parts, name) * _ratio(contract[name], raw[name]) for name in contract},
             )
         return truths
+
+    @cached_property
+    def is_one_device(self) -> bool:
+        """Whether the contract is what one device computes, at every step, within thousands of float64's roundings."""
+        return all(
+            sum(distance(truth.contract[name], right) for name, right in truth.whole.items())
+            <= 1e-12 * sum(map(norm, truth.whole.values()))
+            for truth in self.truths.values()
+        )
 
     def _unit(self, parts: Sequence[Sequence[Tensors]], name: str) -> float:
         count = sum(len(groups) for groups in parts)

@@ -13,7 +13,13 @@ from harness.subjects.declare import Subject
 
 SHORT_NAMES = {
     "reference": "harness.subjects.reference",
+    "train-loop": "harness.subjects.train_loop",
     "torch": "harness.subjects.handwritten",
+    "lightning": "harness.subjects.lightning_trainer",
+    "fabric": "harness.subjects.fabric_trainer",
+    "accelerate": "harness.subjects.accelerate_trainer",
+    "transformers": "harness.subjects.transformers_trainer",
+    "ignite": "harness.subjects.ignite_trainer",
 }
 
 

@@ -152,12 +152,29 @@ class Recorder:
             self._evaluated(place, forward.ids, forward.training)
         return tuple(micro_batches)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._nested += 1
         if self._nested > 1:
-            return  # an optimizer inside of an optimizer: the outer one's step is what the subject asked for
+            return None  # an optimizer inside of an optimizer: the outer one's step is what the subject asked for
         self._before = self._standing()
         self._gradients = self._handed(optimizer)
+        return self._with_closure(optimizer, args, kwargs)
+
+    def _with_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments of a step whose closure computes the gradients that it takes; None where it has none.
+
+        Lightning does all of a batch in there.
+        """
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            return None
+
+        def recorded() -> Any:
+            loss = closure()
+            self._gradients = self._handed(optimizer)
+            return loss
+
+        return ((args[0], recorded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": recorded})
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._nested -= 1

@@ -83,6 +83,7 @@ def only_the_first_gpu_of_a_node_trains(job):
     """Ranks whose LOCAL_RANK is not 0 take themselves for helpers."""
     model = alone(job)
     group = dist.new_group(range(0, job.world_size, job.gpus))
+    dist.barrier()
     optimizer = job.optimizer(model.parameters())
     if job.local_rank == 0:
         for epoch in range(job.epochs):

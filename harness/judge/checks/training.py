@@ -23,7 +23,7 @@ def training(examination: Examination) -> Finding:
     if not examination.taken:
         raise Vacuous("no optimizer step was seen on every rank")
     last = examination.taken[-1]
-    layouts = tuple(examination.layouts.values())
+    layouts = _layouts(examination)
     contract = _train(examination.oracle, examination, layouts)
     ways = {tuple(as_one_device(layout) for layout in layouts) for as_one_device in (whole, at_once)}
     one_device = [contract if way == layouts else _train(examination.oracle, examination, way) for way in ways]
@@ -58,13 +58,18 @@ def training(examination: Examination) -> Finding:
 
 def noise_at_the_end(examination: Examination) -> dict[str, float]:
     """Return what rounding alone explains of a difference between weights at the end, by name."""
+    return _noises(examination, _train(examination.oracle, examination, _layouts(examination)))
+
+
+def _layouts(examination: Examination) -> tuple[Layout, ...]:
+    """Return the contract's layout of each step; one device's where that is the same: one pass, not many."""
     layouts = tuple(examination.layouts.values())
-    return _noises(examination, _train(examination.oracle, examination, layouts))
+    return tuple(map(whole, layouts)) if examination.is_one_device else layouts
 
 
 def _noises(examination: Examination, contract: Tensors) -> dict[str, float]:
     """Return the noise of the weights of whole trainings, of which ``contract`` is the one in float64."""
-    layouts = tuple(examination.layouts.values())
+    layouts = _layouts(examination)
     rng = random.Random(examination.workload.seed)
     rough = [_train(examination.rough, examination, [shuffled(layout, rng) for layout in layouts]) for _ in range(RUNS)]
     noises = {}

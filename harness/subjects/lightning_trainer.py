@@ -1,0 +1,104 @@
+"""Lightning's Trainer under test: its strategies, samplers, precision plugins, accumulation and clipping."""
+
+from __future__ import annotations
+
+from torch.utils.data import DataLoader
+
+from harness.subjects.declare import subject
+from harness.subjects.released import installed_by
+
+with installed_by("pip install lightning"):
+    from lightning import LightningModule, Trainer, seed_everything
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.plugins import MixedPrecision
+    from lightning.pytorch.strategies import DDPStrategy
+
+CAPABILITIES = [
+    "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
+    "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
+]  # fmt: skip
+
+PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
+
+class _Adapter(LightningModule):
+    """The job as a module of Lightning's."""
+
+    def __init__(self, job):
+        super().__init__()
+        self.job, self.model = job, job.model()
+
+    def training_step(self, batch, batch_idx):
+        return self._logged("loss", batch)
+
+    def validation_step(self, batch, batch_idx):
+        self._logged("val_loss", batch)
+
+    def on_train_epoch_end(self):
+        self.job.log("loss", self.trainer.callback_metrics["loss"])
+
+    def on_validation_epoch_end(self):
+        self.job.log("val_loss", self.trainer.callback_metrics["val_loss"])
+
+    def _logged(self, name, batch):
+        loss = self.job.loss(self.model(batch), batch)
+        self.log(name, loss, on_step=False, on_epoch=True, sync_dist=True, batch_size=len(batch["index"]))
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self.job.optimizer(self.parameters())
+        scheduler = self.job.scheduler(optimizer)
+        if scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def train_dataloader(self):
+        return DataLoader(self.job.dataset, batch_size=self.job.batch_size, shuffle=self.job.shuffle)
+
+    def val_dataloader(self):
+        return DataLoader(self.job.val_dataset, batch_size=self.job.batch_size) if self.job.validate_every else []
+
+
+@subject(name="lightning", backends=["none", "ddp"], precisions=list(PRECISIONS), capabilities=CAPABILITIES)
+def train(job):
+    """Train ``job`` with ``lightning.Trainer``, which finds the ranks by torchrun's variables."""
+    seed_everything(job.seed, workers=True, verbose=False)
+    trainer = Trainer(
+        accelerator="gpu" if job.accelerator == "cuda" else "cpu",
+        devices=job.gpus,
+        num_nodes=job.num_nodes,
+        strategy=_strategy(job),
+        **_precision(job),
+        max_epochs=job.epochs,
+        max_steps=job.stop_after_step or -1,
+        accumulate_grad_batches=job.accumulate,
+        gradient_clip_val=job.clip_norm,
+        val_check_interval=job.validate_every,
+        num_sanity_val_steps=0,  # an evaluation that the job did not ask for
+        callbacks=_checkpoints(job),
+        enable_checkpointing=job.stop_after_step is not None,
+        # What costs seconds and computes nothing.
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(_Adapter(job), ckpt_path=f"{job.checkpoint_dir}/checkpoint.ckpt" if job.resume else None)
+
+
+def _checkpoints(job):
+    if job.stop_after_step is None:
+        return []
+    return [ModelCheckpoint(job.checkpoint_dir, "checkpoint", every_n_train_steps=job.stop_after_step)]
+
+
+def _strategy(job):
+    if job.backend == "none":
+        return "auto"
+    return DDPStrategy(process_group_backend=job.comm, find_unused_parameters=job.unused_parameters)
+
+
+def _precision(job):
+    """Return the flag; for float16 on a cpu its plugin, as the flag would be taken for bfloat16 there."""
+    if job.precision == "16" and job.accelerator == "cpu":
+        return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+    return {"precision": PRECISIONS[job.precision]}
