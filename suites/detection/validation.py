@@ -96,17 +96,6 @@ def everybody_evaluates_the_same_share(job):
 
 
 @known_bad("data", "metrics", on=CELLS)
-def batches_filled_up_with_repeats(job):
-    """The last batch is filled up with samples from the start."""
-
-    def ids(job):
-        own = list(share(job))
-        return own + own[: -len(own) % job.batch_size]
-
-    fit(job, evaluate=quietly(ids))
-
-
-@known_bad("data", "metrics", on=CELLS)
 def evaluates_what_it_trained_on(job):
     """The loader of the training samples is handed to the evaluation."""
 

@@ -32,6 +32,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         _batch_again(ranks),
         _epochs_alike(ranks, examination),
         _drawn_twice_by_a_rank(ranks, examination),
+        _filled_up(ranks, examination),
         _shards_overlap(ranks, examination),
         _other_size(ranks, examination),
         _never_seen(ranks, examination),
@@ -148,6 +149,21 @@ def _drawn_twice_by_a_rank(ranks: Sequence[Draws], examination: Examination) -> 
                     look = "a rank draws samples twice in an epoch: with replacement, or from the wrong place?"
                     return Cause("drawn-twice-by-a-rank", "data", look, step=start + place, rank=rank)
             start += len(epoch)
+    return None
+
+
+def _filled_up(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
+    """Nobody draws twice, apart from the last batch of an epoch, which is as long as the others on every rank."""
+    size = examination.workload.global_batch_size(examination.devices) // len(ranks)
+    short = -len(examination.oracle.data) % (size * len(ranks))
+    start = 0
+    for columns in zip(*(_epochs(draws, examination) for draws in ranks), strict=False):
+        used = [i for draws in columns for i in _flat(draws)]
+        before = [i for draws in columns for i in _flat(draws)[:-size]]
+        start += len(columns[0])
+        if short and len(used) - len(set(used)) == short and len(set(before)) == len(before):
+            look = "the last batch is filled up, to its full size, with samples that were used already"
+            return Cause("last-batch-filled-up", "data", look, step=start - 1)
     return None
 
 

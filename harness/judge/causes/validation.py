@@ -24,7 +24,6 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         _only_some_ranks(examination),
         _ranks_alike(every, examination),
         _tail_dropped(examination),
-        _repeats(examination),
     )
 
 
@@ -123,12 +122,6 @@ def _tail_dropped(examination: Examination) -> Cause | None:
             name = "tail-dropped" if tail else "held-out-samples-missing"
             return Cause(name, "data", look, step=evaluation.step)
     return None
-
-
-def _repeats(examination: Examination) -> Cause:
-    world = examination.cell.processes
-    look = f"samples are evaluated again, more than the {world - 1} that pad shares: are batches filled up?"
-    return Cause("held-out-samples-repeated", "data", look)
 
 
 def _all(examination: Examination) -> list[Evaluation]:

@@ -23,7 +23,7 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
         return _finding(Outcome.CRASHED, rank, exit.message, trace)
     if errors:
         _, rank, error = min(errors)
-        return _finding(Outcome.ERRORED, rank, error, trace)
+        return _finding(Outcome.ERRORED, rank, _beginning(error), trace)
     if stuck:
         rank, exit = min(stuck.items())
         return _finding(Outcome.TIMED_OUT, rank, exit.message, trace)
@@ -42,6 +42,12 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
             rank=alone[0].rank,
         )
     return None
+
+
+def _beginning(error: str) -> str:
+    """Return the first line of what a rank raised, which says what; torch's dispatcher goes on for a hundred."""
+    first, _, rest = error.strip().partition("\n")
+    return f"{first} …" if rest.strip() else first
 
 
 def _finding(outcome: Outcome, rank: int, message: str, trace: Trace) -> Finding:

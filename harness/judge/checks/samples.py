@@ -89,9 +89,9 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
     # DistributedSampler pads the last batch with repeats, fewer than there are ranks.
     if repeats >= max(world, 1):
         sample, times = counts.most_common(1)[0]
-        return (
-            f"in epoch {number} {repeats} draws were repeats (sample {sample} {times} times): "
-            f"ranks share samples, {expected - len(counts)} of {expected} were never seen"
+        unseen = expected - len(counts)
+        return f"in epoch {number} {repeats} draws were repeats (sample {sample} {times} times)" + (
+            f": ranks share samples, {unseen} of {expected} were never seen" if unseen else ""
         )
     if len(epoch) == windows and len(counts) < expected:
         return f"in epoch {number} {expected - len(counts)} of {expected} samples were never seen"
