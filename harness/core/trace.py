@@ -188,6 +188,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
     Raises:
         LookupError, TypeError, ValueError: the values are not those of a trace.
     """
+    recorded = values["steps"]
     parts: dict[tuple[int, str], Tensors] = {}
     sketches: dict[str, Any] = {
         name: Sketch(tensors[name], norm, fingerprint, tuple(shape), dtype)
@@ -197,7 +198,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         place, part, name = key.split("/", 2)
         parts.setdefault((int(place), part), {})[name] = value
     steps: list[Step] = []
-    for number, step in enumerate(values["steps"]):
+    for number, step in enumerate(recorded):
         steps.append(
             Step(
                 micro_batches=tuple(

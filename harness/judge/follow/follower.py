@@ -40,9 +40,11 @@ def followed(trace: Trace, workload: Workload, cell: Cell) -> Trace:
 
 
 class _Follower:
-    """Goes from step to step, all ranks side by side. ``steps`` is what was found of each rank's.
+    """Goes from step to step, all ranks side by side.
 
-    ``origins`` are the ranks of the launch from which this one goes on; none where it begins with the job's weights.
+    ``steps`` is what was found of each rank's, ``rounding`` how large one rounding of each entry of the present
+    gradients is. ``origins`` are the ranks of the launch from which this one goes on; none where it begins with the
+    job's weights.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class _Follower:
         self.workload = workload
         self.scenery = Scenery(workload, cell)
         self.known = known
+        self.rounding: Tensors = {}
         # Where others resume than were interrupted, the first of those stands for all.
         same_number = len(origins) == len(recorded)
         self.origins = [origins[place if same_number else 0] for place in range(len(recorded))] if origins else []
@@ -98,6 +101,7 @@ class _Follower:
         """Find the gradients of every rank, those of ``names`` only if there are any."""
         wanted = {place: _only(step.gradients, names) for place, step in given.items()}
         right = self.scenery.enter(index, list(steps.values()), {name for own in wanted.values() for name in own})
+        self.rounding = right.roundings if right else {}
         searches = {place: self._search(place, index, steps[place], right, own) for place, own in wanted.items()}
         # Mistakes are predicted from what is known of all ranks' gradients so far.
         ideas = [replace(step, gradients=searches[place].ideas()) for place, step in steps.items()]
@@ -181,7 +185,7 @@ class _Follower:
         search.try_all(right.thawed | computed, right.thawed | right.truth.contract)
         search.offer(right.truth.one_device)
         # A small factor shows in all tensors together long before it shows in one.
-        search.mix([right.truth.contract], always=not search.doubtful())
+        search.scale(computed)
         if search.doubtful():
             earlier = [self.steps[place][index - 1].gradients] if index else []
             parts = [part for groups in right.mixed for part in groups]
@@ -200,7 +204,7 @@ class _Follower:
         made: Tensors = {}
         if not step.skipped:
             handed = _only(recorded.gradients, step.gradients)
-            step = replace(step, gradients=agreed(step, handed, wanted, replay, self.known))
+            step = replace(step, gradients=agreed(step, handed, wanted, self.rounding, replay, self.known))
             advance = replay.attempt if names else replay.step
             made = advance(step.before, step.gradients, step.learning_rates)
         sizes = {name: rounding_sizes(value, made.get(name, value)) for name, value in step.before.items()}

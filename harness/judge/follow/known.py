@@ -25,6 +25,7 @@ class Known:
         self._tensors: dict[_Identity, Tensor] = {}
         self._owners: dict[_Identity, _Identity] = {}
         self._spreads: dict[_Identity, Tensor] = {}
+        self._released: set[_Identity] = set()
 
     def search(
         self, recorded: Mapping[str, Any], rounding: Mapping[str, float], lengths: Mapping[str, float] | None = None
@@ -55,12 +56,16 @@ class Known:
                 tensors[name] = self._near(value, search.idea(name), sizes.get(name))
         return tensors
 
-    def release(self, sketch: Sketch) -> Tensor | None:
-        """Return about how far each entry of what was found may be from the truth, the first time that it is asked.
+    def release(self, sketch: Sketch, rounding: Tensor | None) -> Tensor | None:
+        """Return about how far each entry of what was found may be moved, the first time that it is asked.
 
-        So only the first rank of those that were handed the same gradient may move it.
+        So only the first rank of those that were handed the same gradient may move it. What was found bit for bit may
+        be moved by ``rounding``, for the sake of gradients before it that were not.
         """
-        return self._spreads.pop(sketch.identity, None)
+        if sketch.identity in self._released:
+            return None
+        self._released.add(sketch.identity)
+        return self._spreads.get(sketch.identity, rounding)
 
     def tensor(self, sketch: Sketch) -> Tensor:
         """Return what was found for a sketch."""
@@ -77,7 +82,7 @@ class Known:
         if sizes is None or tuple(sizes.shape) != sketch.shape:
             sizes = torch.ones(sketch.shape, dtype=torch.float64)
         projection = projection_of(sketch.shape, sketch.numbers)
-        difference, times = sample(residual_of(sketch, idea), projection, sizes, sketch.fingerprint)
+        difference, times = sample(residual_of(sketch, idea), projection, sizes, sketch.fingerprint, idea)
         # Once more for what the first solution rounded: it may be large, and the sketch is exact.
         difference += lift(residual_of(sketch, idea + difference), projection)
         self._spreads[sketch.identity] = sizes * times if math.isfinite(times) else difference.abs()

@@ -90,16 +90,21 @@ def lift(values: Tensor, projection: Projection, sizes: Tensor | None = None) ->
     return squares * projection.spread(_solve(_inverse(projection.gram(squares)), values, projection))
 
 
-def sample(residual: Tensor, projection: Projection, sizes: Tensor, seed: int) -> tuple[Tensor, float]:
+def sample(
+    residual: Tensor, projection: Projection, sizes: Tensor, seed: int, across: Tensor | None = None
+) -> tuple[Tensor, float]:
     """Return a tensor whose projection is ``residual``, and by which number its entries are larger than ``sizes``.
 
     Where sizes are zero and the residual says that something is there all the same, all entries may be something.
+    What is drawn is orthogonal to ``across``, if given: a factor of that is seen, or it is not there.
     """
     squares = sizes.double().square()
     inverse = _inverse(projection.gram(squares))
     solved = _solve(inverse, residual, projection)
     times = math.sqrt(max(float(residual @ solved), 0.0) / min(projection.numbers, projection.count))
     drawn = sizes.double() * _normal(projection.shape, seed) * times
+    if across is not None and bool(across.any()):
+        drawn -= across * (float((drawn * across).sum()) / float((across * across).sum()))
     drawn += squares * projection.spread(_solve(inverse, residual - projection.apply(drawn), projection))
     left = residual - projection.apply(drawn)
     if float(left.norm()) > 1e-6 * float(residual.norm()):

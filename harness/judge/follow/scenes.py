@@ -43,6 +43,11 @@ class Right:
     sizes: Tensors
     thawed: Tensors
 
+    @property
+    def roundings(self) -> Tensors:
+        """How large one rounding of each entry is."""
+        return {n: s * (self.rounding[n] / norm(s)) for n, s in self.sizes.items() if n in self.rounding and norm(s)}
+
 
 class Scenery:
     """The steps as far as they are known, as an examination that explanations can work with."""

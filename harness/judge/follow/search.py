@@ -21,6 +21,10 @@ SPARE = 8
 """Equations that a mixture must have left over once its weights are chosen: otherwise it fits anything."""
 
 
+SIGNIFICANT = 5.0
+"""A factor that is so many standard deviations from one is not one by chance."""
+
+
 class Search:
     """What is looked for: ``given``, in which some are sketches, and the error of each that ``rounding`` explains.
 
@@ -76,14 +80,28 @@ class Search:
     def _offer(self, name: str, candidate: Mapping[str, Tensor | None]) -> None:
         self._offered[name] = min(self._try(name, candidate.get(name)), self._offered.get(name, math.inf))
 
-    def mix(self, atoms: Sequence[Tensors], *, always: bool = False) -> None:
-        """Try the best weighted sum of atoms for all tensors together, where nothing is near yet, or ``always``."""
-        names = list(self.sketches) if always else self._far()
+    def mix(self, atoms: Sequence[Tensors]) -> None:
+        """Try the best weighted sum of atoms for all tensors together, where nothing is near yet."""
+        names = self._far()
         weights = self._fit(atoms, [name for name in self.given if name in self._rounding]) if names else None
         if weights is not None:
             for name in names:
                 self._try(name, _sum(atoms, weights, name))
                 self._offer(name, {name: _sum(atoms, _simple(weights), name)})
+
+    def scale(self, atom: Tensors) -> None:
+        """Try a multiple of one candidate, if all tensors together say that it is not the candidate itself."""
+        weights = self._fit([atom], [name for name in self.given if name in self._rounding])
+        if weights is None or not self.sketches:
+            return
+        errors, lengths = [], []
+        for factor in (1.0, *weights):
+            multiple = {name: factor * atom[name] for name in self.sketches if name in atom}
+            units = {name: self._rounding.get(name) or 1.0 for name in multiple}
+            errors.append(sum((norm(residual_of(self.sketches[n], v)) / units[n]) ** 2 for n, v in multiple.items()))
+            lengths.append(sum(self.sketches[name].numbers for name in multiple))
+        if errors[0] - errors[1] > SIGNIFICANT**2 * errors[1] / max(lengths[1], 1):
+            self.try_all(multiple)
 
     def mix_each(self, atoms: Sequence[Tensors]) -> None:
         """Try the best weighted sum of atoms for each tensor by itself, where nothing is near yet."""
