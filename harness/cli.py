@@ -1,99 +1,45 @@
-"""The command ``plumbline``: what can be done with a recorded run. Training is pytest's: ``pytest suites/``."""
+"""The command ``plumbline``: what there is around a run. Training over the matrix is pytest's: ``pytest suites``."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NoReturn
 
+from harness.commands import judge, new_subject, report, smoke, subjects
+from harness.commands.exits import TROUBLE, USAGE
 from harness.core.errors import PlumblineError
 
-if TYPE_CHECKING:
-    from harness.rejudge import Rejudged
-    from harness.store.records import Result
-
-CHANGED = 1
-"""Exit code of ``judge`` where the present judge says something else than the recorded one, as diff's."""
-
-TROUBLE = 2
+COMMANDS = (new_subject, smoke, subjects, judge, report)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        return int(options.do(Path(options.run)))
+        return int(options.do(options))
     except (PlumblineError, OSError) as error:
         print(f"plumbline: {error}", file=sys.stderr)
         return TROUBLE
+    except KeyboardInterrupt:
+        return 130  # 128 + SIGINT, as a shell has it
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="plumbline", description=__doc__)
+    parser = _Parser(prog="plumbline", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, do, told in (
-        ("judge", judge, "judge a run's traces again, without training, and show what changed"),
-        ("report", report, "write a run's tables again"),
-    ):
-        command = commands.add_parser(name, help=told, description=do.__doc__)
-        command.add_argument("run", metavar="RUN", help="a run's folder, for example reports/latest")
-        command.set_defaults(do=do)
+    for command in COMMANDS:
+        command.add_to(commands)
     return parser
 
 
-def judge(path: Path) -> int:
-    """Judge a recorded run again, from its traces, and show what changed. Nothing is written.
+class _Parser(argparse.ArgumentParser):
+    """A parser whose exit code tells a wrong command line from every other trouble, as pytest's does."""
 
-    Kept are the traces of what did not pass; of every cell with ``pytest --keep-traces``.
-    """
-    from harness.rejudge import rejudge
-    from harness.store.run import read_run
-
-    run = read_run(path)
-    cells = rejudge(run)
-    judged = [cell for cell in cells if cell.obstacle is None]
-    changed = [cell for cell in judged if not cell.same]
-    for cell in changed:
-        print(cell.cell)
-        print("\n".join(f"  {line}" for line in _changes(cell)))
-    for cell in cells:
-        if cell.obstacle:
-            print(f"{cell.cell}\n  not judged again: {cell.obstacle}")
-    without = len(run.header.planned) - len(cells)
-    print(
-        f"{len(judged)} cells judged again: {len(judged) - len(changed)} as recorded, {len(changed)} changed; "
-        f"{len(cells) - len(judged)} could not be, {without} kept no traces"
-    )
-    return CHANGED if changed else 0
-
-
-def _changes(cell: Rejudged) -> list[str]:
-    before, now = ({result.check: result for result in results} for results in (cell.recorded, cell.now))
-    lines = []
-    for check in dict.fromkeys((*before, *now)):
-        if before.get(check) != now.get(check):
-            lines += [f"{check}: was {_said(before.get(check))}", f"{' ' * len(check)}  is  {_said(now.get(check))}"]
-    # The same findings in another order are not the same bytes.
-    return lines or ["the same findings, in another order"]
-
-
-def _said(result: Result | None) -> str:
-    if result is None:
-        return "not asked"
-    cause = f" ({result.family}: {result.cause})" if result.cause else ""
-    return f"{result.outcome.value}{cause}: {' '.join(result.message.split())}"
-
-
-def report(path: Path) -> int:
-    """Write ``support.md``, ``support.csv`` and ``metrics.csv`` of a run again, from its results."""
-    from harness.report.write import write_report
-    from harness.store.run import read_run
-
-    write_report(path)
-    print(read_run(path).path / "support.md")
-    return 0
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(USAGE, f"{self.prog}: {message}\n")
 
 
 if __name__ == "__main__":

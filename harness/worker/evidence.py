@@ -6,6 +6,7 @@ https://github.com/huggingface/safetensors#format; the parent reads it with the 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 
@@ -50,5 +51,6 @@ def write(path: str, trace: RankTrace) -> None:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    flat = tensor.detach().contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    # By its address: torch's own way to bytes needs numpy, which a rank need not have.
+    flat = tensor.detach().contiguous()
+    return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""

@@ -1,0 +1,46 @@
+"""A trainer under test: plain DistributedDataParallel, to be replaced by yours piece by piece.
+
+It runs as it is. After each piece ask ``plumbline smoke`` with this file, which says in a few seconds whether what is
+wrong is this file or the trainer in it; then ``pytest suites/ --subject`` with it, for the whole matrix.
+All members of ``job`` stand in Plumbline's README.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness import subject
+
+
+@subject(
+    name="my-trainer",
+    backends=["ddp"],  # which of none, dp, ddp, ddp2 your trainer can do; the others are "unsupported", not wrong
+    precisions=["32"],  # which of 64, 32, 16, bf16
+    capabilities=[],  # what else: "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics", …
+)
+def train(job):
+    """Train ``job``. Each rank calls this in a process of its own, in which torchrun's variables are set."""
+    # 1. Ranks. A trainer that starts processes by itself must use these instead: RANK and WORLD_SIZE say so.
+    torch.distributed.init_process_group(job.comm)
+
+    # 2. Model and optimizer, the job's. It is the optimizer's steps that are recorded, and job.model()'s weights:
+    #    train that very model, wrapped as you like, and no copy of it.
+    model = DistributedDataParallel(job.model().to(job.device))
+    optimizer = job.optimizer(model.parameters())
+
+    # 3. Data. Every sample once an epoch, each on one rank, in another order each epoch.
+    sampler = DistributedSampler(job.dataset, shuffle=job.shuffle, seed=job.seed)
+    loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
+
+    # 4. The loop. The model is called with the whole batch, a dict: its "index" tells which samples are used.
+    for epoch in range(job.epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            batch = {name: column.to(job.device) for name, column in batch.items()}
+            with job.autocast():  # does nothing in 32 and 64 bits; 16 needs job.grad_scaler() as well
+                loss = job.loss(model(batch), batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()

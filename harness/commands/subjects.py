@@ -1,0 +1,117 @@
+"""``plumbline subjects``: the trainers that ship, and environments for exact versions of their libraries."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from harness.commands.environments import LIBRARIES, environments, install, wanted
+from harness.report.text import printable, shortened
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from harness.subjects.declare import Subject
+
+
+def add_to(commands: Any) -> None:
+    """Say how the command is called."""
+    told = "list the trainers that ship; install one of an exact version beside this environment"
+    command = commands.add_parser("subjects", help=told, description=listed.__doc__)
+    command.set_defaults(do=listed)
+    further = command.add_subparsers(metavar="COMMAND")
+    told = "make an environment of its own for one version of a trainer's library"
+    command = further.add_parser("install", help=told, description=installed.__doc__)
+    command.add_argument("what", metavar="NAME==VERSION", help="for example lightning==2.5.5")
+    command.set_defaults(do=installed)
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A subject that ships. ``library`` is its library's version here, None where it is not installed.
+
+    ``subject`` is what it declares; where it cannot be imported, ``obstacle`` says why.
+    """
+
+    name: str
+    library: str | None
+    subject: Subject | None
+    obstacle: str | None = None
+
+
+def shipped() -> list[Shipped]:
+    """Return every subject that has a short name, as it is in this interpreter."""
+    from harness.subjects.load import SHORT_NAMES, load
+
+    every = []
+    for name in SHORT_NAMES:
+        distribution = LIBRARIES.get(name, "plumbline").partition("[")[0]
+        try:
+            library = f"{distribution} {metadata.version(distribution)}"
+        except metadata.PackageNotFoundError:
+            every.append(Shipped(name, None, None))
+            continue
+        try:
+            every.append(Shipped(name, library, load(name)[0]))
+        except (Exception, SystemExit) as error:
+            every.append(Shipped(name, library, None, f"{type(error).__name__}: {error}"))
+    return every
+
+
+def listed(options: argparse.Namespace) -> int:
+    """List the trainers that ship: what is installed, what each of them does, and how to get the missing ones."""
+    from rich.console import Console
+
+    show(shipped(), Console(width=None if sys.stdout.isatty() else 120, highlight=False))
+    return 0
+
+
+def show(subjects: list[Shipped], console: Console) -> None:
+    """Print the subjects as a table as wide as ``console``, then what is missing, then what lies beside."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in ("Subject", "Library", "Backends", "Precisions", "Capabilities"):
+        table.add_column(head, overflow="fold", no_wrap=head == "Subject")
+    for shipped in subjects:
+        subject = shipped.subject
+        does = (subject.backends, subject.precisions, sorted(subject.capabilities)) if subject else ()
+        table.add_row(shipped.name, shipped.library or "not installed", *map(" ".join, does))
+    console.print(table)
+    as_it_is: Any = {"markup": False, "soft_wrap": True}  # to be copied: a line stays a line
+    for shipped in subjects:
+        if shipped.obstacle:
+            console.print(f"{shipped.name} cannot be imported: {printable(shipped.obstacle)}", **as_it_is)
+        elif shipped.library is None:
+            pip = f"pip install {shlex.quote(LIBRARIES[shipped.name])}"
+            beside = f"plumbline subjects install {shipped.name}==VERSION"
+            console.print(f"{shipped.name}: {pip}, or beside this environment: {beside}", **as_it_is)
+    for name, python in environments():
+        console.print(f'{name}, beside this environment: --subject "…;python={python}"', **as_it_is)
+
+
+def installed(options: argparse.Namespace) -> int:
+    """Make a virtual environment with one version of a trainer's library and this interpreter's version of torch.
+
+    It lies in the user's cache. What is there already is used as it is. pip's own settings (its configuration, and
+    variables such as PIP_INDEX_URL) say where packages come from.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    environment = wanted(options.what)
+    console = Console(stderr=True, highlight=False)
+    with console.status(f"{environment.requirement} …") as status:
+
+        def tell(line: str) -> None:
+            status.update(Text(shortened(f"{environment.requirement}: {printable(line)}", console.width - 4)))
+
+        python = install(environment, tell)
+    print(f"{environment.requirement} is installed, with {environment.torch}. Use it:")
+    print(f'pytest suites/ --subject "{environment.subject};python={python}"')
+    return 0

@@ -1,0 +1,122 @@
+"""``plumbline smoke``: a wrong adapter and a wrong trainer are told apart, by real ranks."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.commands.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn
+
+ADAPTERS = Path(__file__).parent / "adapters.py"
+
+
+@pytest.fixture
+def smoke(warm_pool, one_thread, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pool = warm_pool(ADAPTERS)
+    declarations = {declared["name"]: declared for declared in pool.subjects}
+
+    def smoke(name):
+        code = try_in_turn(pool, cells_of(declarations[name], "cpu"))
+        return code, capsys.readouterr().out
+
+    return smoke
+
+
+def test_all_that_is_declared_is_right(smoke, tmp_path):
+    code, said = smoke("right")
+    assert code == 0
+    assert "2 ranks that know of each other, optimizer steps: 6, samples: 72" in said
+    assert "The trainer is right" in said
+    assert "Right as well: none 1x1 32 bit, ddp 1x2 64 bit." in said
+    assert not list(tmp_path.glob("plumbline-smoke-*"))
+
+
+def test_a_wrong_trainer_gets_the_diagnosis(smoke):
+    code, said = smoke("unsynchronised")
+    assert code == 1
+    assert "The adapter is right" in said
+    assert "they were never all-reduced" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("alone", "2 ranks were launched, but each trained in a world of 1"),
+        ("returning", "train(job) returned before training: the model was never called"),
+        ("not-stepping", "the model was called 12 times, but no optimizer ever stepped"),
+        ("raising", "train(job) raised before an optimizer stepped"),
+        ("promising", "it declares precision '16' and does not bear it"),
+    ],
+)
+def test_a_wrong_adapter_is_told_in_a_sentence(smoke, name, sentence):
+    code, said = smoke(name)
+    assert code == 2
+    assert sentence in said
+    assert "The trainer is wrong" not in said
+    log = Path(said.rpartition("log: ")[2].strip())
+    assert log.is_file()
+    shutil.rmtree(log.parent)
+
+
+def test_what_was_raised_is_shown_where_it_was_raised(smoke):
+    _, said = smoke("raising")
+    assert "parallel(job).no_such_thing()" in said
+    assert "AttributeError: 'DistributedDataParallel' object has no attribute 'no_such_thing'" in said
+    assert "harness/worker" not in said
+
+
+def test_a_long_traceback_is_cut():
+    log = "before\nTraceback (most recent call last):\n" + "".join(f'  File "{n}.py"\n    call()\n' for n in range(50))
+    shown = excerpt(log)
+    assert shown[0] == '  File "1.py"'
+    assert shown[-1] == "…"
+    assert len(shown) == EXCERPT_LINES + 1
+
+
+def test_a_rank_that_hung_shows_its_stack():
+    assert excerpt('Current thread:\n  File "mine.py", line 3 in train') == [
+        "Current thread:",
+        '  File "mine.py", line 3 in train',
+    ]
+
+
+def test_what_cannot_be_imported_is_the_adapter_s_fault(tmp_path, one_thread, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text("import no_such_library")
+    assert main(["smoke", str(file)]) == 2
+    assert "No module named 'no_such_library'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "arguments are required: WHAT"),
+        (["nowhere.py"], "`plumbline new-subject nowhere.py` writes one"),
+        (["torch;pyhton=python3"], "only python=/path/to/python can stand"),
+        (["torch", "--accelerator", "tpu"], "invalid choice: 'tpu'"),
+    ],
+)
+def test_a_wrong_command_line_is_another_exit_code(words, said, capsys):
+    try:
+        code = main(["smoke", *words])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 4
+    assert said in capsys.readouterr().err
+
+
+def test_each_backend_and_each_precision_is_tried_once():
+    declared = {"name": "x", "backends": ["none", "ddp2", "dp", "ddp"], "precisions": ["16", "64", "32"]}
+    assert [cell.id for cell in cells_of(declared, "cpu")] == [
+        "x-mlp-ddp-1x2-32", "x-mlp-dp-1x2-32", "x-mlp-ddp2-2x2-32", "x-mlp-none-1x1-32",
+        "x-mlp-ddp-1x2-64", "x-mlp-ddp-1x2-16",
+    ]  # fmt: skip
+
+
+def test_a_subject_that_declares_nothing_is_told_so(capsys):
+    assert try_in_turn(None, cells_of({"name": "x", "backends": [], "precisions": ["32"]}, "cpu")) == 2
+    assert "declares no backend" in capsys.readouterr().out

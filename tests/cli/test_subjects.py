@@ -1,0 +1,147 @@
+"""``plumbline subjects``: what ships, what is missing, and environments that are whole or not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import subprocess
+import zipfile
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from harness.cli import main
+from harness.commands.environments import LIBRARIES, InstallError, environments, install, wanted
+from harness.commands.subjects import Shipped, shipped, show
+from harness.subjects.load import SHORT_NAMES, load
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "plumbline" / "envs"
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    """Return a folder of wheels, where alone pip looks: torch of this version, NumPy, and lightning 9.8."""
+    folder = tmp_path / "shelf"
+    folder.mkdir()
+    here = wanted("lightning==9.8").torch.partition("==")[2]
+    for name, version in {"torch": here, "numpy": "9.0", "lightning": "9.8"}.items():
+        about = f"{name}-{version}.dist-info"
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"{name}.py", f"version = {version!r}")
+            wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            wheel.writestr(f"{about}/RECORD", "")
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def listing(width=100):
+    console = Console(file=StringIO(), width=width)
+    show(shipped(), console)
+    return console.file.getvalue()
+
+
+def test_every_subject_that_ships_is_listed():
+    said = listing()
+    for name in SHORT_NAMES:
+        assert f"\n {name} " in said
+    (torch,) = [line for line in said.splitlines() if line.startswith(" torch ")]
+    assert all(word in torch for word in ("none ddp", "64 32 16 bf16", "accumulation"))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_the_table_fits_the_terminal(width):
+    console = Console(file=StringIO(), width=width)
+    show([one for one in shipped() if one.subject], console)
+    assert max(map(len, console.file.getvalue().splitlines())) <= width
+
+
+def test_what_is_missing_comes_with_the_command_that_installs_it():
+    console = Console(file=StringIO(), width=80)
+    show(
+        [Shipped("transformers", None, None), Shipped("ignite", "pytorch-ignite 0.5", None, "ImportError: idist")],
+        console,
+    )
+    said = console.file.getvalue()
+    assert "not installed" in said
+    assert "pip install 'transformers[torch]'" in said
+    assert "plumbline subjects install transformers==VERSION" in said
+    assert "ignite cannot be imported: ImportError: idist" in said
+
+
+@pytest.mark.parametrize("name", set(LIBRARIES) - {"torch"})
+def test_the_library_is_the_one_that_the_adapter_names(name):
+    source = Path(importlib.util.find_spec(SHORT_NAMES[name]).origin).read_text()
+    assert f"pip install {shlex.quote(LIBRARIES[name])}" in source
+
+
+def test_an_environment_has_exactly_what_was_asked_for(shelf, cache, capsys):
+    assert main(["subjects", "install", "lightning==9.8"]) == 0
+    python = wanted("lightning==9.8").python
+    assert f'pytest suites/ --subject "lightning;python={python}"' in capsys.readouterr().out
+    code = "import torch, numpy, lightning; print(lightning.version, torch.version)"
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["9.8", wanted("lightning==9.8").torch.partition("==")[2]]
+    assert [folder.name for folder in cache.iterdir()] == [python.parent.parent.name]
+    assert environments() == [(python.parent.parent.name, python)]
+    assert f"python={python}" in listing()
+
+    before = python.stat()
+    for file in shelf.iterdir():
+        file.unlink()
+    assert install(wanted("fabric==9.8")) == python  # the same library, which is ready
+    assert python.stat() == before
+
+
+def test_nothing_is_left_of_what_cannot_be_installed(shelf, cache, capsys):
+    assert main(["subjects", "install", "lightning==9.9"]) == 2
+    said = capsys.readouterr().err
+    assert "lightning==9.9 could not be installed in" in said
+    assert "No matching distribution found for lightning==9.9" in said
+    assert "pip index versions lightning" in said
+    assert not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("lightnin==2.5", "there is no subject 'lightnin'"),
+        ("reference==1.0", "comes with Plumbline"),
+        ("lightning", "say which version, as in lightning==1.2.3"),
+        ("transformers==>4", "`pip index versions transformers` lists them"),
+    ],
+)
+def test_what_cannot_be_installed_is_said_before_anything_is_tried(what, said, cache):
+    with pytest.raises(InstallError) as raised:
+        wanted(what)
+    assert said in str(raised.value)
+    assert not cache.exists()
+
+
+def test_another_torch_is_a_subject_s_library_as_well():
+    environment = wanted("torch==2.9.1")
+    assert environment.requirements == ["torch==2.9.1", "numpy"]
+    assert environment.folder.name == "torch-2.9.1"
+    assert wanted("transformers==4.57.0").folder.name.startswith("transformers-4.57.0-torch-")
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(InstallError, match="point XDG_CACHE_HOME elsewhere"):
+        install(wanted("lightning==2.5.5"))
+
+
+def test_every_short_name_that_is_installed_has_one_subject():
+    for one in shipped():
+        if one.subject:
+            assert [found.name for found in load(one.name)] == [one.name]
