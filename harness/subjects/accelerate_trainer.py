@@ -37,7 +37,7 @@ def train(job):
             DistributedDataParallelKwargs(find_unused_parameters=job.unused_parameters),
         ],
     )
-    set_seed(job.seed)
+    set_seed(job.seed, device_specific=True)  # what must be equal on all ranks is accelerate's to make equal
     bare = job.model()
     optimizer = job.optimizer(bare.parameters())
     model, optimizer, loader, val_loader = accelerator.prepare(

@@ -1,5 +1,7 @@
 """Lightning's Trainer under test: its strategies, samplers, precision plugins, accumulation and clipping."""
 
+# ruff: noqa: D102 (the adapter's methods are Lightning's hooks)
+
 from __future__ import annotations
 
 from torch.utils.data import DataLoader
@@ -8,20 +10,18 @@ from harness.subjects.declare import subject
 from harness.subjects.released import installed_by
 
 with installed_by("pip install lightning"):
-    from lightning import LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import ModelCheckpoint
-    from lightning.pytorch.plugins import MixedPrecision
-    from lightning.pytorch.strategies import DDPStrategy
+    try:
+        import lightning.pytorch as pl
+    except ModuleNotFoundError:
+        import pytorch_lightning as pl  # the same trainer by its own package's name
 
 CAPABILITIES = [
     "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
     "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
 ]  # fmt: skip
 
-PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 
-
-class _Adapter(LightningModule):
+class Adapter(pl.LightningModule):
     """The job as a module of Lightning's."""
 
     def __init__(self, job):
@@ -59,11 +59,16 @@ class _Adapter(LightningModule):
         return DataLoader(self.job.val_dataset, batch_size=self.job.batch_size) if self.job.validate_every else []
 
 
-@subject(name="lightning", backends=["none", "ddp"], precisions=list(PRECISIONS), capabilities=CAPABILITIES)
+@subject(name="lightning", backends=["none", "ddp"], precisions=["64", "32", "16", "bf16"], capabilities=CAPABILITIES)
 def train(job):
     """Train ``job`` with ``lightning.Trainer``, which finds the ranks by torchrun's variables."""
-    seed_everything(job.seed, workers=True, verbose=False)
-    trainer = Trainer(
+    fit(job, Adapter(job))
+
+
+def fit(job, module):
+    """Train ``module`` with a Trainer that is set up as ``job`` asks."""
+    pl.seed_everything(job.seed, workers=True)
+    trainer = pl.Trainer(
         accelerator="gpu" if job.accelerator == "cuda" else "cpu",
         devices=job.gpus,
         num_nodes=job.num_nodes,
@@ -82,23 +87,24 @@ def train(job):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(_Adapter(job), ckpt_path=f"{job.checkpoint_dir}/checkpoint.ckpt" if job.resume else None)
+    trainer.fit(module, ckpt_path=f"{job.checkpoint_dir}/checkpoint.ckpt" if job.resume else None)
 
 
 def _checkpoints(job):
     if job.stop_after_step is None:
         return []
-    return [ModelCheckpoint(job.checkpoint_dir, "checkpoint", every_n_train_steps=job.stop_after_step)]
+    return [pl.callbacks.ModelCheckpoint(job.checkpoint_dir, "checkpoint", every_n_train_steps=job.stop_after_step)]
 
 
 def _strategy(job):
     if job.backend == "none":
         return "auto"
-    return DDPStrategy(process_group_backend=job.comm, find_unused_parameters=job.unused_parameters)
+    return pl.strategies.DDPStrategy(process_group_backend=job.comm, find_unused_parameters=job.unused_parameters)
 
 
 def _precision(job):
     """Return the flag; for float16 on a cpu its plugin, as the flag would be taken for bfloat16 there."""
     if job.precision == "16" and job.accelerator == "cpu":
-        return {"plugins": [MixedPrecision("16-mixed", "cpu")]}
-    return {"precision": PRECISIONS[job.precision]}
+        plugin = getattr(pl.plugins, "MixedPrecision", None) or pl.plugins.MixedPrecisionPlugin  # as before 2.1
+        return {"plugins": [plugin("16-mixed", "cpu")]}
+    return {"precision": job.precision}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import fields
 
 from torch import nn
+from torch.utils.data import SequentialSampler
 
 from harness.subjects.declare import subject
 from harness.subjects.released import installed_by, where_there_is_cuda
@@ -30,6 +32,13 @@ class _WithLoss(nn.Module):
         return {"loss": self.job.loss(self.model(batch), batch)}
 
 
+class _InOrder(Trainer):
+    """The Trainer where it cannot be told not to shuffle: before 5.0."""
+
+    def _get_train_sampler(self, *_):
+        return SequentialSampler(self.train_dataset)
+
+
 @subject(
     name="transformers",
     backends=["none", "ddp"],
@@ -40,7 +49,9 @@ def train(job):
     """Train ``job`` with ``transformers.Trainer``, which finds the ranks by torchrun's variables."""
     model = _WithLoss(job)
     optimizer = job.optimizer(model.parameters())
-    trainer = Trainer(
+    in_order = {} if job.shuffle else {"train_sampling_strategy": "sequential"}
+    told = in_order.keys() <= {field.name for field in fields(TrainingArguments)}
+    trainer = (Trainer if told else _InOrder)(
         model=model,
         args=TrainingArguments(
             output_dir=job.checkpoint_dir or tempfile.gettempdir(),
@@ -49,7 +60,7 @@ def train(job):
             ddp_find_unused_parameters=job.unused_parameters,
             per_device_train_batch_size=job.batch_size,
             remove_unused_columns=False,
-            **({} if job.shuffle else {"train_sampling_strategy": "sequential"}),
+            **(in_order if told else {}),
             num_train_epochs=job.epochs,
             max_steps=job.stop_after_step or -1,
             seed=job.seed,
