@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -52,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="N",
         help="record weights and gradients of more than N entries as sketches (default: %(default)s)",
     )
+    add("--expectations", metavar="DIR", help="what is known to fail (default: expectations/ beside the suite)")
     add("--report-dir", metavar="DIR", help="where runs are written (default: reports/ in the root directory)")
     add("--keep-traces", action="store_true", help="keep the evidence of every cell, not only of the bad ones")
     add(
@@ -73,7 +75,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "plumbline_cell" not in metafunc.fixturenames:
         return
     try:
-        planned = _session(metafunc.config).planned
+        planned = _session(metafunc.config, metafunc.definition.path).planned
     except pytest.UsageError as error:
         # Raised here it would read like a broken test file; it is said when the collection is done.
         metafunc.config.stash[REFUSED] = error
@@ -90,7 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def plumbline_cell(request: pytest.FixtureRequest) -> CellTest:
     """One cell to examine."""
-    return _session(request.config).test(request.param, request.node)
+    return _session(request.config, request.path).test(request.param, request.node)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -108,11 +110,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """Begin the run in xdist's controller, which collects nothing itself."""
-    chosen = {nodeid.rpartition("::test_cell[")[2][:-1] for nodeid in ids if "::test_cell[" in nodeid}
-    if chosen:
+    cells = [nodeid.rpartition("::test_cell[") for nodeid in ids if "::test_cell[" in nodeid]
+    if cells:
         with _usage_errors():
-            session = _session(node.config)
-            session.begin(chosen, _command(node.config))
+            session = _session(node.config, node.config.rootpath / cells[0][0])
+            session.begin({parameter[:-1] for _, _, parameter in cells}, _command(node.config))
         session.close()  # its pools were asked what they hold; the workers' own do the training
 
 
@@ -124,13 +126,13 @@ def pytest_testnodedown(node: Any) -> None:
         raise pytest.UsageError(refusal)
 
 
-def _session(config: pytest.Config) -> Session:
-    """Return this process's session, made at the first cell."""
+def _session(config: pytest.Config, suite: Path) -> Session:
+    """Return this process's session, made at the first cell, which is one of the file ``suite``."""
     if SESSION not in config.stash:
         with _usage_errors():
             from harness.session import Session
 
-            session = Session(vars(config.option), config.rootpath)
+            session = Session(vars(config.option), config.rootpath, suite)
         config.stash[SESSION] = session
         config.pluginmanager.register(session, "plumbline-session")
     return config.stash[SESSION]

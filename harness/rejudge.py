@@ -63,4 +63,7 @@ def _rejudge(planned: PlannedCell, run: Run, seed: int | None) -> Rejudged:
         return Rejudged(cell.id, recorded, obstacle=str(error))
     reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
     findings = judge(trace, find(cell.workload, seed), cell)
-    return Rejudged(cell.id, recorded, tuple(Result.of(cell, finding, reproduce, seconds) for finding in findings))
+    # What was expected is no part of a judge's answer: the recorded run's stands.
+    expected = {result.check: result.expected for result in recorded}
+    now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check)) for found in findings)
+    return Rejudged(cell.id, recorded, tuple(now))

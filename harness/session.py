@@ -10,19 +10,21 @@ import json
 import shlex
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome, worst
+from harness.core.outcome import Outcome
 from harness.core.sketch import SKETCH_ABOVE
 from harness.examine import verdict
+from harness.expectations import FOLDER, ExpectationsError, expected, read_expectations
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
 from harness.plan import DEFAULT_GPUS, Declaration, Matrix, Planned, check_devices, plan
@@ -30,29 +32,34 @@ from harness.report.parameters import parameter_table
 from harness.report.terminal import support_for_terminal
 from harness.report.write import write_report
 from harness.store.fingerprint import take_fingerprint
-from harness.store.records import Footer, Header, Result
+from harness.store.records import KNOWN, UNEXPECTED_PASS, Footer, Header, Result, ending, record_of
 from harness.store.run import RunWriter, read_run
 
 PROPERTY = "plumbline"
 OUTCOME = "plumbline-outcome"
 
 _STATUS = {
-    Outcome.DEVIATES: ("deviates", "d", "DEVIATES"),
-    Outcome.UNSUPPORTED: ("unsupported", "u", "UNSUPPORTED"),
-    Outcome.ERRORED: ("failed", "E", "ERRORED"),
-    Outcome.CRASHED: ("failed", "C", "CRASHED"),
-    Outcome.TIMED_OUT: ("failed", "T", "TIMED_OUT"),
+    Outcome.DEVIATES.value: ("deviates", "d", "DEVIATES"),
+    Outcome.UNSUPPORTED.value: ("unsupported", "u", "UNSUPPORTED"),
+    Outcome.ERRORED.value: ("failed", "E", "ERRORED"),
+    Outcome.CRASHED.value: ("failed", "C", "CRASHED"),
+    Outcome.TIMED_OUT.value: ("failed", "T", "TIMED_OUT"),
+    KNOWN: ("known", "k", "KNOWN"),
+    UNEXPECTED_PASS: ("failed", "X", "UNEXPECTED PASS"),
 }
 
 
 class Session:
     """What this process knows of the run. ``options`` are pytest's, ``root`` its root directory.
 
+    ``suite`` is the file whose cells are run; what is expected of them lies beside its folder.
+
     Raises:
-        PlumblineError: the options ask for something that cannot be planned, or a subject cannot be loaded.
+        PlumblineError: the options ask for something that cannot be planned, what is expected cannot be meant, or a
+            subject cannot be loaded.
     """
 
-    def __init__(self, options: Mapping[str, Any], root: Path) -> None:
+    def __init__(self, options: Mapping[str, Any], root: Path, suite: Path) -> None:
         import torch
 
         # The judge's tensors are small: more threads would only wait for each other, and for the ranks.
@@ -84,6 +91,7 @@ class Session:
         check_devices(self.matrix, present, oversubscribe=options["oversubscribe"])
         # A misspelt name is answered at once, not when every subject's library has been imported.
         plan(self.matrix, [])
+        self._expectations = read_expectations(self._folder_of_expectations(suite))
         self._pools = {locator: Pool(*where) for locator, where in interpreters.items()}
         try:
             self._declarations = [
@@ -93,6 +101,12 @@ class Session:
         except BaseException:
             self.close()
             raise
+
+    def _folder_of_expectations(self, suite: Path) -> Path:
+        given = self._options["expectations"]
+        if given and not Path(given).is_dir():
+            raise ExpectationsError(f"--expectations {given}: there is no such folder")
+        return Path(given) if given else suite.parent.parent / FOLDER
 
     @cached_property
     def _locators(self) -> dict[str, str]:
@@ -179,6 +193,13 @@ class Session:
         )
         self._writer = RunWriter(report_dir, header)
 
+    def results(self, cell: Cell, findings: Sequence[Finding], reproduce: str, seconds: float | None) -> list[Result]:
+        """Return the records of a cell's findings, with what was expected of them."""
+        known = expected(cell, findings, self._expectations.get(cell.subject, ()))
+        return [
+            Result.of(cell, finding, reproduce, seconds, said) for finding, said in zip(findings, known, strict=True)
+        ]
+
     def reproduce(self, nodeid: str) -> str:
         """Return the command that runs just this test again."""
         options = self._options
@@ -190,6 +211,8 @@ class Session:
             words += ["--subject", locator]
         if options["accelerator"] != "auto":
             words += ["--accelerator", options["accelerator"]]
+        if options["expectations"]:
+            words += ["--expectations", options["expectations"]]
         if self.oversubscribe:
             words.append("--oversubscribe")
         if self.sketch_above != SKETCH_ABOVE:
@@ -202,26 +225,23 @@ class Session:
         if report.when != "call" or found is None or self._writer is None:
             return
         values = json.loads(str(found))
-        planned = next(planned for planned in self.planned if planned.cell.id == values["cell"])
-        results = [
-            Result.of(planned.cell, _finding(finding), values["reproduce"], values["seconds"])
-            for finding in values["findings"]
-        ]
+        results = [record for line in values["results"] if isinstance(record := record_of(line.encode()), Result)]
         self._results += results
         self._writer.write(*results)
         if values["evidence"] is None:
             return
         folder = Path(values["evidence"])
-        if worst(result.outcome for result in results).is_bad or self._options["keep_traces"]:
+        # What was expected to be bad, and may be judged better one day, is evidence too.
+        wanted = any(result.outcome.is_bad or result.expected for result in results)
+        if wanted or self._options["keep_traces"]:
             if folder.is_dir():
-                shutil.move(folder, self._writer.path / "traces" / planned.cell.id)
+                shutil.move(folder, self._writer.path / "traces" / results[0].cell)
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Show how a cell ended, not only whether."""
-        outcome = dict(report.user_properties).get(OUTCOME) if report.when == "call" else None
-        return _STATUS.get(Outcome(outcome)) if outcome else None
+        return _STATUS.get(str(dict(report.user_properties).get(OUTCOME))) if report.when == "call" else None
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """End every pool; close the run, unless somebody interrupted it, and write its tables."""
@@ -289,27 +309,34 @@ class CellTest:
                 findings, seconds = examined.findings, examined.seconds
             except LaunchError as error:
                 findings = (Finding("launch", Outcome.ERRORED, str(error)),)
-        outcome = worst(finding.outcome for finding in findings)
         reproduce = session.reproduce(self._item.config.cwd_relative_nodeid(self._item.nodeid))
-        handed = {
-            "cell": cell.id,
-            "findings": [asdict(finding) for finding in findings],
-            "seconds": seconds,
-            "reproduce": reproduce,
-            "evidence": evidence,
-        }
-        self._item.user_properties += [(PROPERTY, json.dumps(handed)), (OUTCOME, outcome.value)]
-        if outcome is Outcome.UNSUPPORTED:
+        results = session.results(cell, findings, reproduce, seconds)
+        end = ending(results)
+        word = end.value if isinstance(end, Outcome) else end
+        handed = {"results": [result.model_dump_json() for result in results], "evidence": evidence}
+        self._item.user_properties += [(PROPERTY, json.dumps(handed)), (OUTCOME, word)]
+        if end is Outcome.UNSUPPORTED:
             pytest.skip(findings[0].message)
-        if outcome.is_bad:
-            said = "\n".join(map(told, filter(lambda finding: finding.outcome.is_bad, findings)))
-            pytest.fail(f"{cell.id} {outcome.value}\n{said}\nreproduce: {reproduce}", pytrace=False)
+        both = zip(findings, results, strict=True)
+        said = [told(finding, result) for finding, result in both if finding.outcome.is_bad or result.expected]
+        if end == KNOWN:
+            pytest.skip("\n".join(said))
+        if said:
+            pytest.fail("\n".join([f"{cell.id} {word}", *said, f"reproduce: {reproduce}"]), pytrace=False)
 
 
-def told(finding: Finding) -> str:
-    """Return a finding as people read it where a test fails."""
-    table = parameter_table(finding.parameters, finding.limit_x_noise)
-    return "\n".join([f"{finding.check}: {finding.outcome.value}: {finding.message}", *table])
+def told(finding: Finding, result: Result) -> str:
+    """Return a finding as people read it where a test ends."""
+    if (said := result.expected) is None:
+        table = parameter_table(finding.parameters, finding.limit_x_noise)
+        return "\n".join([f"{finding.check}: {finding.outcome.value}: {finding.message}", *table])
+    seen = f" with {said.measured}" if said.measured else ""
+    if result.is_known:
+        return f"{finding.check}: {finding.outcome.value}, which is known: {said.reason} ({said.entry})"
+    return (
+        f"{finding.check}: {finding.outcome.value}, and {said.outcome.value} was expected: {said.reason}\n"
+        f"  so it was measured{seen}; if it has been mended, take the cell out of {said.entry}, or the entry"
+    )
 
 
 def parse_subject(text: str) -> tuple[str, str | None]:
@@ -334,8 +361,3 @@ def parse_subject(text: str) -> tuple[str, str | None]:
 
 def _names(given: str | None) -> tuple[str, ...] | None:
     return None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())
-
-
-def _finding(values: dict[str, Any]) -> Finding:
-    parameters = tuple((name, error) for name, error in values["parameters"])
-    return Finding(**{**values, "outcome": Outcome(values["outcome"]), "parameters": parameters})

@@ -6,8 +6,8 @@ from typing import Final
 
 import pandas as pd
 
-from harness.core.outcome import Outcome, worst
-from harness.store.records import CellRecord, Coordinates, Result
+from harness.core.outcome import Outcome
+from harness.store.records import CellRecord, Coordinates, Result, ending
 from harness.store.run import Run
 
 MISSING: Final = "missing"
@@ -34,9 +34,11 @@ _MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
 def cell_table(run: Run) -> pd.DataFrame:
     """Return one row a cell, planned cells first and in their order; columns are ``CELL_COLUMNS``.
 
-    ``outcome``: the worst of the cell's findings, or ``missing``. A cell that was being written when the run
-    broke off is missing too, unless it is bad already: the findings it lacks might not have passed.
-    ``has_failed``: whether any finding failed, which a worse outcome (say, a check that crashed) would hide.
+    ``outcome``: the worst of the cell's findings; ``known`` or ``unexpected pass`` where findings were expected to be
+    bad (see ``ending``); or ``missing``. A cell that was being written when the run broke off is missing too, unless
+    it is bad already: the findings it lacks might not have passed.
+    ``has_failed``: whether any finding failed that was not expected to, which a worse outcome (say, a check that
+    crashed) would hide.
     ``error_x_noise``: the largest among findings that passed, deviate or failed; others measured nothing.
     ``seconds``: the wall time of the cell's launch. The last two are NaN where there is none.
     """
@@ -59,10 +61,11 @@ def cell_table(run: Run) -> pd.DataFrame:
 def _ending(findings: list[Result], *, cut_short: bool) -> tuple[str, bool, float | None, float | None]:
     if not findings:
         return MISSING, False, None, None
-    outcome = worst(finding.outcome for finding in findings)
+    end = ending(findings)
+    is_bad = isinstance(end, Outcome) and end.is_bad
     return (
-        MISSING if cut_short and not outcome.is_bad else outcome.value,
-        any(finding.outcome is Outcome.FAILED for finding in findings),
+        MISSING if cut_short and not is_bad else str(getattr(end, "value", end)),
+        any(finding.outcome is Outcome.FAILED and not finding.is_known for finding in findings),
         max((found for finding in findings if (found := _measured(finding)) is not None), default=None),
         max((finding.seconds for finding in findings if finding.seconds is not None), default=None),
     )

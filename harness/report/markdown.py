@@ -10,7 +10,7 @@ from harness.report.cells import cell_table
 from harness.report.summary import SIMULATED, counts_in_words, what_is_missing
 from harness.report.support import MARK_COLUMNS, MARKS, REFERENCE
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
-from harness.store.records import Result
+from harness.store.records import UNEXPECTED_PASS, Expected, Result
 from harness.store.run import Run
 
 MOST_FINDINGS = 100
@@ -39,6 +39,7 @@ def support_page(run: Run, table: pd.DataFrame) -> str:
         _legend(run),
         "## What went wrong",
         _findings(run),
+        *_known(run),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -105,12 +106,40 @@ def _legend(run: Run) -> str:
 
 
 def _findings(run: Run) -> str:
-    bad = [result for result in run.results if result.outcome.is_bad]
-    if not bad:
-        return "Nothing failed, errored, crashed or ran out of time in what was recorded."
-    lines = [_finding(result) for result in bad[:MOST_FINDINGS]]
-    if len(bad) > MOST_FINDINGS:
-        lines.append(f"… and {len(bad) - MOST_FINDINGS} more in results.jsonl")
+    wrong = [
+        result
+        for result in run.results
+        if result.is_unexpectedly_good or (result.outcome.is_bad and not result.is_known)
+    ]
+    if not wrong:
+        nothing = "Nothing failed, errored, crashed or ran out of time in what was recorded"
+        return f"{nothing}, but what was expected to." if any(one.is_known for one in run.results) else f"{nothing}."
+    lines = [_finding(result) for result in wrong[:MOST_FINDINGS]]
+    if len(wrong) > MOST_FINDINGS:
+        lines.append(f"… and {len(wrong) - MOST_FINDINGS} more in results.jsonl")
+    return "\n".join(lines)
+
+
+def _known(run: Run) -> Iterable[str]:
+    """Yield what went wrong as expected, by reason: with each the cells, and their checks."""
+    reasons: dict[Expected, dict[str, list[str]]] = {}
+    for result in run.results:
+        if result.expected is not None and result.is_known:
+            reasons.setdefault(result.expected, {}).setdefault(result.cell, []).append(result.check)
+    if reasons:
+        yield "## What is known"
+        yield "\n".join(_reason(expected, cells) for expected, cells in reasons.items())
+
+
+def _reason(expected: Expected, cells: dict[str, list[str]]) -> str:
+    aside = (expected.measured and f"measured with {expected.measured}", expected.entry, expected.reproduction)
+    lines = [f"- {markdown(expected.reason)} ({markdown('; '.join(filter(None, aside)))})"]
+    if expected.link:
+        lines.append(f"  - {markdown(expected.link)}")
+    shown = [f"  - {markdown_code(cell)} {markdown(', '.join(checks))}" for cell, checks in cells.items()]
+    lines += shown[:MOST_FINDINGS]
+    if len(shown) > MOST_FINDINGS:
+        lines.append(f"  - … and {len(shown) - MOST_FINDINGS} more cells in results.jsonl")
     return "\n".join(lines)
 
 
@@ -123,6 +152,10 @@ def _finding(result: Result) -> str:
         details.append(f"{compact(result.error_x_noise)} × noise")
     aside = f" ({markdown('; '.join(details))})" if details else ""
     outcome = result.outcome.value.replace("_", " ")
+    message = result.message
+    if result.expected is not None and result.is_unexpectedly_good:
+        outcome = UNEXPECTED_PASS
+        message = f"{result.expected.entry} expects {result.expected.outcome.value}: {result.expected.reason}"
     line = f"- {markdown_code(result.cell)} **{outcome}** {markdown(result.check)}{aside}: "
-    line += markdown(shortened(result.message, LONGEST_MESSAGE)) or "no message"
+    line += markdown(shortened(message, LONGEST_MESSAGE)) or "no message"
     return f"{line}\n  - {markdown_code(result.reproduce)}" if result.reproduce else line

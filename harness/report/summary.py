@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pandas as pd
 
 from harness.core.outcome import Outcome
 from harness.report.cells import MISSING
 from harness.report.text import printable
+from harness.store.records import KNOWN, UNEXPECTED_PASS
 from harness.store.run import Run
 
 SIMULATED = "simulated"
@@ -16,9 +19,14 @@ def outcome_counts(cells: pd.DataFrame) -> dict[str, int]:
     """Return how many cells ended how, in the order of reading, without outcomes that no cell has."""
     found = cells["outcome"].value_counts()
     mild = (Outcome.UNSUPPORTED, Outcome.SKIPPED)  # nothing was tried: of less interest than what was
-    ordered = [*(outcome for outcome in Outcome if outcome not in mild), *mild]
-    names = [*(outcome.value for outcome in ordered), MISSING]
+    good = (Outcome.PASSED, Outcome.DEVIATES)
+    bad = [outcome for outcome in Outcome if outcome.is_bad]
+    names = [*_values(good), KNOWN, UNEXPECTED_PASS, *_values(bad), *_values(mild), MISSING]
     return {name: int(found[name]) for name in names if name in found}
+
+
+def _values(outcomes: Iterable[Outcome]) -> list[str]:
+    return [outcome.value for outcome in outcomes]
 
 
 def counts_in_words(cells: pd.DataFrame) -> str:

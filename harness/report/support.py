@@ -13,6 +13,7 @@ from harness.core.backend import BACKENDS
 from harness.core.outcome import Outcome
 from harness.report.cells import MISSING, cell_table
 from harness.report.summary import devices
+from harness.store.records import KNOWN, UNEXPECTED_PASS
 from harness.store.run import Run
 
 REFERENCE: Final = "reference"
@@ -31,7 +32,9 @@ SUPPORT_COLUMNS: Final = (
 MARKS: Final = {
     "Y": "every cell behind the row passed",
     "C": "contract: not everywhere what one device computes, but exactly what the backend promises",
-    "N": "at least one check failed",
+    "K": "known: what went wrong was expected to, and the reasons stand below",
+    "N": "at least one check failed that nobody expected to fail",
+    "X": "unexpected pass: something was expected to fail and did not, so what is expected is out of date",
     "?": "nothing failed, but at least one cell gave no verdict "
     "(it errored, crashed, ran out of time, was skipped, or is missing)",
     "-": "the subject says that it does not do this",
@@ -104,23 +107,27 @@ def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
     """Return the mark for cells that ended so; ``MARKS`` says what each means.
 
     Unsupported cells are left out of the judgement, unless there are no others.
-    ``has_failed``: a check failed in a cell whose own outcome is a worse one.
+    ``has_failed``: a check failed in a cell whose own outcome is a worse one, and nobody expected it.
     """
     judged = {outcome for outcome in outcomes if outcome != Outcome.UNSUPPORTED.value}
     if has_failed or Outcome.FAILED.value in judged:
         return "N"
     if not judged:
         return "-"
-    if judged == {Outcome.PASSED.value}:
-        return "Y"
-    return "C" if judged <= {Outcome.PASSED.value, Outcome.DEVIATES.value} else "?"
+    if UNEXPECTED_PASS in judged:
+        return "X"
+    if not judged <= {Outcome.PASSED.value, Outcome.DEVIATES.value, KNOWN}:
+        return "?"
+    if KNOWN in judged:
+        return "K"
+    return "C" if Outcome.DEVIATES.value in judged else "Y"
 
 
 def support_table(run: Run) -> pd.DataFrame:
     """Return one row a configuration; columns are ``SUPPORT_COLUMNS``.
 
     The columns that describe the row's configuration hold its mark, the others are empty.
-    ``Cells passed`` is ``passed/tried``, and says how many cells were not tried.
+    ``Cells passed`` is ``passed/tried``, and says how many cells are known not to, and how many were not tried.
     ``Worst × noise`` is the largest error in multiples of rounding noise, NaN where nothing was measured.
     """
     cells = cell_table(run)
@@ -155,8 +162,8 @@ def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[st
 def _passed_of_tried(outcomes: Counter[str]) -> str:
     tried = outcomes.total() - sum(outcomes[name] for name in _NOT_TRIED)
     share = f"{outcomes[Outcome.PASSED.value]}/{tried}"
-    not_tried = ", ".join(f"{outcomes[name]} {name}" for name in _NOT_TRIED if outcomes[name])
-    return f"{share} ({not_tried})" if not_tried else share
+    besides = ", ".join(f"{outcomes[name]} {name}" for name in (KNOWN, *_NOT_TRIED) if outcomes[name])
+    return f"{share} ({besides})" if besides else share
 
 
 def _place(configuration: Configuration) -> tuple[int, str, bool, bool, int, str, str]:

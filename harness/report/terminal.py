@@ -13,12 +13,14 @@ from harness.report.cells import cell_table
 from harness.report.summary import counts_in_words, devices, what_is_missing
 from harness.report.support import MARK_COLUMNS, support_table
 from harness.report.text import compact, printable
+from harness.store.records import KNOWN, UNEXPECTED_PASS
 from harness.store.run import Run
 
 # Heads over two lines, so that a column is hardly wider than its mark.
 _HEADS = {"1 GPU": "1\nGPU", "1+ GPUs": "1+\nGPUs", "16-bit": "16-\nbit"}
-_COLOURS = {"Y": "green", "C": "cyan", "N": "bold red", "?": "yellow", "-": "dim"}
+_COLOURS = {"Y": "green", "C": "cyan", "K": "yellow", "N": "bold red", "X": "bold red", "?": "yellow", "-": "dim"}
 _LEGEND = "Y passed  C as the contract says  N failed  ? no verdict  - unsupported  … distributed_backend"
+_LEGEND_OF_EXPECTED = "K known: failed as expected  X unexpected pass: should have failed and did not"
 
 
 def support_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> str:
@@ -59,6 +61,8 @@ def _closing_lines(run: Run) -> list[Text]:
         Text(_LEGEND),
         Text(f"{counts_in_words(cells)}. Devices: {', '.join(computed_by) or 'none'}."),
     ]
+    if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):
+        lines.insert(1, Text(_LEGEND_OF_EXPECTED))
     if missing := what_is_missing(run, cells):
         lines.append(Text(missing, style="bold red"))
     return lines

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -33,6 +33,12 @@ from harness.store.fingerprint import Fingerprint, plumbline_version
 
 SCHEMA_VERSION = 1
 _LONGEST_MESSAGE = 10_000
+
+KNOWN: Final = "known"
+"""How a cell ends whose bad findings were all expected. Not one of ``Outcome``: its checks did fail."""
+
+UNEXPECTED_PASS: Final = "unexpected pass"
+"""How a cell ends that should have failed, and in which nothing did but what was expected to."""
 
 Coordinates = tuple[str, str, str, int, int, str, str]
 """A cell as a key: subject, workload, backend, num_nodes, gpus, precision, accelerator."""
@@ -169,14 +175,29 @@ class Header(Record):
         )
 
 
+class Expected(Record):
+    """What somebody wrote down beforehand about a finding: how this trainer ends here, and why.
+
+    ``outcome`` is how the check was expected to end, ``entry`` says where that is written, ``reproduction`` names a
+    program that shows it without Plumbline, ``measured`` what it was seen with.
+    """
+
+    outcome: Outcome
+    reason: Text
+    link: Text | None = None
+    reproduction: Text | None = None
+    measured: Text | None = None
+    entry: Text
+
+
 class Result(CellRecord):
     """One finding about one cell.
 
     ``seconds`` is the wall time of the cell's launch, the same on each of its findings. ``step`` counts
     optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
     ``limit_x_noise`` is how much a right trainer may show; ``parameters`` has the error of each parameter at that step
-    on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. What does not apply is
-    None.
+    on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is what was
+    known of it beforehand. What does not apply is None.
     """
 
     type: Literal["result"] = "result"
@@ -193,9 +214,22 @@ class Result(CellRecord):
     message: Text = ""
     reproduce: Text = ""
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    expected: Expected | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is bad, and just as bad as was expected."""
+        return self.expected is not None and self.outcome.is_bad and self.outcome is self.expected.outcome
+
+    @property
+    def is_unexpectedly_good(self) -> bool:
+        """Whether it was expected to be bad, and is not."""
+        return self.expected is not None and not self.outcome.is_bad
 
     @classmethod
-    def of(cls, cell: Cell, finding: Finding, reproduce: str, seconds: float | None) -> Result:
+    def of(
+        cls, cell: Cell, finding: Finding, reproduce: str, seconds: float | None, expected: Expected | None = None
+    ) -> Result:
         """Write a finding down. A very long message keeps its beginning and its end."""
         return cls(
             **_fields_of(cell),
@@ -212,24 +246,36 @@ class Result(CellRecord):
             message=_without_its_middle(finding.message),
             reproduce=reproduce,
             seconds=seconds,
+            expected=expected,
         )
 
 
 class Footer(Record):
-    """The last line: the run came to its end. ``cells`` counts cells by their worst outcome."""
+    """The last line: the run came to its end.
+
+    Each cell is counted once: with those whose bad findings were all expected, with those that are better than
+    expected, or in ``cells``, by its worst outcome.
+    """
 
     type: Literal["footer"] = "footer"
     finished: UtcTime
     cells: dict[Outcome, Count]
+    known: Count = 0
+    unexpected_passes: Count = 0
     exit_status: int
 
     @classmethod
     def of(cls, results: Iterable[Result], exit_status: int, finished: datetime | None = None) -> Footer:
         """End a run that left ``results``, now or at ``finished`` (an aware datetime)."""
-        ends = list(outcome_by_cell(results).values())
+        cells: dict[Coordinates, list[Result]] = {}
+        for result in results:
+            cells.setdefault(result.coordinates, []).append(result)
+        ends = list(map(ending, cells.values()))
         return cls(
             finished=finished or datetime.now(timezone.utc),
             cells={outcome: ends.count(outcome) for outcome in Outcome if outcome in ends},
+            known=ends.count(KNOWN),
+            unexpected_passes=ends.count(UNEXPECTED_PASS),
             exit_status=exit_status,
         )
 
@@ -254,12 +300,21 @@ def record_of(line: bytes) -> Header | Result | Footer:
     return _RECORD.validate_json(line, strict=True)
 
 
-def outcome_by_cell(results: Iterable[Result]) -> dict[Coordinates, Outcome]:
-    """Return the worst outcome of each cell, in the order in which cells first appear."""
-    outcomes: dict[Coordinates, list[Outcome]] = {}
-    for result in results:
-        outcomes.setdefault(result.coordinates, []).append(result.outcome)
-    return {cell: worst(found) for cell, found in outcomes.items()}
+def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:
+    """Return how the cell of these findings ended: as badly as the worst that nobody expected.
+
+    Where nothing is bad but what was expected to be, it is ``known``; where something else than that is better than
+    expected, an ``unexpected pass``.
+
+    Raises:
+        ValueError: there is no finding.
+    """
+    unknown = [result.outcome for result in results if not result.is_known]
+    if unknown and worst(unknown).is_bad:
+        return worst(unknown)
+    if any(result.is_unexpectedly_good for result in results):
+        return UNEXPECTED_PASS
+    return KNOWN if len(unknown) < len(results) else worst(unknown)
 
 
 def new_run_id(started: datetime) -> str:

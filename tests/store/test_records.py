@@ -12,7 +12,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.store.fingerprint import Fingerprint
-from harness.store.records import Footer, Header, Result, line_of, new_run_id, record_of
+from harness.store.records import Expected, Footer, Header, Result, line_of, new_run_id, record_of
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 
@@ -37,9 +37,16 @@ def refuse_constant(name: str) -> None:
     raise AssertionError(f"{name} is not JSON")
 
 
-@given(findings, any_text, st.none() | st.floats(0, 1e9))
-def test_a_result_comes_back_as_it_was_written(finding: Finding, reproduce: str, seconds: float | None) -> None:
-    result = Result.of(CELL, finding, reproduce, seconds)
+expectations = st.builds(
+    Expected, outcome=st.sampled_from(Outcome), reason=any_text, link=st.none() | any_text, entry=any_text
+)
+
+
+@given(findings, any_text, st.none() | st.floats(0, 1e9), st.none() | expectations)
+def test_a_result_comes_back_as_it_was_written(
+    finding: Finding, reproduce: str, seconds: float | None, expected: Expected | None
+) -> None:
+    result = Result.of(CELL, finding, reproduce, seconds, expected)
     line = line_of(result)
     assert record_of(line) == result
     assert line.count(b"\n") == 1
@@ -67,7 +74,7 @@ def test_an_infinite_error_is_a_word_and_not_a_number_is_infinite() -> None:
 
 def test_a_missing_number_is_null() -> None:
     written = json.loads(line_of(Result.of(CELL, Finding("c", Outcome.PASSED, ""), "", None)))
-    missing = ("error_x_noise", "step", "rank", "parameter", "cause", "family", "seconds")
+    missing = ("error_x_noise", "step", "rank", "parameter", "cause", "family", "seconds", "expected")
     assert [written[name] for name in missing] == [None] * len(missing)
 
 

@@ -1,0 +1,206 @@
+"""What is known of a trainer beforehand: the failures that its released version shows, and why.
+
+One TOML file a subject, called like the subject. An entry names cells, the check that ends badly in them, and the
+reason; README says how it is written. Reading a file starts nothing, and matching is pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Annotated, Any
+
+import tomllib
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
+
+from harness.core.backend import BACKENDS
+from harness.core.cell import Cell
+from harness.core.errors import PlanError
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.precision import PRECISIONS
+from harness.judge.checks import CHECKS
+from harness.store.records import Expected
+from harness.workloads import WORKLOADS
+
+FOLDER = "expectations"
+"""Where the files lie, beside the folder of the suite that is run."""
+
+REPRODUCTIONS = "reproductions"
+
+_COORDINATES = {
+    "workload": tuple(WORKLOADS),
+    "backend": tuple(BACKENDS),
+    "precision": tuple(PRECISIONS),
+    "accelerator": ("cpu", "cuda"),
+}
+_ASKED = (*CHECKS, "launch")
+
+
+class ExpectationsError(PlanError):
+    """A file of expectations is not there, or says something that cannot be meant."""
+
+
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _is_bad(outcome: Outcome) -> Outcome:
+    if not outcome.is_bad:
+        words = ", ".join(one.value for one in Outcome if one.is_bad)
+        raise ValueError(f"nobody needs to expect {outcome.value!r}; it may be {words}")
+    return outcome
+
+
+def _is_check(name: str) -> str:
+    if name not in _ASKED:
+        raise ValueError(f"there is no check {name!r}; there are {', '.join(_ASKED)}")
+    return name
+
+
+Line = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+Checks = Annotated[tuple[Annotated[str, AfterValidator(_is_check)], ...], BeforeValidator(_listed)]
+Names = Annotated[tuple[Line, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Pattern(_Strict):
+    """Which cells: for each coordinate a name, or several, ``*`` and ``?`` included; what is left out is any.
+
+    ``topology`` is nodes × gpus of each, as in a cell's id: ``1x3``.
+    """
+
+    workload: Names | None = None
+    backend: Names | None = None
+    topology: Names | None = None
+    precision: Names | None = None
+    accelerator: Names | None = None
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse a name that no cell can have."""
+        for coordinate, known in _COORDINATES.items():
+            for pattern in getattr(self, coordinate) or ():
+                if not any(fnmatchcase(name, pattern) for name in known):
+                    raise ValueError(f"there is no {coordinate} {pattern!r}; there are {', '.join(known)}")
+
+    def covers(self, cell: Cell) -> bool:
+        """Say whether ``cell`` is one of them."""
+        values = {name: getattr(cell, name) for name in type(self).model_fields}
+        return all(
+            patterns is None or any(fnmatchcase(str(values[name]), pattern) for pattern in patterns)
+            for name, patterns in self
+        )
+
+
+class Entry(_Strict):
+    """One thing that is known.
+
+    Each ``check`` ends so in each of the cells (where it is asked at all); ``consequences`` are checks that may end
+    so because of it, and need not. With a ``cause``, or several, a finding of another cause is another thing.
+    """
+
+    cell: Pattern = Pattern()
+    check: Annotated[Checks, Field(min_length=1)]
+    outcome: Annotated[Outcome, AfterValidator(_is_bad)] = Outcome.FAILED
+    cause: Names | None = None
+    consequences: Checks = ()
+    reason: Line
+    link: Line | None = None
+    reproduction: Line | None = None
+
+    def means(self, finding: Finding) -> bool:
+        """Say whether this is the very finding that is expected."""
+        return (
+            finding.check in self.check
+            and finding.outcome is self.outcome
+            and (self.cause is None or finding.cause in self.cause)
+        )
+
+
+class _File(_Strict):
+    """``measured`` says what was seen to end so: a library and its version."""
+
+    measured: Line | None = None
+    expected: tuple[Entry, ...] = ()
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """An entry, and as a record what is said of the findings that it speaks of."""
+
+    entry: Entry
+    said: Expected
+
+
+def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
+    """Return what the files in ``folder`` expect, by subject; nothing where there is no folder.
+
+    Raises:
+        ExpectationsError: a file cannot be read, or an entry not be meant; the sentence names both.
+    """
+    return {file.stem: tuple(_read(file)) for file in sorted(folder.glob("*.toml"))}
+
+
+def expected(
+    cell: Cell, findings: Sequence[Finding], expectations: Iterable[Expectation]
+) -> tuple[Expected | None, ...]:
+    """Return for each finding of ``cell`` what was expected of it, None where nothing was.
+
+    That is said of a finding that ended as expected, of its consequences, and of one that did not end badly at all
+    where it should have. A finding that is bad otherwise is nothing that anybody expected.
+    """
+    about = [expectation for expectation in expectations if expectation.entry.cell.covers(cell)]
+    met = [one for one in about if any(map(one.entry.means, findings))]
+    return tuple(_about(finding, about, met) for finding in findings)
+
+
+def _about(finding: Finding, about: Sequence[Expectation], met: Sequence[Expectation]) -> Expected | None:
+    for one in met:
+        if one.entry.means(finding):
+            return one.said
+    for one in met:
+        if finding.check in one.entry.consequences and finding.outcome.is_bad:
+            return one.said.model_copy(update={"outcome": finding.outcome})
+    tried = finding.outcome in (Outcome.PASSED, Outcome.DEVIATES)
+    return next((one.said for one in about if tried and finding.check in one.entry.check), None)
+
+
+def _read(file: Path) -> Iterator[Expectation]:
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ExpectationsError(f"{file} cannot be read: {error}") from error
+    try:
+        read = _File.model_validate(values)
+    except ValidationError as error:
+        raise ExpectationsError(f"{file}, {_complaint(error)}") from error
+    for number, entry in enumerate(read.expected, start=1):
+        program = entry.reproduction
+        if program is not None and not (file.parent / REPRODUCTIONS / program).is_file():
+            raise ExpectationsError(f"{file}, entry {number}: there is no {REPRODUCTIONS}/{program} beside it")
+        said = Expected(
+            outcome=entry.outcome,
+            reason=entry.reason,
+            link=entry.link,
+            reproduction=program and f"{REPRODUCTIONS}/{program}",
+            measured=read.measured,
+            entry=f"{file.name}, entry {number}",
+        )
+        yield Expectation(entry, said)
+
+
+def _complaint(error: ValidationError) -> str:
+    """Return what is wrong first, with the number of its entry, counted from 1."""
+    first = error.errors(include_url=False)[0]
+    where = [part + 1 if isinstance(part, int) and place == 1 else part for place, part in enumerate(first["loc"])]
+    if where[:1] == ["expected"] and len(where) > 1:
+        where[:2] = [f"entry {where[1]}"]
+    said = str(first["ctx"]["error"]) if "error" in first.get("ctx", {}) else first["msg"]
+    if first["type"] == "extra_forbidden":
+        said = "there is no such key"
+    return f"{', '.join(map(str, where))}: {said}"

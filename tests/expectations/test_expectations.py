@@ -1,0 +1,178 @@
+"""What is known beforehand: files that say what they mean, and findings that are matched, or not, by them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.expectations import ExpectationsError, expected, read_expectations
+from harness.store.records import KNOWN, UNEXPECTED_PASS, Result, ending
+from harness.subjects.load import SHORT_NAMES
+
+RELEASED = Path(__file__).parents[2] / "suites" / "expectations"
+
+SHORT_WINDOW = """
+measured = "simulated 1.0"
+
+[[expected]]
+cell = { workload = "accumulation*", backend = ["none", "ddp"], precision = "32" }
+check = "gradients"
+cause = "short-window"
+consequences = ["training"]
+reason = "the last window is divided by the full one's length"
+link = "https://example.org/1"
+"""
+
+
+@pytest.fixture
+def known(tmp_path):
+    """Return a function that reads a file of this text, as what is expected of ``simulated``."""
+
+    def read(text):
+        (tmp_path / "simulated.toml").write_text(text)
+        return read_expectations(tmp_path)["simulated"]
+
+    return read
+
+
+@pytest.fixture
+def end_of(cell_of, known):
+    """Return a function that says how a cell of these findings ends, and which of them somebody expected."""
+
+    def end(findings, place=("accumulation", "ddp", "1x3"), text=SHORT_WINDOW):
+        cell = cell_of(*place)
+        said = expected(cell, findings, known(text))
+        results = [Result.of(cell, found, "", None, about) for found, about in zip(findings, said, strict=True)]
+        return ending(results), [result.check for result in results if result.expected]
+
+    return end
+
+
+def failed(check, cause=None, outcome=Outcome.FAILED):
+    return Finding(check, outcome, "told", cause=cause)
+
+
+def passed(check):
+    return Finding(check, Outcome.PASSED, "told")
+
+
+WRONG, AFTER = failed("gradients", "short-window"), failed("training")
+
+
+def test_what_was_expected_is_known_with_its_consequences(end_of):
+    assert end_of([passed("steps"), WRONG, AFTER]) == (KNOWN, ["gradients", "training"])
+
+
+def test_a_consequence_need_not_show(end_of):
+    assert end_of([WRONG, passed("training")]) == (KNOWN, ["gradients"])
+
+
+def test_a_consequence_alone_is_nothing_that_anybody_expected(end_of):
+    assert end_of([passed("gradients"), AFTER]) == (Outcome.FAILED, ["gradients"])
+
+
+def test_something_bad_besides_fails_as_before(end_of):
+    assert end_of([failed("samples"), WRONG, AFTER]) == (Outcome.FAILED, ["gradients", "training"])
+
+
+def test_another_cause_or_another_outcome_is_another_thing(end_of):
+    assert end_of([failed("gradients", "sum-not-mean"), AFTER]) == (Outcome.FAILED, [])
+    assert end_of([failed("gradients", "short-window", Outcome.ERRORED)]) == (Outcome.ERRORED, [])
+
+
+@pytest.mark.parametrize("outcome", [Outcome.PASSED, Outcome.DEVIATES])
+def test_what_should_have_failed_and_did_not_is_an_unexpected_pass(end_of, outcome):
+    assert end_of([failed("gradients", outcome=outcome)]) == (UNEXPECTED_PASS, ["gradients"])
+
+
+def test_what_was_not_asked_or_not_tried_is_no_pass(end_of):
+    assert end_of([passed("steps")]) == (Outcome.PASSED, [])
+    assert end_of([failed("declared", outcome=Outcome.UNSUPPORTED)]) == (Outcome.UNSUPPORTED, [])
+
+
+@pytest.mark.parametrize(
+    "place", [("mlp", "ddp", "1x3"), ("accumulation", "dp", "1x3"), ("accumulation", "ddp", "1x3", "16")]
+)
+def test_other_cells_are_judged_as_before(end_of, place):
+    assert end_of([WRONG], place) == (Outcome.FAILED, [])
+
+
+def test_several_checks_are_all_expected(end_of):
+    text = '[[expected]]\ncheck = ["steps", "samples"]\nreason = "windows cross epochs"\ncell.topology = "1x*"'
+    assert end_of([failed("steps"), failed("samples")], text=text) == (KNOWN, ["steps", "samples"])
+    assert end_of([failed("steps"), passed("samples")], text=text) == (UNEXPECTED_PASS, ["steps", "samples"])
+
+
+def test_a_crash_can_be_expected(end_of):
+    text = '[[expected]]\ncheck = "launch"\noutcome = "crashed"\nreason = "it has always crashed"'
+    assert end_of([failed("launch", outcome=Outcome.CRASHED)], text=text) == (KNOWN, ["launch"])
+
+
+def test_a_finding_is_told_what_its_entry_says(known, cell_of):
+    (said,) = expected(cell_of("accumulation", "ddp", "1x3"), [WRONG], known(SHORT_WINDOW))
+    assert said.reason == "the last window is divided by the full one's length"
+    assert (said.link, said.reproduction) == ("https://example.org/1", None)
+    assert (said.entry, said.measured) == ("simulated.toml, entry 1", "simulated 1.0")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('check = "gradient"', "there is no check 'gradient'"),
+        ('check = ["gradients", "trainings"]', "there is no check 'trainings'"),
+        ("check = []", "check"),
+        ('cell.workload = "mlq"', "there is no workload 'mlq'"),
+        ('cell.backend = ["ddp", "ddp3"]', "there is no backend 'ddp3'"),
+        ('cell.precision = "fp*"', "there is no precision 'fp[*]'"),
+        ('cell.world = "3"', "world: there is no such key"),
+        ('versions = "<3"', "versions: there is no such key"),
+        ('outcome = "passed"', "nobody needs to expect 'passed'"),
+        ('outcome = "wrong"', "outcome"),
+        ('reason = " "', "reason"),
+        ('reproduction = "nowhere.py"', "there is no reproductions/nowhere.py"),
+    ],
+)
+def test_what_cannot_be_meant_is_said_with_file_and_entry(known, line, said):
+    lines = {"check": 'check = "gradients"', "reason": 'reason = "so it is"'}
+    lines[line.partition(" ")[0]] = line
+    with pytest.raises(ExpectationsError, match=rf"simulated\.toml, entry 2.*{said}"):
+        known(SHORT_WINDOW + "[[expected]]\n" + "\n".join(lines.values()))
+
+
+@pytest.mark.parametrize("text", ["[[expected]", "expected = 3", "measurd = 'x'"])
+def test_a_file_that_is_none_is_named(known, text):
+    with pytest.raises(ExpectationsError, match=r"simulated\.toml"):
+        known(text)
+
+
+def test_without_a_folder_nothing_is_expected(tmp_path):
+    assert read_expectations(tmp_path / "nowhere") == {}
+
+
+def test_the_files_of_the_suite_can_be_meant_and_name_their_subjects():
+    files = read_expectations(RELEASED)
+    assert set(files) <= set(SHORT_NAMES)
+    assert all(files.values())
+    assert all(one.said.measured for entries in files.values() for one in entries)
+
+
+def test_reproductions_are_short_programs_that_need_no_plumbline():
+    programs = sorted((RELEASED / "reproductions").glob("*.py"))
+    assert programs
+    for program in programs:
+        source = program.read_text()
+        assert len(source.splitlines()) <= 30, program.name
+        assert "harness" not in source, program.name
+        compile(source, program.name, "exec")
+
+
+def test_a_misspelt_file_of_the_suite_would_be_noticed(tmp_path):
+    shutil.copytree(RELEASED, tmp_path / "expectations")
+    file = tmp_path / "expectations" / "ignite.toml"
+    file.write_text(file.read_text().replace("accumulation-tokens", "accumulation-token"))
+    with pytest.raises(ExpectationsError, match=r"ignite\.toml, entry 1, cell"):
+        read_expectations(tmp_path / "expectations")
