@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.core.cell import Cell
 from harness.core.trace import Step, Tensors, Trace
+from harness.judge.free import FreeTraining
 from harness.judge.layout import Layout, at_once, contract_layout, shuffled, whole
 from harness.judge.noise import NoiseScale, distance, limit, norm, rounding_unit
 from harness.judge.oracle import Oracle, clipped, mean_gradient
@@ -64,6 +65,11 @@ class Examination:
         self.cell = cell
         self.devices = cell.topology.devices
         self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
+
+    @cached_property
+    def free(self) -> FreeTraining:
+        """Whole trainings from the job's weights, for what is asked of the end."""
+        return FreeTraining(self)
 
     @property
     def coarsest(self) -> float:

@@ -88,10 +88,7 @@ class Oracle:
 
     def forward(self, share: Share) -> Any:
         """Return the model's outputs for samples, as a device computes them at the start of the step."""
-        for name, value in self._begun.items():
-            layer, attribute, dtype = self._buffered[name]
-            # A copy: what a forward makes of it is thrown away, and a backward that saved it may still come.
-            setattr(layer, attribute, value.to(dtype, copy=True))
+        self._set_buffers(self._begun)
         batch = self.data.batch(share)
         for name, table in self._drawn.items():
             batch[name] = table[list(share)]
@@ -165,9 +162,7 @@ class Oracle:
         self.model.train(training)
         try:
             with torch.no_grad(), self._precision():
-                for name, value in buffers.items():
-                    layer, attribute, dtype = self._buffered[name]
-                    setattr(layer, attribute, value.to(dtype, copy=True))
+                self._set_buffers(buffers)
                 batch = data.batch(samples)
                 return self.workload.loss(self.model(batch), batch)
         finally:
@@ -180,14 +175,17 @@ class Oracle:
 
     def buffers_after(self, start: Tensors, shares: Sequence[Share]) -> Tensors:
         """Return what one device's forwards over ``shares``, one after the other, make of the buffers ``start``."""
-        own = self.buffers
-        with torch.no_grad():
-            for name, value in start.items():
-                own[name].copy_(value)
+        self._set_buffers(start)
+        with torch.no_grad(), self._precision():
             for share in shares:
-                with self._precision():
-                    self.model(self.data.batch(share))
-        return {name: buffer.clone() for name, buffer in own.items()}
+                self.model(self.data.batch(share))
+        return {name: buffer.clone() for name, buffer in self.buffers.items()}
+
+    def _set_buffers(self, values: Tensors) -> None:
+        for name, value in values.items():
+            layer, attribute, dtype = self._buffered[name]
+            # A copy: what a forward makes of it is thrown away, and a backward that saved it may still come.
+            setattr(layer, attribute, value.to(dtype, copy=True))
 
     def optimizer(self) -> Optimizers:
         """Return the workload's optimizers over this oracle's own parameters, as one."""

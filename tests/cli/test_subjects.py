@@ -78,7 +78,7 @@ def test_what_is_missing_comes_with_the_command_that_installs_it():
     assert "ignite cannot be imported: ImportError: idist" in said
 
 
-@pytest.mark.parametrize("name", set(LIBRARIES) - {"torch"})
+@pytest.mark.parametrize("name", sorted(set(LIBRARIES) - {"torch"}))
 def test_the_library_is_the_one_that_the_adapter_names(name):
     source = Path(importlib.util.find_spec(SHORT_NAMES[name]).origin).read_text()
     assert f"pip install {shlex.quote(LIBRARIES[name])}" in source

@@ -16,9 +16,7 @@ Draws = tuple[tuple[int, ...], ...]
 def explain(finding: Finding, examination: Examination) -> Finding:
     """Return a finding about the samples with a cause: the first hypothesis that what was drawn does not refute."""
     ranks = [
-        tuple(
-            tuple(i for micro in step.micro_batches for share in micro.forwards for i in share) for step in trace.steps
-        )
+        tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
         for trace in examination.trace.ranks
     ]
     return explained(
@@ -67,7 +65,7 @@ def _loss_given_others(examination: Examination) -> Cause | None:
     for moment in examination.moments:
         for rank, step in enumerate(moment.ranks):
             given = [i for micro in step.micro_batches for i in micro.loss or ()]
-            seen = [i for micro in step.micro_batches for share in micro.forwards for i in share]
+            seen = [i for micro in step.micro_batches for i in micro.samples]
             if given and any(micro.loss is not None for micro in step.micro_batches) and not set(given) >= set(seen):
                 look = "which samples is the loss taken of?"
                 return Cause("loss-of-other-samples", "data", look, step=moment.index, rank=rank)

@@ -82,10 +82,7 @@ def _ways(moment: Moment) -> Iterator[tuple[str, list[Share]]]:
     yield "first device", [micro.forwards[0] for micro in ranks[0] if micro.forwards]
     yield (
         "one device",
-        [
-            tuple(i for micro in micros if micro for share in micro.forwards for i in share)
-            for micros in zip_longest(*ranks)
-        ],
+        [tuple(i for micro in micros if micro for i in micro.samples) for micros in zip_longest(*ranks)],
     )
 
 

@@ -18,9 +18,9 @@ from harness.judge.checks.launch import launch
 from harness.judge.checks.learning_rate import PRECISION
 from harness.judge.checks.skipped import skipped_steps
 from harness.judge.checks.stillness import stillness
-from harness.judge.checks.training import RUNS, noise_at_the_end
 from harness.judge.checks.update import update
 from harness.judge.examination import DRAWS, Examination, same
+from harness.judge.free import RUNS
 from harness.judge.interruption import Interruption, saving_cell
 from harness.judge.noise import distance, in_noise, limit
 from harness.judge.replay import replay
@@ -204,7 +204,7 @@ QUESTIONS: tuple[Question, ...] = (
 
 def _end(interruption: Interruption) -> Finding:
     """The user's own question: are the weights at the end those of the uninterrupted training?"""
-    noise = noise_at_the_end(interruption.whole)
+    noise = interruption.whole.free.noise
     resumed, whole = (trace.moments[-1].ranks[0].after for trace in (interruption.resumed, interruption.whole))
     step = interruption.total - 1
     errors = [

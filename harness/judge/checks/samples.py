@@ -72,7 +72,7 @@ def _loss_saw_something_else(examination: Examination) -> str | None:
 
 
 def _forwarded(step: Step) -> Iterable[int]:
-    return (i for micro in step.micro_batches for share in micro.forwards for i in share)
+    return (i for micro in step.micro_batches for i in micro.samples)
 
 
 def _strangers(used: Used, expected: int) -> str | None:
