@@ -23,6 +23,7 @@ from harness.core.topology import Topology
 from harness.judge.judge import judge
 from harness.launch.local import launch
 from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 
 
@@ -54,7 +55,7 @@ def time_cell(pool: Pool, cell: Cell) -> tuple[float, float, str]:
     """Return seconds of training and of judging, and the outcome."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
-        trace = launch(pool, cell, Path(folder), time_limit=300)
+        trace = launch(pool, cell, Path(folder), Settings(300))
         trained = time.perf_counter()
         findings = judge(trace, WORKLOADS[cell.workload], cell)
         return trained - started, time.perf_counter() - trained, worst(f.outcome for f in findings).value

@@ -23,6 +23,7 @@ import torch
 
 from harness.examine import examine
 from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 from harness.plan import Declaration, Matrix, plan
 
 
@@ -48,7 +49,7 @@ def main() -> int:
                 tried += 1
                 folder = Path(tempfile.mkdtemp())
                 seeded = replace(cell, seed=seed)
-                for finding in examine(pools[locators[cell.subject]], seeded, folder, time_limit=60).findings:
+                for finding in examine(pools[locators[cell.subject]], seeded, folder, Settings(60)).findings:
                     if finding.outcome.is_bad:
                         accused.append(f"{cell.id} --seed {seed}: {finding.check}: {finding.message}")
                         print(f"ACCUSED {accused[-1]}", flush=True)

@@ -33,6 +33,7 @@ from harness.core.topology import Topology
 from harness.examine import examine
 from harness.judge.diagnosis import UNEXPLAINED, diagnosis
 from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 from harness.report.text import markdown, shortened
 
 HERE = Path(__file__).resolve().parent / "history"
@@ -161,7 +162,7 @@ def examined(pair: Pair, python: Path, time_limit: float) -> Sequence[Finding]:
     try:
         cell = Cell(pool.subjects[0]["name"], workload, backend, devices, precision, "cpu")
         with tempfile.TemporaryDirectory() as folder:
-            return examine(pool, cell, Path(folder), time_limit=time_limit).findings
+            return examine(pool, cell, Path(folder), Settings(time_limit)).findings
     finally:
         pool.close()
 

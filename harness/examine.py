@@ -10,11 +10,11 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, TraceError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.sketch import SKETCH_ABOVE
 from harness.judge.judge import judge
 from harness.launch.interrupt import with_interruption
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 from harness.workloads import find
 
 
@@ -26,21 +26,10 @@ class Examined:
     seconds: float | None
 
 
-def examine(
-    pool: Pool,
-    cell: Cell,
-    folder: Path,
-    *,
-    time_limit: float,
-    oversubscribe: bool = False,
-    sketch_above: int = SKETCH_ABOVE,
-) -> Examined:
+def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examined:
     """Train ``cell`` with ranks from ``pool``, leave the evidence in ``folder``, and judge it."""
     try:
-        launched = start(
-            pool, cell, folder, time_limit=time_limit, oversubscribe=oversubscribe, sketch_above=sketch_above
-        )
-        return verdict(launched, cell)
+        return verdict(start(pool, cell, folder, settings), cell)
     except LaunchError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
 

@@ -27,6 +27,7 @@ from harness.examine import verdict
 from harness.expectations import FOLDER, ExpectationsError, expected, read_expectations
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 from harness.plan import DEFAULT_GPUS, Declaration, Matrix, Planned, check_devices, plan
 from harness.report.parameters import parameter_table
 from harness.report.terminal import support_for_terminal
@@ -34,6 +35,7 @@ from harness.report.write import write_report
 from harness.store.fingerprint import take_fingerprint
 from harness.store.records import KNOWN, UNEXPECTED_PASS, Footer, Header, Result, ending, record_of
 from harness.store.run import RunWriter, read_run
+from harness.subjects.locator import parse_subject
 
 PROPERTY = "plumbline"
 OUTCOME = "plumbline-outcome"
@@ -68,6 +70,7 @@ class Session:
         self._root = root
         self._writer: RunWriter | None = None
         self._results: list[Result] = []
+        self._settings = Settings(options["time_limit"], options["oversubscribe"], options["sketch_above"])
         self._next: Planned | None = None
         self._ahead: Ahead | None = None
         interpreters = {locator: parse_subject(locator) for locator in options["subject"] or ["reference"]}
@@ -116,21 +119,6 @@ class Session:
         """Return the test of one planned cell."""
         return CellTest(self, planned, item)
 
-    @property
-    def oversubscribe(self) -> bool:
-        """Whether ranks may share a device."""
-        return bool(self._options["oversubscribe"])
-
-    @property
-    def sketch_above(self) -> int:
-        """Weights and gradients of more entries than this are recorded as sketches."""
-        return int(self._options["sketch_above"])
-
-    @property
-    def time_limit(self) -> float:
-        """Seconds for one cell."""
-        return float(self._options["time_limit"])
-
     def launched(self, planned: Planned) -> Ahead:
         """Return the launch of a cell: the one that was begun ahead, or a new one.
 
@@ -148,19 +136,7 @@ class Session:
             # What killed it is said by the cell that met it; the others are not to suffer.
             self._pools[locator].close()
             self._pools[locator] = Pool(*parse_subject(locator))
-        pool = self._pools[locator]
-        return Ahead(
-            planned,
-            folder,
-            start(
-                pool,
-                planned.cell,
-                folder,
-                time_limit=self.time_limit,
-                oversubscribe=self.oversubscribe,
-                sketch_above=self.sketch_above,
-            ),
-        )
+        return Ahead(planned, folder, start(self._pools[locator], planned.cell, folder, self._settings))
 
     def launch_ahead(self) -> None:
         """Begin the next test's cell: its ranks train while this process judges the last one."""
@@ -213,10 +189,10 @@ class Session:
             words += ["--accelerator", options["accelerator"]]
         if options["expectations"]:
             words += ["--expectations", options["expectations"]]
-        if self.oversubscribe:
+        if self._settings.oversubscribe:
             words.append("--oversubscribe")
-        if self.sketch_above != SKETCH_ABOVE:
-            words += ["--sketch-above", str(self.sketch_above)]
+        if self._settings.sketch_above != SKETCH_ABOVE:
+            words += ["--sketch-above", str(self._settings.sketch_above)]
         return shlex.join(words)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -337,26 +313,6 @@ def told(finding: Finding, result: Result) -> str:
         f"{finding.check}: {finding.outcome.value}, and {said.outcome.value} was expected: {said.reason}\n"
         f"  so it was measured{seen}; if it has been mended, take the cell out of {said.entry}, or the entry"
     )
-
-
-def parse_subject(text: str) -> tuple[str, str | None]:
-    """Split ``locator;python=/path/to/python`` into the locator and the interpreter, None for this one.
-
-    Raises:
-        PlanError: there is something after the semicolon that is not ``python=``.
-    """
-    locator, _, settings = text.partition(";")
-    python = None
-    for setting in filter(None, settings.split(";")):
-        name, _, value = setting.partition("=")
-        if name.strip() != "python" or not value:
-            raise PlanError(f"--subject {text!r}: after the semicolon only python=/path/to/python can stand")
-        python = value.strip()
-        if shutil.which(python) is None:
-            raise PlanError(f"--subject {text!r}: there is no interpreter {python}")
-    if not locator:
-        raise PlanError(f"--subject {text!r} names no subject")
-    return locator, python
 
 
 def _names(given: str | None) -> tuple[str, ...] | None:

@@ -18,6 +18,7 @@ from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
 from harness.core.topology import Topology
 from harness.report.text import printable
+from harness.subjects.locator import parse_subject
 
 if TYPE_CHECKING:
     from harness.commands.adapter import Evidence, Verdict
@@ -87,8 +88,6 @@ def smoke(options: argparse.Namespace) -> int:
 def _located(what: str) -> tuple[str, str | None]:
     locator, python = what, None
     if ";" in what:
-        from harness.session import parse_subject
-
         locator, python = parse_subject(what)
     place = locator.partition("::")[0]
     if place.endswith(".py") and not Path(place).is_file():
@@ -163,9 +162,10 @@ def _trained(pool: Pool, cell: Cell, folder: Path) -> Trace:
     import torch
 
     from harness.launch.local import launch
+    from harness.launch.settings import Settings
 
     oversubscribe = cell.accelerator == "cuda" and torch.cuda.device_count() < cell.topology.devices
-    return launch(pool, cell, folder, time_limit=TIME_LIMIT, oversubscribe=oversubscribe)
+    return launch(pool, cell, folder, Settings(TIME_LIMIT, oversubscribe))
 
 
 def _calls(pool: Pool, cell: Cell, folder: Path) -> int:

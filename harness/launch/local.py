@@ -13,9 +13,9 @@ import torch.distributed
 
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
-from harness.core.sketch import SKETCH_ABOVE
 from harness.core.trace import Exit, RankTrace, Trace
 from harness.launch.pool import Pool, RankEnd, Running
+from harness.launch.settings import Settings
 from harness.store.traces import read_rank
 from harness.worker.assignment import Assignment
 
@@ -39,8 +39,7 @@ class Launched:
     assignments: tuple[Assignment, ...]
     store: torch.distributed.TCPStore
     folder: Path
-    oversubscribe: bool
-    sketch_above: int
+    settings: Settings
 
     def trace(self) -> Trace:
         """Wait for the end and return the evidence.
@@ -56,7 +55,7 @@ class Launched:
             if end.evidence:
                 ranks.append(read_rank(Path(assignment.evidence)))
             else:
-                exits[end.rank] = _explain(end, Path(assignment.log), self.running.deadline - self.running.started)
+                exits[end.rank] = _explain(end, Path(assignment.log), self.settings.time_limit)
         return Trace(tuple(ranks), exits, max(end.seconds for end in ends))
 
     def again(self, cell: Cell, part: str, checkpoint: Checkpoint) -> Trace:
@@ -65,28 +64,17 @@ class Launched:
         Raises:
             LaunchError, TraceError: as in :func:`start` and :meth:`trace`.
         """
-        return start(
-            self.pool,
-            cell,
-            self.folder / part,
-            time_limit=self.running.deadline - self.running.started,
-            oversubscribe=self.oversubscribe,
-            sketch_above=self.sketch_above,
-            checkpoint=checkpoint,
-        ).trace()
+        return start(self.pool, cell, self.folder / part, self.settings, checkpoint).trace()
 
 
 def start(
     pool: Pool,
     cell: Cell,
     folder: Path,
-    *,
-    time_limit: float,
-    oversubscribe: bool = False,
-    sketch_above: int = SKETCH_ABOVE,
+    settings: Settings,
     checkpoint: Checkpoint | None = None,
 ) -> Launched:
-    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank, tensors of more entries as sketches.
+    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
 
     Raises:
         LaunchError: the pool's server is gone.
@@ -94,41 +82,31 @@ def start(
     folder.mkdir(parents=True, exist_ok=True)
     store = _store()
     number = pool.next_launch()
-    comm = "nccl" if cell.accelerator == "cuda" and not oversubscribe else "gloo"
+    comm = "nccl" if cell.accelerator == "cuda" and not settings.oversubscribe else "gloo"
     assignments = tuple(
         Assignment(
             launch=number,
             cell=cell,
             rank=rank,
             comm=comm,
-            devices=_devices(cell, rank, oversubscribe),
-            environment=_environment(cell, rank, store.port, oversubscribe),
+            devices=_devices(cell, rank, settings.oversubscribe),
+            environment=_environment(cell, rank, store.port, settings.oversubscribe),
             evidence=str(folder / f"rank-{rank}.safetensors"),
             log=str(folder / f"rank-{rank}.log"),
             checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
             stop_after_step=checkpoint.stop_after_step if checkpoint else None,
             resume=checkpoint is not None and checkpoint.stop_after_step is None,
-            sketch_above=sketch_above,
+            sketch_above=settings.sketch_above,
         )
         for rank in range(cell.processes)
     )
-    running = pool.begin(cell.subject, assignments, time_limit)
-    return Launched(pool, running, assignments, store, folder, oversubscribe, sketch_above)
+    running = pool.begin(cell.subject, assignments, settings.time_limit)
+    return Launched(pool, running, assignments, store, folder, settings)
 
 
-def launch(
-    pool: Pool,
-    cell: Cell,
-    folder: Path,
-    *,
-    time_limit: float,
-    oversubscribe: bool = False,
-    sketch_above: int = SKETCH_ABOVE,
-) -> Trace:
+def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
     """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`Launched.trace`."""
-    return start(
-        pool, cell, folder, time_limit=time_limit, oversubscribe=oversubscribe, sketch_above=sketch_above
-    ).trace()
+    return start(pool, cell, folder, settings).trace()
 
 
 def _store() -> torch.distributed.TCPStore:

@@ -1,4 +1,6 @@
-"""The lines of ``results.jsonl``: a header, one result a finding, a footer. Strict JSON, one object a line.
+"""The lines of ``results.jsonl``: a header, one result a finding, one measurement a figure, a footer.
+
+Strict JSON, one object a line.
 
 A field this version does not know is ignored, so that fields may be added within a schema version.
 Where JSON has no word for a number: an infinite ``error_x_noise`` is the string ``"inf"``; one that is not a
@@ -85,6 +87,7 @@ XNoise = Annotated[
     AfterValidator(_not_a_number_is_infinite),
     PlainSerializer(_number_or_word, return_type=float | str),
 ]
+Figure = Annotated[float, Field(allow_inf_nan=False)]
 Plain = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 
 
@@ -250,6 +253,31 @@ class Result(CellRecord):
         )
 
 
+class Measurement(CellRecord):
+    """One figure of one cell, from launches that were timed and not recorded.
+
+    ``value`` is the figure in ``unit``; ``better`` says which way is better, None where neither is. ``samples`` holds
+    what each launch measured, in turn; ``low`` and ``high`` bound the figure with 95 % confidence. A figure whose
+    samples spread too widely to say anything has no ``value``: ``refusal`` says so. ``rank`` is the rank it speaks of,
+    None where it is of all. ``quantiles`` are those of single steps, evenly spaced from the least to the most.
+    ``workload_key`` changes whenever the workload's definition does.
+    """
+
+    type: Literal["measurement"] = "measurement"
+    metric: Text
+    unit: Text
+    better: Literal["higher", "lower"] | None = None
+    value: Figure | None = None
+    low: Figure | None = None
+    high: Figure | None = None
+    samples: tuple[Figure, ...] = ()
+    quantiles: tuple[Figure, ...] = ()
+    refusal: Text | None = None
+    rank: Count | None = None
+    workload_key: Text = ""
+    reproduce: Text = ""
+
+
 class Footer(Record):
     """The last line: the run came to its end.
 
@@ -280,17 +308,18 @@ class Footer(Record):
         )
 
 
-_RECORD: TypeAdapter[Header | Result | Footer] = TypeAdapter(
-    Annotated[Header | Result | Footer, Field(discriminator="type")]
-)
+Line = Header | Result | Measurement | Footer
+"""What a line may hold."""
+
+_RECORD: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="type")])
 
 
-def line_of(record: Header | Result | Footer) -> bytes:
+def line_of(record: Line) -> bytes:
     """Return the record as one line of UTF-8, its newline included."""
     return record.model_dump_json().encode() + b"\n"
 
 
-def record_of(line: bytes) -> Header | Result | Footer:
+def record_of(line: bytes) -> Line:
     """Read one line back.
 
     Raises:

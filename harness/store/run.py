@@ -25,6 +25,8 @@ from harness.store.records import (
     Coordinates,
     Footer,
     Header,
+    Line,
+    Measurement,
     PlannedCell,
     Result,
     line_of,
@@ -48,11 +50,12 @@ class Run:
     footer: Footer | None
     path: Path
     torn: bool = False
+    measurements: tuple[Measurement, ...] = ()
 
     @property
     def missing(self) -> tuple[PlannedCell, ...]:
-        """The planned cells that no result speaks of."""
-        seen = {result.coordinates for result in self.results}
+        """The planned cells that no record speaks of."""
+        seen = {record.coordinates for record in (*self.results, *self.measurements)}
         return tuple(cell for cell in self.header.planned if cell.coordinates not in seen)
 
     @property
@@ -96,9 +99,9 @@ class RunWriter:
                 "make it writable or name another with --report-dir."
             ) from error
 
-    def write(self, *results: Result) -> None:
-        """Append results and hand them to the operating system."""
-        self._write(*results)
+    def write(self, *records: Result | Measurement) -> None:
+        """Append records and hand them to the operating system."""
+        self._write(*records)
 
     def close(self, footer: Footer) -> None:
         """Append the footer: the run is complete."""
@@ -113,7 +116,7 @@ class RunWriter:
     ) -> None:
         self._file.close()
 
-    def _write(self, *records: Header | Result | Footer) -> None:
+    def _write(self, *records: Line) -> None:
         try:
             self._file.write(b"".join(map(line_of, records)))
             self._file.flush()
@@ -165,6 +168,7 @@ def _assemble(content: bytes, file: Path) -> Run:
 
     header = _read_header(file, *numbered[0])
     results: list[Result] = []
+    measurements: list[Measurement] = []
     footer: Footer | None = None
     torn = False
     for number, record in _read_records(file, numbered[1:], last):
@@ -175,17 +179,17 @@ def _assemble(content: bytes, file: Path) -> Run:
             raise CorruptRecord(f"{file}, line {number}: a {kind} has no place here. {_WAY_OUT}")
         elif isinstance(record, Footer):
             footer = record
+        elif isinstance(record, Measurement):
+            measurements.append(record)
         else:
             results.append(record)
-    return Run(header, tuple(results), footer, file.parent, torn)
+    return Run(header, tuple(results), footer, file.parent, torn, tuple(measurements))
 
 
 _WAY_OUT = "The file was changed after it was written: take it from its source again, or run again."
 
 
-def _read_records(
-    file: Path, numbered: list[tuple[int, bytes]], last: int
-) -> Iterator[tuple[int, Result | Footer | Header | None]]:
+def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> Iterator[tuple[int, Line | None]]:
     """Yield each line's record, or None for a last line that was cut off."""
     for number, line in numbered:
         if len(line) > LARGEST_LINE:

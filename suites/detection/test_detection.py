@@ -16,6 +16,7 @@ from harness.core.outcome import worst
 from harness.examine import examine
 from harness.judge.diagnosis import UNEXPLAINED, diagnosis
 from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 from harness.subjects.load import load
 
 EVERYBODY = Path(__file__).parent / "everybody.py"
@@ -49,8 +50,8 @@ def pool():
 
 @pytest.mark.parametrize(("expectation", "file", "cell"), list(trials()))
 def test_detection(expectation, file, cell, pool, tmp_path, record_property, pytestconfig):
-    above = pytestconfig.getoption("sketch_above")
-    findings = examine(pool, cell, tmp_path / "evidence", time_limit=60, sketch_above=above).findings
+    settings = Settings(time_limit=60, sketch_above=pytestconfig.getoption("sketch_above"))
+    findings = examine(pool, cell, tmp_path / "evidence", settings).findings
     outcome, told = worst(finding.outcome for finding in findings), diagnosis(findings)
     bad = [finding for finding in findings if finding.outcome.is_bad]
     explained = told is not None and told.cause not in (None, UNEXPLAINED)

@@ -9,6 +9,7 @@ import pytest
 import harness.rejudge
 from harness.cli import main
 from harness.examine import examine
+from harness.launch.settings import Settings
 from harness.rejudge import rejudge
 from harness.store.fingerprint import Fingerprint
 from harness.store.records import Footer, Header, Result, line_of
@@ -34,7 +35,7 @@ def recorded(tmp_path_factory, warm_pool, cell_of):
     writer = RunWriter(tmp_path_factory.mktemp("reports"), header)
     results = []
     for cell in cells:
-        examined = examine(warm_pool(TRAINERS), cell, writer.path / "traces" / cell.id, time_limit=30)
+        examined = examine(warm_pool(TRAINERS), cell, writer.path / "traces" / cell.id, Settings(30))
         results += [Result.of(cell, finding, "pytest …", examined.seconds) for finding in examined.findings]
     writer.write(*results)
     writer.close(Footer.of(results, 1))

@@ -13,6 +13,7 @@ from harness.core.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.judge import judge
 from harness.judge.oracle import Oracle, mean_gradient
 from harness.launch.local import launch
+from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 
 SUBJECTS = Path(__file__).parent / "subjects"
@@ -102,7 +103,7 @@ def verdict(warm_pool, cell_of, tmp_path):
 
     def verdict(subject, workload, backend, topology, precision="32", *, locator=SUBJECTS / "everybody.py"):
         cell = cell_of(workload, backend, topology, precision, subject=subject)
-        trace = launch(warm_pool(locator), cell, tmp_path / cell.id, time_limit=30)
+        trace = launch(warm_pool(locator), cell, tmp_path / cell.id, Settings(30))
         findings = {finding.check: finding for finding in judge(trace, WORKLOADS[workload], cell)}
         return findings, worst(finding.outcome for finding in findings.values())
 

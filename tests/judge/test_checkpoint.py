@@ -18,6 +18,7 @@ from harness.core.trace import Exit, MicroBatch, RankTrace, Step, Trace
 from harness.examine import examine
 from harness.judge.diagnosis import diagnosis
 from harness.judge.judge import judge
+from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 
 INTERRUPTED = Path(__file__).parent / "subjects" / "interrupted.py"
@@ -478,7 +479,7 @@ REAL = [
 @pytest.mark.parametrize(("subject", "workload", "backend", "topology", "precision", "cause"), REAL)
 def test_real_ranks(warm_pool, cell_of, tmp_path, one_thread, subject, workload, backend, topology, precision, cause):
     cell = cell_of(workload, backend, topology, precision, subject=subject)
-    findings = examine(warm_pool(INTERRUPTED), cell, tmp_path / "evidence", time_limit=60).findings
+    findings = examine(warm_pool(INTERRUPTED), cell, tmp_path / "evidence", Settings(60)).findings
     told = diagnosis(findings)
     assert (told.cause if told else None) == cause, findings
     assert "checkpoint" in {finding.check for finding in findings}

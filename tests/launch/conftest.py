@@ -10,6 +10,7 @@ import pytest
 
 from harness.judge.judge import judge
 from harness.launch.local import launch
+from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 
 ENDS = Path(__file__).parent / "subjects" / "ends.py"
@@ -34,7 +35,7 @@ def launched(ends, cell_of, tmp_path):
         backend = "none" if topology == "1x1" else backend
         cell = cell_of(workload, backend, topology, subject=subject)
         folder = tmp_path / subject
-        trace = launch(pool, cell, folder, time_limit=time_limit)
+        trace = launch(pool, cell, folder, Settings(time_limit))
         findings = {finding.check: finding for finding in judge(trace, WORKLOADS[workload], cell)}
         return trace, findings, folder
 

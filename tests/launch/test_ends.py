@@ -10,6 +10,7 @@ import pytest
 
 from harness.core.outcome import Outcome
 from harness.launch.pool import GRACE
+from harness.launch.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -144,4 +145,4 @@ def test_the_launch_folder_may_be_a_name_with_spaces(ends, cell_of, tmp_path):
     from harness.launch.local import launch
 
     cell = cell_of("mlp", "none", "1x1", subject="trains")
-    assert launch(ends, cell, Path(tmp_path / "a b" / "ü"), time_limit=30).ranks
+    assert launch(ends, cell, Path(tmp_path / "a b" / "ü"), Settings(30)).ranks

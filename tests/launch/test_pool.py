@@ -13,8 +13,9 @@ import pytest
 
 from harness.core.errors import PlanError, SubjectError
 from harness.launch.pool import Pool
-from harness.session import parse_subject
+from harness.launch.settings import Settings
 from harness.subjects.load import load
+from harness.subjects.locator import parse_subject
 
 
 def descendants(pid: int) -> set[int]:
@@ -32,7 +33,7 @@ def test_closing_a_pool_leaves_no_process(tmp_path, cell_of):
     before = descendants(os.getpid())
     pool = Pool(str(Path(__file__).parent / "subjects" / "ends.py"))
     try:
-        launch(pool, cell_of("mlp", "ddp", "1x2", subject="trains"), tmp_path, time_limit=30)
+        launch(pool, cell_of("mlp", "ddp", "1x2", subject="trains"), tmp_path, Settings(30))
     finally:
         pool.close()
     assert descendants(os.getpid()) <= before
@@ -52,8 +53,9 @@ from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.local import launch
 from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 cell = Cell("says-who-it-is-and-hangs", "mlp", "ddp", Topology(1, 2), "32", "cpu")
-launch(Pool(sys.argv[1]), cell, Path(sys.argv[2]), time_limit=100)
+launch(Pool(sys.argv[1]), cell, Path(sys.argv[2]), Settings(100))
 """
 
 

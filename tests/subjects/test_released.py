@@ -11,6 +11,7 @@ import torch
 from harness.core.errors import SubjectError
 from harness.core.outcome import Outcome, worst
 from harness.examine import examine
+from harness.launch.settings import Settings
 from harness.subjects.load import SHORT_NAMES, load
 from harness.subjects.released import where_there_is_cuda
 
@@ -56,5 +57,5 @@ def test_it_trains_what_one_device_trains(name, backend, topology, warm_pool, ce
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}: {command}")
     cell = cell_of("mlp", backend, topology, subject=name)
-    findings = examine(warm_pool(name), cell, tmp_path, time_limit=60).findings
+    findings = examine(warm_pool(name), cell, tmp_path, Settings(60)).findings
     assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings
