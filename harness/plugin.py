@@ -20,7 +20,8 @@ import pytest
 from harness.core.sketch import SKETCH_ABOVE
 
 if TYPE_CHECKING:
-    from harness.session import CellTest, Session
+    from harness.cell_test import CellTest
+    from harness.session import Session
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
 REFUSAL = "plumbline-refusal"
@@ -54,6 +55,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="record weights and gradients of more than N entries as sketches (default: %(default)s)",
     )
     add("--expectations", metavar="DIR", help="what is known to fail (default: expectations/ beside the suite)")
+    add(
+        "--resume",
+        nargs="?",
+        const="latest",
+        metavar="RUN",
+        help="go on with a run that broke off, or was stopped (default: the latest)",
+    )
     add("--report-dir", metavar="DIR", help="where runs are written (default: reports/ in the root directory)")
     add("--keep-traces", action="store_true", help="keep the evidence of every cell, not only of the bad ones")
     add(

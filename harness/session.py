@@ -18,27 +18,24 @@ from typing import Any
 
 import pytest
 
+from harness.cell_test import OUTCOME, PROPERTY, CellTest
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.sketch import SKETCH_ABOVE
-from harness.examine import verdict
 from harness.expectations import FOLDER, ExpectationsError, expected, read_expectations
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.plan import DEFAULT_GPUS, Declaration, Matrix, Planned, check_devices, plan
-from harness.report.parameters import parameter_table
 from harness.report.terminal import support_for_terminal
 from harness.report.write import write_report
+from harness.store.errors import NothingToResume
 from harness.store.fingerprint import take_fingerprint
-from harness.store.records import KNOWN, UNEXPECTED_PASS, Footer, Header, Result, ending, record_of
-from harness.store.run import RunWriter, read_run
+from harness.store.records import KNOWN, UNEXPECTED_PASS, Footer, Header, PlannedCell, Result, record_of
+from harness.store.run import LATEST, Run, RunWriter, read_run
 from harness.subjects.locator import parse_subject
-
-PROPERTY = "plumbline"
-OUTCOME = "plumbline-outcome"
 
 _STATUS = {
     Outcome.DEVIATES.value: ("deviates", "d", "DEVIATES"),
@@ -94,6 +91,8 @@ class Session:
         check_devices(self.matrix, present, oversubscribe=options["oversubscribe"])
         # A misspelt name is answered at once, not when every subject's library has been imported.
         plan(self.matrix, [])
+        self._resumed = self._run_to_resume()
+        self._recorded = self._resumed.whole if self._resumed else {}
         self._expectations = read_expectations(self._folder_of_expectations(suite))
         self._pools = {locator: Pool(*where) for locator, where in interpreters.items()}
         try:
@@ -155,26 +154,74 @@ class Session:
         """Open the run on disk for the cells whose ids were ``chosen``; once is enough."""
         if self._writer is not None or not chosen:
             return
-        given = self._options["report_dir"]
-        report_dir = Path(given) if given else self._root / "reports"
-        if not given:
-            report_dir.mkdir(exist_ok=True)
-        repeatable = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed")
+        if self._resumed is not None:
+            self._go_on(self._resumed, chosen)
+            return
+        if not self._options["report_dir"]:
+            self._report_dir.mkdir(exist_ok=True)
         header = Header.of(
             [planned.cell for planned in self.planned if planned.cell.id in chosen],
             command=command,
-            options={name: self._options[name] for name in (*repeatable, "oversubscribe", "sketch_above")},
+            options=self._asked,
             fingerprint=take_fingerprint(self.matrix.accelerator),
             simulated=self.matrix.accelerator == "cpu",
         )
-        self._writer = RunWriter(report_dir, header)
+        self._writer = RunWriter(self._report_dir, header)
+
+    def _go_on(self, resumed: Run, chosen: Collection[str]) -> None:
+        """Open the run that broke off, for cells that it means to answer for."""
+        unknown = chosen - {planned.cell for planned in resumed.header.planned}
+        if unknown:
+            raise PlanError(
+                f"--resume: {resumed.path} was not to answer for {min(unknown)}: select what it was begun with: "
+                f"{shlex.join(resumed.header.command)}"
+            )
+        self._writer, run = RunWriter.resume(resumed.path)
+        self._results = list(run.results)
+
+    @property
+    def _report_dir(self) -> Path:
+        given = self._options["report_dir"]
+        return Path(given) if given else self._root / "reports"
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """The options that say what is examined and how; they stand in the run's header."""
+        names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed")
+        return {name: self._options[name] for name in (*names, "oversubscribe", "sketch_above")}
+
+    def _run_to_resume(self) -> Run | None:
+        """Return the run that broke off, None where a new one is to begin.
+
+        Raises:
+            NothingToResume: it was asked something else, or on another machine.
+        """
+        if self._options["resume"] is None:
+            return None
+        run = read_run(
+            self._report_dir / LATEST if self._options["resume"] == LATEST else Path(self._options["resume"])
+        )
+        differing = [name for name, value in self._asked.items() if run.header.options.get(name, value) != value]
+        if differing:
+            raise NothingToResume(
+                f"--resume: {run.path} was begun with other options ({', '.join(differing)}): repeat its own: "
+                f"{shlex.join(run.header.command)}"
+            )
+        if run.header.fingerprint.key != take_fingerprint(self.matrix.accelerator).key:
+            raise NothingToResume(f"--resume: {run.path} was begun on another machine, or with other software.")
+        return run
 
     def results(self, cell: Cell, findings: Sequence[Finding], reproduce: str, seconds: float | None) -> list[Result]:
         """Return the records of a cell's findings, with what was expected of them."""
         known = expected(cell, findings, self._expectations.get(cell.subject, ()))
         return [
-            Result.of(cell, finding, reproduce, seconds, said) for finding, said in zip(findings, known, strict=True)
+            Result.of(cell, finding, reproduce, seconds, said, len(findings))
+            for finding, said in zip(findings, known, strict=True)
         ]
+
+    def recorded(self, cell: Cell) -> Sequence[Result] | None:
+        """Return what the resumed run has of a cell, None if it is still to be examined."""
+        return self._recorded.get(PlannedCell.of(cell).coordinates)
 
     def reproduce(self, nodeid: str) -> str:
         """Return the command that runs just this test again."""
@@ -211,7 +258,9 @@ class Session:
         wanted = any(result.outcome.is_bad or result.expected for result in results)
         if wanted or self._options["keep_traces"]:
             if folder.is_dir():
-                shutil.move(folder, self._writer.path / "traces" / results[0].cell)
+                kept = self._writer.path / "traces" / results[0].cell
+                shutil.rmtree(kept, ignore_errors=True)  # from before the run was resumed
+                shutil.move(folder, kept)
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -261,58 +310,6 @@ class Ahead:
         """Let it end, and forget it."""
         self.launched.trace()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-class CellTest:
-    """What the test function of one cell is handed."""
-
-    def __init__(self, session: Session, planned: Planned, item: pytest.Item) -> None:
-        self._session = session
-        self._planned = planned
-        self._item = item
-
-    def examine(self) -> None:
-        """Train the cell, judge it, hand the findings over, and end the test as the verdict says."""
-        cell, session = self._planned.cell, self._session
-        evidence, seconds = None, None
-        if self._planned.refusal:
-            findings: tuple[Finding, ...] = (Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal),)
-        else:
-            try:
-                ahead = session.launched(self._planned)
-                evidence = str(ahead.folder)
-                examined = verdict(ahead.launched, cell, meanwhile=session.launch_ahead)
-                findings, seconds = examined.findings, examined.seconds
-            except LaunchError as error:
-                findings = (Finding("launch", Outcome.ERRORED, str(error)),)
-        reproduce = session.reproduce(self._item.config.cwd_relative_nodeid(self._item.nodeid))
-        results = session.results(cell, findings, reproduce, seconds)
-        end = ending(results)
-        word = end.value if isinstance(end, Outcome) else end
-        handed = {"results": [result.model_dump_json() for result in results], "evidence": evidence}
-        self._item.user_properties += [(PROPERTY, json.dumps(handed)), (OUTCOME, word)]
-        if end is Outcome.UNSUPPORTED:
-            pytest.skip(findings[0].message)
-        both = zip(findings, results, strict=True)
-        said = [told(finding, result) for finding, result in both if finding.outcome.is_bad or result.expected]
-        if end == KNOWN:
-            pytest.skip("\n".join(said))
-        if said:
-            pytest.fail("\n".join([f"{cell.id} {word}", *said, f"reproduce: {reproduce}"]), pytrace=False)
-
-
-def told(finding: Finding, result: Result) -> str:
-    """Return a finding as people read it where a test ends."""
-    if (said := result.expected) is None:
-        table = parameter_table(finding.parameters, finding.limit_x_noise)
-        return "\n".join([f"{finding.check}: {finding.outcome.value}: {finding.message}", *table])
-    seen = f" with {said.measured}" if said.measured else ""
-    if result.is_known:
-        return f"{finding.check}: {finding.outcome.value}, which is known: {said.reason} ({said.entry})"
-    return (
-        f"{finding.check}: {finding.outcome.value}, and {said.outcome.value} was expected: {said.reason}\n"
-        f"  so it was measured{seen}; if it has been mended, take the cell out of {said.entry}, or the entry"
-    )
 
 
 def _names(given: str | None) -> tuple[str, ...] | None:

@@ -22,6 +22,10 @@ class RunTooLarge(StoreError):
     """The file is larger than any run of this program writes."""
 
 
+class NothingToResume(StoreError):
+    """The run came to its end, another process is writing it, or it is not the run that was asked for."""
+
+
 class MissingHeader(StoreError):
     """The file does not begin with a whole header: it is empty, cut off, or something else altogether."""
 

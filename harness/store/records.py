@@ -200,7 +200,7 @@ class Result(CellRecord):
     optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
     ``limit_x_noise`` is how much a right trainer may show; ``parameters`` has the error of each parameter at that step
     on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is what was
-    known of it beforehand. What does not apply is None.
+    known of it beforehand. ``findings`` says how many of them its cell has. What does not apply is None.
     """
 
     type: Literal["result"] = "result"
@@ -218,6 +218,7 @@ class Result(CellRecord):
     reproduce: Text = ""
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     expected: Expected | None = None
+    findings: AtLeastOne | None = None
 
     @property
     def is_known(self) -> bool:
@@ -231,7 +232,13 @@ class Result(CellRecord):
 
     @classmethod
     def of(
-        cls, cell: Cell, finding: Finding, reproduce: str, seconds: float | None, expected: Expected | None = None
+        cls,
+        cell: Cell,
+        finding: Finding,
+        reproduce: str,
+        seconds: float | None,
+        expected: Expected | None = None,
+        findings: int | None = None,
     ) -> Result:
         """Write a finding down. A very long message keeps its beginning and its end."""
         return cls(
@@ -250,6 +257,7 @@ class Result(CellRecord):
             reproduce=reproduce,
             seconds=seconds,
             expected=expected,
+            findings=findings,
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from harness.store.errors import (
     CorruptRecord,
     MissingHeader,
     NewerSchema,
+    NothingToResume,
     ReportDirUnusable,
     RunNotFound,
     RunTooLarge,
@@ -59,6 +61,18 @@ class Run:
         return tuple(cell for cell in self.header.planned if cell.coordinates not in seen)
 
     @property
+    def whole(self) -> dict[Coordinates, tuple[Result, ...]]:
+        """The findings of every cell that has all of them."""
+        cells: dict[Coordinates, list[Result]] = {}
+        for result in self.results:
+            cells.setdefault(result.coordinates, []).append(result)
+        return {
+            coordinates: tuple(found)
+            for coordinates, found in cells.items()
+            if (len(found) >= found[0].findings if found[0].findings else coordinates != self.cut_short)
+        }
+
+    @property
     def cut_short(self) -> Coordinates | None:
         """The cell that was being written when a run without a footer ended: it may lack findings."""
         return self.results[-1].coordinates if self.footer is None and self.results else None
@@ -90,6 +104,7 @@ class RunWriter:
         try:
             self.path.mkdir()
             self._file: BinaryIO = (self.path / RESULTS).open("xb")
+            _claim(self._file)
             self._write(header)
             point_symlink(report_dir / LATEST, header.run_id)
         except OSError as error:
@@ -98,6 +113,30 @@ class RunWriter:
                 f"Cannot begin a run in the report directory {report_dir} ({error.strerror}: {where}): "
                 "make it writable or name another with --report-dir."
             ) from error
+
+    @classmethod
+    def resume(cls, path: Path) -> tuple[RunWriter, Run]:
+        """Go on with the run at ``path`` after its last whole cell; return it as it was up to there.
+
+        What it has of a cell that is not whole was never reported, and is cut away.
+
+        Raises:
+            NothingToResume: the run came to its end, or another process is writing it.
+            StoreError: it cannot be read (see ``read_run``) or not be written to.
+        """
+        file = read_run(path).path / RESULTS
+        writer = object.__new__(cls)
+        writer.path = file.parent
+        try:
+            writer._file = file.open("r+b")
+            _claim(writer._file)
+            run = read_run(file)
+            if not run.incomplete:
+                raise NothingToResume(f"The run {file.parent} came to its end: there is nothing to resume. Begin anew.")
+            writer._file.seek(writer._file.truncate(_end_of_whole_cells(file.read_bytes(), run)))
+        except OSError as error:
+            raise StoreError(f"Cannot go on with {file} ({error.strerror}): make it writable.") from error
+        return writer, read_run(file)
 
     def write(self, *records: Result | Measurement) -> None:
         """Append records and hand them to the operating system."""
@@ -125,6 +164,35 @@ class RunWriter:
                 f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
                 "make room on the disk or name another with --report-dir."
             ) from error
+
+
+def _claim(file: BinaryIO) -> None:
+    """Keep other processes from writing the same run, for as long as the file is open here.
+
+    Raises:
+        NothingToResume: one of them is.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise NothingToResume(f"The run {Path(file.name).parent} is being written by another process.") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _end_of_whole_cells(content: bytes, run: Run) -> int:
+    """Return where the first record of an unfinished cell begins, in bytes."""
+    whole, end = run.whole, 0
+    for number, line in enumerate(content.splitlines(keepends=True)):
+        if number and line.strip():
+            try:
+                record = record_of(line)
+            except ValidationError:
+                return end
+            if isinstance(record, Footer) or (not isinstance(record, Header) and record.coordinates not in whole):
+                return end
+        end += len(line)
+    return end
 
 
 def read_run(path: Path) -> Run:

@@ -80,7 +80,10 @@ class Records:
         self.name = path.resolve().name
         self.lines = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
         self.traces = sorted(folder.name for folder in path.glob("traces/*"))
-        self.table = (path / "support.md").read_text()
+
+    @property
+    def table(self):
+        return (self.path / "support.md").read_text()
 
     @property
     def results(self):

@@ -1,0 +1,90 @@
+"""What the test function of one cell is handed: it examines the cell, or says what is known of it already."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from harness.core.errors import LaunchError
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.examine import verdict
+from harness.plan import Planned
+from harness.report.parameters import parameter_table
+from harness.store.records import KNOWN, Result, ending
+
+if TYPE_CHECKING:
+    from harness.session import Session
+
+PROPERTY = "plumbline"
+"""The test report's property that holds a cell's records."""
+
+OUTCOME = "plumbline-outcome"
+"""The one that holds the word for how it ended."""
+
+
+class CellTest:
+    """One planned cell of a session, as the test ``item``."""
+
+    def __init__(self, session: Session, planned: Planned, item: pytest.Item) -> None:
+        self._session = session
+        self._planned = planned
+        self._item = item
+        self._evidence: str | None = None
+
+    def examine(self) -> None:
+        """Train the cell, judge it, hand the findings over, and end the test as the verdict says.
+
+        A cell that the resumed run has already ends as it did then.
+        """
+        recorded = self._session.recorded(self._planned.cell)
+        self._end(recorded or self._examined(), recorded=recorded is not None)
+
+    def _examined(self) -> Sequence[Result]:
+        cell, session = self._planned.cell, self._session
+        seconds = None
+        if self._planned.refusal:
+            findings: tuple[Finding, ...] = (Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal),)
+        else:
+            try:
+                ahead = session.launched(self._planned)
+                self._evidence = str(ahead.folder)
+                examined = verdict(ahead.launched, cell, meanwhile=session.launch_ahead)
+                findings, seconds = examined.findings, examined.seconds
+            except LaunchError as error:
+                findings = (Finding("launch", Outcome.ERRORED, str(error)),)
+        reproduce = session.reproduce(self._item.config.cwd_relative_nodeid(self._item.nodeid))
+        return session.results(cell, findings, reproduce, seconds)
+
+    def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
+        end = ending(results)
+        word = end.value if isinstance(end, Outcome) else end
+        self._item.user_properties.append((OUTCOME, word))
+        if not recorded:
+            handed = {"results": [result.model_dump_json() for result in results], "evidence": self._evidence}
+            self._item.user_properties.append((PROPERTY, json.dumps(handed)))
+        if end is Outcome.UNSUPPORTED:
+            pytest.skip(results[0].message)
+        said = [told(result) for result in results if result.outcome.is_bad or result.expected]
+        if end == KNOWN:
+            pytest.skip("\n".join(said))
+        if said:
+            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}"
+            pytest.fail("\n".join([head, *said, f"reproduce: {results[0].reproduce}"]), pytrace=False)
+
+
+def told(result: Result) -> str:
+    """Return a finding as people read it where a test ends."""
+    if (said := result.expected) is None:
+        table = parameter_table(tuple(result.parameters.items()), result.limit_x_noise)
+        return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
+    seen = f" with {said.measured}" if said.measured else ""
+    if result.is_known:
+        return f"{result.check}: {result.outcome.value}, which is known: {said.reason} ({said.entry})"
+    return (
+        f"{result.check}: {result.outcome.value}, and {said.outcome.value} was expected: {said.reason}\n"
+        f"  so it was measured{seen}; if it has been mended, take the cell out of {said.entry}, or the entry"
+    )
