@@ -1,0 +1,32 @@
+"""What parses answers as it promises, also when a byte of a right input is another one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+FILE = Path(__file__).parents[2] / "ci" / "fuzz" / "targets.py"
+SPEC = importlib.util.spec_from_file_location("fuzz_targets", FILE)
+targets = sys.modules["fuzz_targets"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(targets)
+
+
+@pytest.mark.parametrize("name", targets.TARGETS)
+def test_a_damaged_input_is_answered_as_promised(name):
+    target = targets.TARGETS[name]
+    seeds = target.seeds()
+    for seed in seeds:
+        target.parse(seed)
+
+    @settings(max_examples=60, deadline=None, database=None)
+    @given(st.sampled_from(seeds), st.integers(0, 2**32), st.binary(max_size=4), st.integers(0, 8))
+    def damaged(seed, place, noise, lost):
+        place %= len(seed) + 1
+        target.answer(seed[:place] + noise + seed[place + lost :])
+
+    damaged()
