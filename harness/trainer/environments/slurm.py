@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping
 
 from harness.trainer.environments.base import ClusterEnvironment
 from harness.trainer.errors import MisconfigurationError
+
+MOST_HOSTS = 1 << 16
+"""SLURM's own limit for the nodes of a cluster."""
 
 
 class SlurmEnvironment(ClusterEnvironment):
@@ -50,7 +54,7 @@ def expand_hosts(nodes: str) -> list[str]:
     """Return the hosts of a SLURM node list: ``a[1-2,07],b3`` is a1, a2, a07, b3.
 
     Raises:
-        MisconfigurationError: The brackets or ranges are malformed.
+        MisconfigurationError: The brackets or ranges are malformed, or it names more hosts than any cluster has.
 
     """
     group = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
@@ -59,9 +63,19 @@ def expand_hosts(nodes: str) -> list[str]:
     hosts = []
     for pattern in re.findall(group, nodes):
         parts = re.split(r"\[([^\]]*)\]", pattern)  # text, ranges, text, ranges, … text
+        if math.prod(map(_how_many, parts[1::2])) + len(hosts) > MOST_HOSTS:
+            raise MisconfigurationError(f"The node list {nodes[:80]!r} names more than {MOST_HOSTS} hosts.")
         choices = [_numbers(part) if place % 2 else [part] for place, part in enumerate(parts)]
         hosts += ["".join(choice) for choice in itertools.product(*choices)]
     return hosts
+
+
+def _how_many(ranges: str) -> int:
+    """Return how many numbers ``001-003,7`` means, without making them; of very long numbers, too many."""
+    items = [item.partition("-")[::2] for item in ranges.split(",")]
+    if any(len(number) > 9 for item in items for number in item):
+        return MOST_HOSTS + 1
+    return sum(max(0, int(high or low) - int(low) + 1) for low, high in items)
 
 
 def _numbers(ranges: str) -> list[str]:
