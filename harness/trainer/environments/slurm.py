@@ -11,7 +11,7 @@ from harness.trainer.environments.base import ClusterEnvironment
 from harness.trainer.errors import MisconfigurationError
 
 MOST_HOSTS = 1 << 16
-"""SLURM's own limit for the nodes of a cluster."""
+"""Above the size of any cluster, and few enough to be written out."""
 
 
 class SlurmEnvironment(ClusterEnvironment):
