@@ -6,7 +6,9 @@ between them, and over how many devices a process spreads its forward pass.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from harness.core.topology import Topology
 
@@ -15,14 +17,16 @@ from harness.core.topology import Topology
 class Backend:
     """One ``distributed_backend`` of a trainer.
 
-    ``process_per_device``: a process drives one device (ddp) or all devices of its node (dp, ddp2).
+    ``process_per_device``: a process drives one device (ddp, fsdp, zero) or all devices of its node (dp, ddp2).
     ``several_devices`` / ``several_nodes``: the least a topology must have for the backend to mean something.
+    ``rare``: few trainers have it, so one that does not is not asked for it, unless the user does.
     """
 
     name: str
     process_per_device: bool
     several_devices: bool
     several_nodes: bool
+    rare: bool = False
 
     def fits(self, topology: Topology) -> bool:
         """Say whether the backend does on this topology what no simpler backend does there."""
@@ -50,10 +54,13 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         Backend("none", process_per_device=False, several_devices=False, several_nodes=False),
         # No backend named, several gpus: the trainer chooses, and promises what dp promises.
-        Backend("auto", process_per_device=False, several_devices=True, several_nodes=False),
+        Backend("auto", process_per_device=False, several_devices=True, several_nodes=False, rare=True),
         Backend("dp", process_per_device=False, several_devices=True, several_nodes=False),
         Backend("ddp", process_per_device=True, several_devices=True, several_nodes=False),
         Backend("ddp2", process_per_device=False, several_devices=True, several_nodes=True),
+        # What ddp promises; ranks share out weights, gradients and the optimizer's state, or that state alone.
+        Backend("fsdp", process_per_device=True, several_devices=True, several_nodes=False, rare=True),
+        Backend("zero", process_per_device=True, several_devices=True, several_nodes=False, rare=True),
     )
 }
 
@@ -67,3 +74,24 @@ def resized(topology: Topology, backend: Backend) -> Topology:
     fewer = [Topology(nodes, gpus - 1)] if gpus > 1 else []
     fewer += [Topology(nodes - 1, gpus)] if nodes > 1 else []
     return next((smaller for smaller in fewer if backend.fits(smaller)), Topology(nodes, gpus + 1))
+
+
+class Declared(Protocol):
+    """What says of a trainer that it has some backends."""
+
+    @property
+    def name(self) -> str:
+        """What reports call the trainer."""
+
+    @property
+    def backends(self) -> Sequence[str]:
+        """Those of which this speaks."""
+
+
+D = TypeVar("D", bound=Declared)
+
+
+def declared_for(name: str, backend: str, declared: Sequence[D]) -> D:
+    """Return what the trainer called ``name`` declared for a backend; where that is nothing, its first declaration."""
+    own = [one for one in declared if one.name == name]
+    return next((one for one in own if backend in one.backends), own[0])

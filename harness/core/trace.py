@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness.core.outcome import Outcome
+from harness.core.shard import Shard
 from harness.core.sketch import Sketch
 
 if TYPE_CHECKING:
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
 Tensors = dict[str, "Tensor"]
 """Named tensors: a parameter's or a buffer's name in ``job.model()`` to its value, on the cpu.
 
-As they were recorded, weights and gradients that are large are here as a ``Sketch``. The judge follows the training
-along its sketches before it asks anything, and sees tensors only.
+As a rank recorded them, weights and gradients that ranks share out are here as a ``Shard``, and large ones as a
+``Sketch``. Shards are put together when the traces of a launch are read; the judge follows the training along its
+sketches before it asks anything, and sees tensors only.
 """
 
 
@@ -95,7 +97,8 @@ class Logged:
 class RankTrace:
     """What one rank emitted. ``world_size`` is what torch.distributed said, 1 where there was no group.
 
-    ``error`` is what ``train`` raised, with its traceback, and ``failed_at`` when (seconds since the epoch).
+    ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has the calls in
+    which it was raised, a line each, the innermost first.
     ``final`` and ``final_buffers`` are the model's when ``train`` was done; ``final`` is None where there was none.
     """
 
@@ -108,14 +111,24 @@ class RankTrace:
     final_buffers: Tensors = field(default_factory=dict)
     evaluations: tuple[Evaluation, ...] = ()
     logged: tuple[Logged, ...] = ()
+    stack: str = ""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """What became of a rank that left no evidence: crashed or timed out, in a sentence."""
+    """What became of a rank that left no evidence, in a sentence: crashed, timed out, or unable to write it (errored).
+
+    ``step`` is how many optimizer steps it had done. ``waits_in`` names the collective in which it waited for others,
+    None where that was none that is known. ``stack`` has its calls, a line each, the innermost first; ``said`` is the
+    end of what it printed.
+    """
 
     outcome: Outcome
     message: str
+    step: int | None = None
+    waits_in: str | None = None
+    stack: str = ""
+    said: str = ""
 
 
 @dataclass(frozen=True)
@@ -169,17 +182,20 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})
     tensors.update({f"{len(steps)}/final buffers/{name}": value for name, value in trace.final_buffers.items()})
     sketches: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Sketch)}
+    shards: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Shard)}
     return {
         "final": None if trace.final is None else "last" if ended else "own",
         "rank": trace.rank,
         "world_size": trace.world_size,
         "error": trace.error,
         "failed_at": trace.failed_at,
+        "stack": trace.stack,
         "steps": steps,
         "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
         "logged": [astuple(logged) for logged in trace.logged],
         "sketches": {name: [s.norm, s.fingerprint, s.shape, s.dtype] for name, s in sketches.items()},
-    }, {**tensors, **{name: sketch.values for name, sketch in sketches.items()}}
+        "shards": {name: [s.begin, s.shape, s.ranks] for name, s in shards.items()},
+    }, {**tensors, **{name: part.values for name, part in {**sketches, **shards}.items()}}
 
 
 def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
@@ -194,7 +210,11 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         name: Sketch(tensors[name], norm, fingerprint, tuple(shape), dtype)
         for name, (norm, fingerprint, shape, dtype) in dict(values.get("sketches", {})).items()
     }
-    for key, value in {**tensors, **sketches}.items():
+    shards: dict[str, Any] = {
+        name: Shard(tensors[name], *(tuple(map(int, numbers)) for numbers in (begin, shape, ranks)))
+        for name, (begin, shape, ranks) in dict(values.get("shards", {})).items()
+    }
+    for key, value in {**tensors, **sketches, **shards}.items():
         place, part, name = key.split("/", 2)
         parts.setdefault((int(place), part), {})[name] = value
     steps: list[Step] = []
@@ -226,6 +246,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         steps=tuple(steps),
         error=values["error"],
         failed_at=values["failed_at"],
+        stack=values.get("stack", ""),
         final=finals[values["final"]],
         final_buffers=parts.get((len(steps), "final buffers"), {}),
         evaluations=tuple(

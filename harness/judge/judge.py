@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 
 import torch
 
@@ -12,7 +13,7 @@ from harness.core.outcome import Outcome
 from harness.core.trace import Trace
 from harness.judge.causes import explain_launch, explain_vacuous
 from harness.judge.checks import CHECKS, Check
-from harness.judge.checks.launch import launch
+from harness.judge.checks.launch import details, launch
 from harness.judge.examination import Examination
 from harness.judge.follow import followed
 from harness.judge.verdict import Vacuous
@@ -27,7 +28,8 @@ def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
     """
     broken = launch(trace, cell)
     if broken is not None:
-        return (explain_launch(broken, trace, cell),)
+        told = explain_launch(broken, trace, cell)
+        return (replace(told, message=f"{told.message}\n{details(broken, trace)}".strip()),)
     try:
         trace = followed(trace, workload, cell)
     except Exception as error:

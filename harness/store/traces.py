@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,16 +12,18 @@ from safetensors import SafetensorError, safe_open
 
 from harness.core.errors import TraceError
 from harness.core.trace import RankTrace, Trace, unflatten
+from harness.store.shards import put_together
+from harness.worker.evidence import CHECKSUM, NO_CHECKSUM
 
 SAVED, RESUMED = "saved", "resumed"
 """Folders, beside the evidence of the uninterrupted launch, of the launches that stop and go on."""
 
 
 def read_trace(folder: Path) -> Trace:
-    """Return what the launches of one cell left in ``folder``, in the order of the ranks.
+    """Return what the launches of one cell left in ``folder``, in the order of the ranks, tensors whole.
 
     Raises:
-        TraceError: a file is not a trace, or a rank between others left none; the sentence names it.
+        TraceError: a file is not a trace, a rank between others left none, or shards do not fit; the sentence names it.
     """
     return replace(
         _read_launch(folder),
@@ -30,21 +34,25 @@ def read_trace(folder: Path) -> Trace:
 
 def _read_launch(folder: Path) -> Trace:
     # A rank leaves a log in any case, and evidence only if it ends well.
-    ranks = sorted({int(file.stem.removeprefix("rank-")) for file in folder.glob("rank-*")})
+    names = {file.stem.removeprefix("rank-") for file in folder.glob("rank-*")}
+    if strange := sorted(name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 7)):
+        raise TraceError(f"{folder} has a file called rank-{strange[0][:50]!r}, which is no rank's: run the cell again")
+    ranks = sorted(map(int, names))
     files = {rank: folder / f"rank-{rank}.safetensors" for rank in ranks or [0]}
     absent = [str(rank) for rank, file in files.items() if not file.is_file()]
     if absent:
         raise TraceError(f"no evidence of rank {', '.join(absent)}, which did not end well")
-    return Trace(tuple(read_rank(file) for file in files.values()))
+    return put_together(Trace(tuple(read_rank(file) for file in files.values())))
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Return one rank's trace.
+    """Return one rank's trace; what it shares out with others is in shards.
 
     Raises:
         TraceError: the file is missing, truncated or not a trace; the sentence names it.
     """
     try:
+        _check(path)
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
@@ -53,3 +61,19 @@ def read_rank(path: Path) -> RankTrace:
         raise TraceError(
             f"{path} is not a whole trace ({type(error).__name__}: {error}); run the cell again"
         ) from error
+
+
+def _check(path: Path) -> None:
+    """Hold a file against its own checksum, if it has one.
+
+    Raises:
+        ValueError: it was changed after it was written.
+    """
+    content = path.read_bytes()
+    place = content.find(f'"{CHECKSUM}": "'.encode(), 0, 100) + len(CHECKSUM) + 5
+    said = content[place : place + 8]
+    if place >= 16 and re.fullmatch(rb"[0-9a-f]{8}", said):
+        rest = memoryview(content)[place + 8 :]
+        found = zlib.crc32(rest, zlib.crc32(content[:place] + NO_CHECKSUM.encode()))
+        if found != int(said, 16):
+            raise ValueError("its checksum is another: it was changed after it was written")

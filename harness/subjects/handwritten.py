@@ -1,4 +1,7 @@
-"""Training by hand with torch's own DistributedDataParallel, as its tutorial does: the yardstick, and an example."""
+"""Training by hand as torch's tutorials do, and with its DistributedDataParallel: the yardstick, and an example.
+
+The other trainers of torch's own (``torch_*.py``) train with the same loop, and each says what it does otherwise.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.subjects.declare import subject
 
+PRECISIONS = ["64", "32", "16", "bf16"]
+
 CAPABILITIES = [
     "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint",
     "metrics",
@@ -17,25 +22,70 @@ CAPABILITIES = [
 ]  # fmt: skip
 
 
-@subject(name="torch", backends=["none", "ddp"], precisions=["64", "32", "16", "bf16"], capabilities=CAPABILITIES)
+@subject(
+    name="torch",
+    backends=["none", "ddp"],
+    precisions=PRECISIONS,
+    capabilities=CAPABILITIES,
+    library="torch",
+)
 def train(job):
-    """Train ``job`` with a loop that one can read from top to bottom."""
-    model = bare = job.model().to(job.device)
-    if job.world_size > 1:
+    """Train ``job`` on one device, or with DistributedDataParallel."""
+    fit(job, OneDevice(job) if job.backend == "none" else Ddp(job))
+
+
+class OneDevice:
+    """The model as it is: ``model`` is what trains, ``bare`` what evaluates, and ``optimizers`` mostly are one."""
+
+    def __init__(self, job):
+        self.model = self.bare = job.model().to(job.device)
+        self.optimizers = job.optimizers(self.model.parameters())
+
+    def backward_of(self, last):
+        """Return the context of a forward and its backward, ``last`` of its window or not."""
+        return nullcontext()
+
+    def val_share(self, job):
+        """Return which of the held-out samples this rank evaluates; not through DDP, so shares may be unequal."""
+        return range(job.rank, len(job.val_dataset), job.world_size)
+
+    def states(self):
+        """Return the states of model and optimizers, whole on rank 0; every rank calls it."""
+        every = {f"optimizer {number}": part.state_dict() for number, part in enumerate(self.optimizers)}
+        return {"model": self.bare.state_dict(), **every}
+
+    def load_states(self, saved):
+        """Put model and optimizers, on every rank, where they were saved."""
+        self.bare.load_state_dict(saved["model"])
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(saved[f"optimizer {number}"])
+
+
+class Ddp(OneDevice):
+    """DistributedDataParallel: gradients are averaged over the ranks while the backward goes on."""
+
+    def __init__(self, job):
         torch.distributed.init_process_group(job.comm)
+        self.bare = job.model().to(job.device)
         device_ids = [job.device] if job.device.type == "cuda" else None
-        model = DistributedDataParallel(bare, device_ids=device_ids, find_unused_parameters=job.unused_parameters)
+        self.model = DistributedDataParallel(self.bare, device_ids, find_unused_parameters=job.unused_parameters)
+        self.optimizers = job.optimizers(self.model.parameters())
+
+    def backward_of(self, last):
+        """Average once, with the window's last backward."""
+        return nullcontext() if last else self.model.no_sync()
+
+
+def fit(job, trainer):
+    """Train ``job`` with a loop that one can read from top to bottom."""
+    model, optimizers = trainer.model, trainer.optimizers
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
-    val_share = range(job.rank, len(job.val_dataset), job.world_size)
-    val_loader = DataLoader(job.val_dataset, batch_size=job.batch_size, sampler=val_share)
-    optimizers = job.optimizers(model.parameters())  # mostly it is one
+    val_loader = DataLoader(job.val_dataset, batch_size=job.batch_size, sampler=trainer.val_share(job))
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
     scaler = job.grad_scaler()
-    parts = {"model": bare, "scaler": scaler}
-    for name, several in {"optimizer": optimizers, "scheduler": schedulers}.items():
-        parts |= {f"{name} {number}": part for number, part in enumerate(several)}
-    begun = load(job, parts) if job.resume else {"epoch": 0, "samples": 0, "steps": 0}
+    parts = {"scaler": scaler, **{f"scheduler {number}": part for number, part in enumerate(schedulers)}}
+    begun = load(job, trainer, parts) if job.resume else {"epoch": 0, "samples": 0, "steps": 0}
     steps = begun["steps"]
     for epoch in range(begun["epoch"], job.epochs):
         sampler.set_epoch(epoch)
@@ -47,8 +97,7 @@ def train(job):
             window = min(job.accumulate, len(loader) - (number - place))  # the last one may be shorter
             last = place == window - 1
             batch = {name: column.to(job.device) for name, column in batch.items()}
-            # Gradients are averaged over ranks once, with the window's last backward.
-            with nullcontext() if last or job.world_size == 1 else model.no_sync():
+            with trainer.backward_of(last):
                 with job.autocast():
                     loss = job.loss(model(batch), batch)
                 scaler.scale(loss / window).backward()
@@ -69,10 +118,11 @@ def train(job):
                     optimizer.zero_grad()
                 steps += 1
                 if steps == job.stop_after_step:
-                    save(job, parts, epoch=epoch, samples=(number + 1) * job.global_batch_size, steps=steps)
+                    progress = {"epoch": epoch, "samples": (number + 1) * job.global_batch_size, "steps": steps}
+                    save(job, trainer, parts, progress)
                     return
             if job.validate_every and (number + 1) % job.validate_every == 0:
-                job.log("val_loss", evaluate(job, bare, val_loader))
+                job.log("val_loss", evaluate(job, trainer, val_loader))
         if count:  # nothing is left of an epoch at whose end training was interrupted
             job.log("loss", mean_over_ranks(job, total, count))
 
@@ -85,32 +135,34 @@ def mean_over_ranks(job, total, count):
     return float(sums[0] / sums[1])
 
 
-def save(job, parts, **progress):
-    """Write what training changes, once for all ranks, which hold the same.
+def save(job, trainer, parts, progress):
+    """Write what training changes, once for all ranks.
 
     The place in the epoch is counted in samples over all ranks: whoever goes on may have another number of them.
     """
+    states = trainer.states()
     if job.rank == 0:
-        states = {name: part.state_dict() for name, part in parts.items()}
+        states |= {name: part.state_dict() for name, part in parts.items()}
         torch.save({**states, "progress": progress}, f"{job.checkpoint_dir}/checkpoint.pt")
 
 
-def load(job, parts):
-    """Put the parts, on every rank, where they were saved; return the progress until then."""
+def load(job, trainer, parts):
+    """Put everything, on every rank, where it was saved; return the progress until then."""
     saved = torch.load(f"{job.checkpoint_dir}/checkpoint.pt", map_location=job.device, weights_only=True)
+    trainer.load_states(saved)
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved["progress"]
 
 
 @torch.no_grad()
-def evaluate(job, model, loader):
-    """Return the mean loss of the held-out samples, a share a rank; not through DDP, as shares are unequal."""
-    model.eval()
+def evaluate(job, trainer, loader):
+    """Return the mean loss of the held-out samples."""
+    trainer.bare.eval()
     total = 0.0
     for batch in loader:
         batch = {name: column.to(job.device) for name, column in batch.items()}
         with job.autocast():
-            total += float(job.loss(model(batch), batch)) * len(batch["index"])
-    model.train()
+            total += float(job.loss(trainer.bare(batch), batch)) * len(batch["index"])
+    trainer.bare.train()
     return mean_over_ranks(job, total, len(loader.sampler))

@@ -6,7 +6,7 @@ the job's loss, and the GradScaler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -22,9 +22,10 @@ from torch.optim.optimizer import (
 )
 from torch.utils._pytree import tree_leaves
 
+from harness.core.errors import TraceError
 from harness.core.sketch import SKETCH_ABOVE
 from harness.core.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
-from harness.sketch import is_still, kept
+from harness.worker.kept import copied, is_flattened, is_still, is_zero, kept
 from harness.worker.parts import Part, belongs, joined
 from harness.worker.passes import Forward, Passes
 
@@ -32,17 +33,19 @@ from harness.worker.passes import Forward, Passes
 class Recorder:
     """Collects the steps of this process. ``install`` hooks it into torch for the rest of the process's life.
 
-    Weights and gradients of more than ``sketch_above`` entries are taken down as sketches.
+    Weights and gradients of more than ``sketch_above`` entries are taken down as sketches, and DTensors as shards.
     """
 
-    def __init__(self, sketch_above: int = SKETCH_ABOVE) -> None:
+    def __init__(self, sketch_above: int = SKETCH_ABOVE, done: MutableSequence[int] | None = None) -> None:
         self._sketch_above = sketch_above
+        self._done = bytearray(8) if done is None else done
         self.steps: list[Step] = []
         self.evaluations: list[Evaluation] = []
         self.logged: list[Logged] = []
         self.world_size = 1
         self._model: nn.Module | None = None
-        self._names: dict[int, str] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is the tensor's as long as this holds it
         self._passes = Passes()
         self._evaluating = Lock()
         self._before: Tensors = {}
@@ -65,7 +68,7 @@ class Recorder:
     def watch(self, model: nn.Module) -> None:
         """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
         self._model = model
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
         model.register_forward_hook(self._on_outputs)
         for layer in model.modules():
@@ -85,7 +88,7 @@ class Recorder:
         """Return all that was taken down, now that training is over."""
         self._note_world()
         self._settle()
-        buffers = {} if self._model is None else {name: _copy(value) for name, value in self._model.named_buffers()}
+        buffers = {} if self._model is None else {name: copied(value) for name, value in self._model.named_buffers()}
         return RankTrace(
             rank=rank,
             world_size=self.world_size,
@@ -114,7 +117,7 @@ class Recorder:
             self._evaluated(len(self._passes), ids, module.training)
             return
         if not self._passes:
-            self._buffers = {name: _copy(buffer) for name, buffer in module.named_buffers()}
+            self._buffers = {name: copied(buffer) for name, buffer in module.named_buffers()}
         self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
 
     def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -139,11 +142,11 @@ class Recorder:
     def _on_draw(self, layer: nn.Module, args: Any, drawn: Tensor) -> None:
         device, name = drawn.device.index or 0, str(layer.draws)
         if _recomputes():
-            self._passes.redraw(device, name, _copy(drawn))
+            self._passes.redraw(device, name, copied(drawn))
         elif layer.training or torch.is_grad_enabled():  # what is to be computed once more runs without gradients first
             forward = self._passes.last_on(device)
             if forward is not None:
-                forward.drawn[name] = _copy(drawn)
+                forward.drawn[name] = copied(drawn)
 
     def _settle(self) -> tuple[MicroBatch, ...]:
         """Return the micro-batches since the last step; what only evaluated among them is an evaluation."""
@@ -156,6 +159,8 @@ class Recorder:
         self._nested += 1
         if self._nested > 1:
             return None  # an optimizer inside of an optimizer: the outer one's step is what the subject asked for
+        if not self.steps:
+            self._refuse_flattened()
         self._before = self._standing()
         self._gradients = self._handed(optimizer)
         return self._with_closure(optimizer, args, kwargs)
@@ -186,12 +191,16 @@ class Recorder:
     ) -> None:
         # Asked at every step: the group may be gone by the time the subject returns.
         self._note_world()
+        micro_batches = self._settle()
+        rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        if not micro_batches and rates and not any(rates) and all(map(is_zero, gradients.values())):
+            return  # no training: torch.distributed.checkpoint lets an optimizer make the state that it will load into
         step = Step(
-            micro_batches=self._settle(),
+            micro_batches=micro_batches,
             before=before,
             gradients=gradients,
             after=after,
-            learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
+            learning_rates=rates,
             skipped=skipped,
             scale=self._scale,
             buffers=self._buffers,
@@ -203,6 +212,7 @@ class Recorder:
         else:
             self._parts = [part]
             self.steps.append(step)
+            self._done[:8] = len(self.steps).to_bytes(8, "little")
 
     def _final(self) -> Tensors | None:
         """Return the model's weights as they are now: the last step's own object where they are the same."""
@@ -230,7 +240,16 @@ class Recorder:
     def _weights(self) -> Tensors:
         if self._model is None:
             return {}
-        return {name: kept(_dense(parameter), self._sketch_above) for name, parameter in self._model.named_parameters()}
+        return {name: kept(parameter, self._sketch_above) for name, parameter in self._model.named_parameters()}
+
+    def _refuse_flattened(self) -> None:
+        """Raise where the model's parameters are pieces of long vectors, which nobody could put together."""
+        for name, parameter in self._model.named_parameters() if self._model is not None else ():
+            if is_flattened(parameter) or parameter.shape != self._shapes.get(name, parameter.shape):
+                raise TraceError(
+                    f"{name} is flattened, as FullyShardedDataParallel does it: of what ranks share out only DTensors "
+                    "can be taken down, which fully_shard (FSDP2) makes"
+                )
 
     def _standing(self) -> Tensors:
         """Return the weights as they are now: the last step's own object where they have not changed since."""
@@ -243,18 +262,19 @@ class Recorder:
     def _names_of(self, optimizer: Optimizer) -> list[str | None]:
         """Return the names of an optimizer's parameters, in its own order; None for one that is not the model's."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        names = [self._names.get(id(p)) for p in parameters]
-        if not any(names) and self._model is not None:
-            # Master weights: other tensors, handed over in the model's own order.
-            own = list(self._model.named_parameters())
-            if [p.shape for p in parameters] == [p.shape for _, p in own]:
-                return [name for name, _ in own]
+        if any(id(parameter) not in self._named for parameter in parameters) and self._model is not None:
+            # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
+            self._named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
+        names = [self._named[id(p)][0] if id(p) in self._named else None for p in parameters]
+        own = list(self._named.values())
+        if not any(names) and [p.shape for p in parameters] == [p.shape for _, p in own]:
+            return [name for name, _ in own]  # master weights: other tensors, handed over in the model's own order
         return names
 
     def _handed(self, optimizer: Optimizer) -> Tensors:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return {
-            name: kept(_dense(parameter.grad), self._sketch_above)
+            name: kept(parameter.grad, self._sketch_above)
             for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
             if name is not None and parameter.grad is not None
         }
@@ -273,11 +293,3 @@ def _ids(batch: Any) -> tuple[int, ...] | None:
     if isinstance(batch, Mapping) and isinstance(batch.get("index"), Tensor):
         return tuple(batch["index"].reshape(-1).tolist())
     return None
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    return _dense(tensor).to("cpu", copy=True)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()

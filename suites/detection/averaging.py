@@ -8,7 +8,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 from expect import known_bad
-from loop import alone, average, ddp, loader
+from loop import alone, average, ddp, loader, sharded
 
 ANYWHERE = ["mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "linear-exact/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16"]
 
@@ -144,6 +144,32 @@ def stepped_once_a_rank(job):
             job.loss(model(batch), batch).backward()
             for _ in range(job.world_size):
                 optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "lm-tokens/fsdp/2x2/32"])
+def shards_summed_not_averaged(job):
+    """fully_shard is told to divide by nothing, and the loss is not divided either."""
+    model = sharded(job)
+    model.set_gradient_divide_factor(1.0)
+    model.set_force_sum_reduction_for_comms(True)  # gloo knows no other way not to divide
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("averaging", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
+def divided_before_shards_are_averaged(job):
+    """The loss is divided by the world size, as if fully_shard added up."""
+    model = sharded(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            (job.loss(model(batch), batch) / job.world_size).backward()
+            optimizer.step()
             optimizer.zero_grad()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from expect import known_bad
-from loop import alone, average, ddp, loader
+from loop import alone, average, ddp, loader, sharded
 
 CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 
@@ -78,3 +78,15 @@ def summed_over_the_ranks(job):
             for buffer in model.buffers():
                 if buffer.is_floating_point():
                     dist.all_reduce(buffer)
+
+
+@known_bad("buffers", on=["cnn-batchnorm/fsdp/1x2/32", "cnn-batchnorm/fsdp/1x3/64"])
+def left_alone_by_fully_shard(job):
+    """As with ``never_broadcast``: fully_shard shares out weights, and nothing else."""
+    model = sharded(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from expect import known_bad
-from loop import alone, average, ddp, loader
+from loop import alone, average, ddp, loader, sharded
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 CELLS = ["clipping/ddp/1x2/32", "clipping-adamw/ddp/1x3/64", "clipping/none/1x1/32"]
@@ -182,5 +182,21 @@ def clipped_by_default_before_averaging(job):
             job.loss(model(batch), batch).backward()
             clip_grad_norm_(model.parameters(), 0.3)
             average(job, model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("clipping", on=["clipping/fsdp/1x2/32", "clipping/fsdp/1x3/32", "clipping-adamw/fsdp/1x3/64"])
+def each_shard_by_its_own_norm(job):
+    """Each rank takes the norm of the shards that it holds."""
+    model = sharded(job)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            shards = [parameter.grad.to_local() for parameter in model.parameters()]
+            norm = torch.linalg.vector_norm(torch.stack([shard.norm() for shard in shards]))
+            for shard in shards:
+                shard *= min(1.0, job.clip_norm / float(norm))
             optimizer.step()
             optimizer.zero_grad()

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -18,6 +21,25 @@ def alone(job):
     """Join the process group and return the job's model as it is: gradients are averaged by hand."""
     torch.distributed.init_process_group(job.comm)
     return job.model()
+
+
+def mesh_of(job):
+    """Join the process group and return all ranks as a mesh, node by gpu; flat where there is one node."""
+    torch.distributed.init_process_group(job.comm)
+    if job.num_nodes == 1:
+        return init_device_mesh("cpu", (job.world_size,))
+    return init_device_mesh("cpu", (job.num_nodes, job.gpus), mesh_dim_names=("node", "gpu"))
+
+
+def sharded(job, **options):
+    """Join the process group and return the job's model under fully_shard, all of it one unit."""
+    return fully_shard(job.model(), mesh=mesh_of(job), **options)
+
+
+def zero(job, model, kind=ZeroRedundancyOptimizer, **options):
+    """Return the job's optimizer, plain SGD, with its work shared out over the ranks."""
+    plain = job.optimizer(model.parameters())
+    return kind(model.parameters(), type(plain), lr=plain.defaults["lr"], **options)
 
 
 def loader(job, epoch):

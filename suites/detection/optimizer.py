@@ -6,7 +6,8 @@ import copy
 
 import torch
 from expect import known_bad
-from loop import alone, ddp, loader, windows
+from loop import alone, ddp, loader, mesh_of, windows
+from torch.distributed.fsdp import fully_shard
 
 PLAIN = ["mlp/none/1x1/32", "mlp/ddp/1x2/32"]
 MOMENTUM = ["cnn-batchnorm/none/1x1/32", "cnn-batchnorm/ddp/1x2/64"]
@@ -426,3 +427,16 @@ def one_of_two_optimizers_synchronised(job):
             first.step()
             second.step()
             model.zero_grad()
+
+
+@known_bad("optimizer", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
+def made_before_the_weights_were_sharded(job):
+    """fully_shard puts shards in the place of the weights, and the optimizer still has these."""
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    fully_shard(model, mesh=mesh_of(job))
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()

@@ -8,9 +8,11 @@ import reporting
 import torch
 import torch.distributed as dist
 from expect import known_good
-from loop import alone, average, ddp, loader, replicas, windows
+from loop import alone, average, ddp, loader, mesh_of, replicas, sharded, windows, zero
 from resumable import Run
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -599,3 +601,54 @@ def reports_now_and_then(job):
             since.clear()
 
     reporting.fit(job, after_step=after_step)
+
+
+SHARDED = ["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "mlp/fsdp/1x4/16", "linear-exact/fsdp/1x4/32"]
+
+
+@known_good(on=SHARDED)
+def shards_of_rows_that_some_ranks_have_none_of(job):
+    """All weights in one unit, gathered once: a tensor of two rows has none on the third rank."""
+    fit(job, sharded(job, reshard_after_forward=False))
+
+
+@known_good(on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x4/64", "linear-exact/fsdp/1x4/32"])
+def shards_of_columns(job):
+    """Matrices are shared out along their last dimension."""
+    fit(job, sharded(job, shard_placement_fn=lambda parameter: Shard(parameter.dim() - 1)))
+
+
+@known_good(on=["mlp/fsdp/2x2/32", "mlp/fsdp/2x2/bf16", "transformer/fsdp/2x2/32"])
+def a_copy_on_each_node_in_shards(job):
+    """Each node has all of the model, shared out over its devices; gradients are averaged over nodes too."""
+    fit(job, fully_shard(job.model(), mesh=mesh_of(job)))
+
+
+@known_good(on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
+def some_layers_in_shards_and_others_not(job):
+    """The first layer is sharded, and the gradients of the last one are averaged by hand."""
+    mesh, model = mesh_of(job), job.model()
+    fully_shard(model.layers[0], mesh=mesh)
+    optimizer = job.optimizer(model.parameters())
+    optimizer.param_groups[0]["foreach"] = False  # tensors of two kinds are updated one by one
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            average(job, model.layers[2])
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_good(on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "mlp/zero/1x4/16"])
+def weights_are_views_of_what_is_broadcast(job):
+    """ZeroRedundancyOptimizer keeps weights in buckets, which it broadcasts after the step."""
+    model = ddp(job)
+    optimizer, scaler = zero(job, model, parameters_as_bucket_view=True), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from expect import known_bad
-from loop import alone, average, ddp, loader
+from loop import alone, average, ddp, loader, mesh_of, sharded, zero
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 ANYWHERE = ["mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "contrastive/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16"]
 
@@ -203,5 +205,59 @@ def last_rank_left_out(job):
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad, group=group)
                     parameter.grad /= job.world_size - 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/fsdp/2x2/32", "lm-tokens/fsdp/2x2/64"])
+def sharded_on_each_node_alone(job):
+    """The mesh is the node's: its ranks share out a model of their own."""
+    model = fully_shard(job.model(), mesh=mesh_of(job)["gpu"])
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", "optimizer", on=["mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64"])
+def shards_never_synchronised(job):
+    """Gradients are kept for a last micro-batch that never comes: the shards have none."""
+    model = sharded(job)
+    model.set_requires_gradient_sync(False)
+    optimizer = job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@known_bad("sync", on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "linear-exact/zero/1x4/32"])
+def gradients_of_one_rank_for_each_share(job):
+    """Each rank steps its share of the weights with its own gradient, and sends them to all others."""
+    model = alone(job)
+    optimizer = zero(job, model)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class _Silent(ZeroRedundancyOptimizer):
+    def _sync_params(self):
+        """Broadcast nothing."""
+
+
+@known_bad("sync", on=["mlp/zero/1x2/32", "mlp/zero/1x3/64", "contrastive/zero/2x2/32"])
+def shares_of_the_update_never_broadcast(job):
+    """Each rank steps its share of the weights, and tells nobody."""
+    model = ddp(job)
+    optimizer = zero(job, model, _Silent)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            job.loss(model(batch), batch).backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.backend import BACKENDS
+from harness.core.backend import BACKENDS, declared_for
 from harness.core.outcome import Outcome, worst
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
@@ -45,9 +47,9 @@ def test_one_device_is_for_no_backend_alone(topology):
     ("topology", "fitting"),
     [
         (Topology(1, 1), {"none"}),
-        (Topology(1, 4), {"auto", "dp", "ddp"}),
-        (Topology(2, 1), {"ddp"}),
-        (Topology(2, 4), {"ddp", "ddp2"}),
+        (Topology(1, 4), {"auto", "dp", "ddp", "fsdp", "zero"}),
+        (Topology(2, 1), {"ddp", "fsdp", "zero"}),
+        (Topology(2, 4), {"ddp", "ddp2", "fsdp", "zero"}),
     ],
 )
 def test_a_backend_is_tried_where_it_means_something(topology, fitting):
@@ -55,11 +57,25 @@ def test_a_backend_is_tried_where_it_means_something(topology, fitting):
 
 
 @pytest.mark.parametrize(
-    ("backend", "processes", "devices"), [("ddp", 8, 1), ("ddp2", 2, 4)], ids=["a process a device", "one a node"]
+    ("backend", "processes", "devices"),
+    [("ddp", 8, 1), ("fsdp", 8, 1), ("zero", 8, 1), ("ddp2", 2, 4)],
 )
 def test_who_drives_what_on_two_nodes_of_four(backend, processes, devices):
     assert BACKENDS[backend].processes(Topology(2, 4)) == processes
     assert BACKENDS[backend].devices_per_process(Topology(2, 4)) == devices
+
+
+def test_what_a_trainer_declares_for_a_backend_is_found_and_else_what_it_declared_first():
+    @dataclass
+    class Declared:
+        name: str
+        backends: list[str]
+
+    other, plain, sharded = Declared("b", ["fsdp"]), Declared("a", ["none", "ddp"]), Declared("a", ["fsdp"])
+    declared = [other, plain, sharded]
+    assert declared_for("a", "fsdp", declared) is sharded
+    assert declared_for("a", "ddp", declared) is plain
+    assert declared_for("a", "zero", declared) is plain
 
 
 def test_a_cell_is_as_bad_as_its_worst_finding():

@@ -29,6 +29,14 @@ WORDS = (
         "Attempting to unscale FP16 gradients",
         Cause("weights-in-float16", "amp", "the optimizer needs weights in float32"),
     ),
+    (
+        "No space left on device",
+        Cause("no-space", "launch", "make room on the disk or in /dev/shm, or name another folder with TMPDIR"),
+    ),
+    (
+        "EADDRINUSE",
+        Cause("port-in-use", "launch", "the trainer insists on a port that is taken; MASTER_PORT names a free one"),
+    ),
 )  # fmt: skip
 """What torch says where a mistake stops training: https://github.com/pytorch/pytorch, reducer.cpp, grad_scaler.py."""
 
@@ -60,7 +68,7 @@ def _world(trace: Trace, cell: Cell) -> Cause | None:
 
 
 def _known_words(trace: Trace) -> Cause | None:
-    said = [rank.error or "" for rank in trace.ranks] + [exit.message for exit in trace.exits.values()]
+    said = [rank.error or "" for rank in trace.ranks] + [exit.said for exit in trace.exits.values()]
     return next((cause for words, cause in WORDS if any(words in text for text in said)), None)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from harness.core.finding import Finding
+from harness.core.trace import Tensors
 from harness.judge.examination import Examination
 from harness.judge.noise import norm
 from harness.judge.oracle import Oracle
@@ -40,6 +41,9 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         if norm(right) == 0:
             return finding
         factor = float(made @ right / (right @ right))
+        part = _only_its_share(examination, index, finding.rank or 0, oracle.weights())
+        if part is not None:
+            return _caused(finding, "stepped-in-part", "sync", part)
         # Rounding of the weights limits how well the factor is known.
         if norm(made - factor * right) > 1e-3 * norm(made):
             return _caused(
@@ -52,6 +56,23 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         look = f"the update is {factor:.4g} × the right one: another learning rate, or several steps"
         return _caused(finding, "scaled-update", "optimizer", look)
     return finding
+
+
+def _only_its_share(examination: Examination, index: int, rank: int, right: Tensors) -> str | None:
+    """Return what to look at where a rank moved some of the weights, as it should, and other ranks moved the rest."""
+    steps = examination.moments[index].ranks
+    before, after = steps[rank].before, steps[rank].after
+    due = {name for name in right if name in after and norm(right[name] - before[name].double())}
+    moved = [{name for name in due if not torch.equal(step.before[name], step.after[name])} for step in steps]
+    if not 0 < len(moved[rank]) < len(due) or set().union(*moved) != due:
+        return None
+    for name in moved[rank]:
+        if norm(after[name].double() - right[name]) > 1e-3 * norm(right[name] - before[name].double()):
+            return None
+    return (
+        f"it moved {len(moved[rank])} of {len(due)} parameters and other ranks the others: "
+        "does each rank broadcast its share of the weights when it has stepped?"
+    )
 
 
 def _caused(finding: Finding, cause: str, family: str, look: str) -> Finding:

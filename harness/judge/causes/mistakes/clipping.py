@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from harness.core.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, flat, mean, scaled
 from harness.judge.noise import norm
@@ -39,6 +41,24 @@ def _tensor_by_tensor(scene: Scene) -> Iterable[Tensors]:
         yield {
             name: value for n, v in scene.truth.raw.items() for name, value in clipped({n: v}, scene.clip_norm).items()
         }
+
+
+def _shard_by_shard(scene: Scene) -> Iterable[Tensors]:
+    """Predict that each rank scaled its rows of every tensor, as fully_shard divides them, whatever the factors."""
+    if scene.clip_norm is None or scene.world == 1:
+        return
+    right = {name: value.chunk(scene.world) for name, value in scene.truth.raw.items() if value.dim()}
+    given = {name: scene.given[name].chunk(scene.world) for name in right}
+    made: dict[str, list[torch.Tensor]] = {name: [] for name in right}
+    for rank in range(scene.world):
+        names = [name for name, rows in right.items() if rank < len(rows)]
+        square = sum(float((right[name][rank] ** 2).sum()) for name in names)
+        along = sum(float((right[name][rank] * given[name][rank]).sum()) for name in names)
+        if along < 0:
+            return
+        for name in names:
+            made[name].append(right[name][rank] * (along / square if square else 0.0))
+    yield scene.truth.raw | {name: torch.cat(rows) for name, rows in made.items()}
 
 
 def _by_value(scene: Scene) -> Iterable[Tensors]:
@@ -112,6 +132,11 @@ EXPLANATIONS = (
     Explanation(
         "clipped-tensor-by-tensor", "clipping",
         "clipped tensor by tensor", "the norm is that of all gradients together", _tensor_by_tensor,
+    ),
+    Explanation(
+        "clipped-shard-by-shard", "clipping",
+        "right in direction shard by shard, each rank's with a length of its own",
+        "the norm is that of all shards together, which clip_grad_norm_ takes of DTensors", _shard_by_shard,
     ),
     Explanation(
         "clipped-by-value", "clipping",

@@ -1,0 +1,32 @@
+"""What a subject runs on, by version: its library, torch, and the interpreter."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Software:
+    """``library`` names the package whose trainer is under test, ``version`` is that of it. None: nobody knows."""
+
+    library: str | None = None
+    version: str | None = None
+    torch: str | None = None
+    python: str | None = None
+
+    @classmethod
+    def here(cls, library: str | None) -> Software:
+        """Return what this interpreter has installed."""
+        return cls(library, library and _version(library), _version("torch"), platform.python_version())
+
+
+UNKNOWN = Software()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

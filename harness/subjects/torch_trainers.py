@@ -1,0 +1,8 @@
+"""torch's own trainers: one subject, whose backends are declared each by its own file."""
+
+from harness.subjects.handwritten import train as train
+from harness.subjects.torch_dp import train as train_dp
+from harness.subjects.torch_fsdp import train as train_fsdp
+from harness.subjects.torch_zero import train as train_zero
+
+__all__ = ["train", "train_dp", "train_fsdp", "train_zero"]

@@ -1,0 +1,108 @@
+"""How many bytes of tensors a step needs: parameters, gradients, the optimizer's state, and activations.
+
+Activations are what autograd keeps for the backward pass, besides the model's own tensors and the batch. They are
+counted by hooks on each tensor that is kept, which takes time: in a step that nobody times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+
+class TensorBytes:
+    """Counts between ``start`` and ``stop``, which lie around one step; ``by_metric`` then has the bytes.
+
+    ``workload`` is the class whose ``loss`` the job takes: what it keeps for the backward pass counts too.
+    """
+
+    def __init__(self, workload: Any) -> None:
+        self.by_metric: dict[str, int] = {}
+        self._workload = workload
+        self._loss = workload.loss
+        self._model: nn.Module | None = None
+        self._handles: list[Any] = []
+        self._kept: dict[int, int] = {}
+        self._not_counted: set[int] = set()
+
+    def watch(self, model: nn.Module) -> None:
+        """Count for ``model``, when the time comes."""
+        self._model = model
+
+    def start(self) -> None:
+        """Begin: the next step is to be looked at."""
+        if self._model is None:
+            return
+        entered: list[saved_tensors_hooks] = []
+
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            # A replica's weights are copies, and no parameters any more.
+            self._leave_out([vars(layer) for layer in module.modules()], args, kwargs)
+            entered.append(self._keeping())
+            entered[-1].__enter__()
+
+        def leave(module: nn.Module, args: Any, outputs: Any) -> None:
+            entered.pop().__exit__()
+
+        def loss(workload: Any, outputs: Any, batch: Any) -> Tensor:
+            self._leave_out(batch)
+            with self._keeping():
+                return self._loss(workload, outputs, batch)
+
+        self._handles = [
+            self._model.register_forward_pre_hook(enter, with_kwargs=True),
+            self._model.register_forward_hook(leave, always_call=True),
+        ]
+        self._workload.loss = loss
+
+    def stop(self, optimizer: Optimizer) -> None:
+        """Count what there is after a step of ``optimizer``."""
+        for handle in self._handles:
+            handle.remove()
+        self._workload.loss = self._loss
+        if self._model is None:
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self.by_metric = {
+            "tensors_parameters": _bytes(self._model.parameters()),
+            "tensors_gradients": _bytes(gradients),
+            "tensors_optimizer": _bytes(_tensors(dict(optimizer.state))),
+            "tensors_activations": sum(self._kept.values()),
+        }
+
+    def _keeping(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self._keep, _as_it_is)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        storage = _own(tensor).untyped_storage()
+        if storage.data_ptr() not in self._not_counted:
+            self._kept[storage.data_ptr()] = storage.nbytes()  # views of one storage are kept once
+        return tensor
+
+    def _leave_out(self, *values: Any) -> None:
+        self._not_counted.update(tensor.untyped_storage().data_ptr() for tensor in _tensors(values))
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    return (_own(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    own = map(_own, tensors)
+    # By address, so that what several names share counts once.
+    return sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in own}.values())
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Return what this rank has of a tensor: of a DTensor its shard."""
+    return getattr(tensor, "_local_tensor", tensor)
