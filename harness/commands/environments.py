@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,13 @@ LIBRARIES = {
     "accelerate": "accelerate",
     "transformers": "transformers[torch]",
     "ignite": "pytorch-ignite",
+    "aitoolbox": "aitoolbox",
 }
 """What pip is asked for, by short name. A subject that is not here comes with Plumbline."""
+
+ALONE = {"aitoolbox": ("tqdm",)}
+"""Libraries that are installed without all that they ask for (for AIToolbox some ninety packages that draw, upload and
+report), and what of it training needs."""
 
 LAST_LINES = 20
 """How much of a step's output is kept for its error."""
@@ -55,8 +61,14 @@ class Environment:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip installs: NumPy is what a rank writes its evidence with."""
-        return list(dict.fromkeys((self.torch, self.requirement, "numpy")))
+        """What pip installs with all that it asks for: NumPy is what a rank writes its evidence with."""
+        library = ALONE.get(self.subject, (self.requirement,))
+        return list(dict.fromkeys((self.torch, *library, "numpy")))
+
+    @property
+    def alone(self) -> list[str]:
+        """What pip installs then, and nothing that it asks for."""
+        return [self.requirement] if self.subject in ALONE else []
 
 
 def cache() -> Path:
@@ -86,6 +98,14 @@ def wanted(what: str) -> Environment:
     return Environment(name, requirement, requirement if name == "torch" else torch)
 
 
+def pip_command(name: str) -> str:
+    """Return what installs a subject's library into an environment that has torch."""
+    pip = f"pip install {shlex.quote(LIBRARIES[name])}"
+    if name not in ALONE:
+        return pip
+    return f"pip install {shlex.join(ALONE[name])} && {pip} --no-deps"
+
+
 def environments() -> list[tuple[str, Path]]:
     """Return the names and interpreters of all environments that are whole."""
     return [(python.parent.parent.name, python) for python in sorted(cache().glob("[!.]*/bin/python"))]
@@ -110,6 +130,8 @@ def install(environment: Environment, progress: Callable[[str], None] = lambda l
         _run([sys.executable, "-m", "venv", str(building)], environment, progress)
         pip = [str(building / "bin" / "python"), "-m", "pip", "install", "--no-input", "--progress-bar=off"]
         _run([*pip, *environment.requirements], environment, progress)
+        if environment.alone:
+            _run([*pip, "--no-deps", *environment.alone], environment, progress)
         if folder.exists() and not environment.python.exists():
             shutil.rmtree(folder)  # the interpreter that it was made with is gone
         try:

@@ -25,7 +25,8 @@ def with_interruption(trace: Trace, launched: Launched, cell: Cell, after: int, 
     """
     if not trace.is_whole:
         return trace
-    folder = Path(tempfile.mkdtemp(prefix="plumbline-checkpoint-"))
+    # Beside the evidence, which every node can write to.
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=launched.folder))
     try:
         saved = launched.again(cell.resized if elastic else cell, SAVED, Checkpoint(folder, after))
         resumed = launched.again(cell, RESUMED, Checkpoint(folder, None)) if saved.is_whole else None

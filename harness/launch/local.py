@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import random
 import socket
-import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +12,16 @@ import torch
 import torch.distributed
 
 from harness.core.cell import Cell
-from harness.core.outcome import Outcome
+from harness.core.errors import LaunchError
 from harness.core.trace import Exit, RankTrace, Trace
-from harness.launch.pool import Pool, RankEnd, Running
+from harness.launch import one_machine
+from harness.launch.explain import explain
+from harness.launch.nodes import gather
+from harness.launch.pool import Pool, Running
 from harness.launch.settings import Settings
+from harness.store.shards import put_together
 from harness.store.traces import read_rank
 from harness.worker.assignment import Assignment
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,15 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Launched:
-    """A cell that is being trained. ``store`` is where its ranks meet: it must live as long as they do."""
+    """A cell that is being trained, by a process for each of ``assignments``.
+
+    ``store`` is where its ranks meet, and must live as long as they do; None where the subject starts its ranks.
+    """
 
     pool: Pool
     running: Running
     assignments: tuple[Assignment, ...]
-    store: torch.distributed.TCPStore
+    store: torch.distributed.TCPStore | None
     folder: Path
     settings: Settings
 
@@ -46,17 +51,22 @@ class Launched:
 
         Raises:
             LaunchError: the pool's server is gone.
-            TraceError: a rank's evidence cannot be read.
+            TraceError: a rank's evidence cannot be read, or shards of several do not fit.
         """
         ends = self.pool.finish(self.running)
         ranks: list[RankTrace] = []
         exits: dict[int, Exit] = {}
+        if self.store is None:
+            ranks, exits = gather(self.assignments, ends, self.settings.time_limit)
+            return put_together(Trace(tuple(ranks), exits, max(end.seconds for end in ends)))
         for assignment, end in zip(self.assignments, ends, strict=True):
             if end.evidence:
                 ranks.append(read_rank(Path(assignment.evidence)))
             else:
-                exits[end.rank] = _explain(end, Path(assignment.log), self.settings.time_limit)
-        return Trace(tuple(ranks), exits, max(end.seconds for end in ends))
+                # What comes too late is not to be found and judged one day.
+                Path(assignment.evidence).unlink(missing_ok=True)
+                exits[end.rank] = explain(end, assignment, self.settings.time_limit)
+        return put_together(Trace(tuple(ranks), exits, max(end.seconds for end in ends)))
 
     def again(self, cell: Cell, part: str, checkpoint: Checkpoint) -> Trace:
         """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into a folder of its own.
@@ -73,14 +83,23 @@ def start(
     folder: Path,
     settings: Settings,
     checkpoint: Checkpoint | None = None,
+    gate: Path | None = None,
 ) -> Launched:
     """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
 
+    With a ``gate``, the path of a socket, ranks are timed instead of recorded, and wait there between rounds.
+
     Raises:
-        LaunchError: the pool's server is gone.
+        LaunchError: the pool's server is gone, or a subject that starts its ranks by itself is to be timed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    store = _store()
+    whole_nodes = _starts_its_ranks(pool, cell)
+    if whole_nodes and gate:
+        raise LaunchError(f"{cell.subject} starts its ranks by itself: they can be recorded, but not timed yet")
+    for left in folder.glob("*.safetensors") if whole_nodes else ():
+        left.unlink()  # nobody's but this launch's may be found there
+    store = None if whole_nodes else _store(pool.listens_on)
+    port = store.port if store else _free_port()
     number = pool.next_launch()
     comm = "nccl" if cell.accelerator == "cuda" and not settings.oversubscribe else "gloo"
     assignments = tuple(
@@ -89,16 +108,19 @@ def start(
             cell=cell,
             rank=rank,
             comm=comm,
-            devices=_devices(cell, rank, settings.oversubscribe),
-            environment=_environment(cell, rank, store.port, settings.oversubscribe),
+            devices=_devices(cell, rank, settings.oversubscribe, whole_nodes),
+            environment=_environment(cell, rank, port, whole_nodes)
+            | pool.variables(cell, rank, settings.oversubscribe),
             evidence=str(folder / f"rank-{rank}.safetensors"),
             log=str(folder / f"rank-{rank}.log"),
             checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
             stop_after_step=checkpoint.stop_after_step if checkpoint else None,
             resume=checkpoint is not None and checkpoint.stop_after_step is None,
             sketch_above=settings.sketch_above,
+            gate=str(gate) if gate else None,
+            whole_node=whole_nodes,
         )
-        for rank in range(cell.processes)
+        for rank in range(0, cell.processes, cell.contract.processes_per_node(cell.topology) if whole_nodes else 1)
     )
     running = pool.begin(cell.subject, assignments, settings.time_limit)
     return Launched(pool, running, assignments, store, folder, settings)
@@ -109,71 +131,72 @@ def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
     return start(pool, cell, folder, settings).trace()
 
 
-def _store() -> torch.distributed.TCPStore:
+def _store(address: str) -> torch.distributed.TCPStore:
     """Return a store for one launch's rendezvous. Ranks join it as they join the one that torchrun's agent holds.
 
-    The socket listens, on loopback, before anybody is told the port: nobody can take it in between. It is an IPv4
-    one because a dual-stack socket's addresses have names that only a DNS server could tell.
+    The socket listens, on ``address``, before anybody is told the port: nobody can take it in between. It is an IPv4
+    one, where there is IPv4, because a dual-stack socket's addresses have names that only a DNS server could tell.
     """
-    listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
     port = listener.getsockname()[1]
+    host = address or one_machine.loopback()
     return torch.distributed.TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
 
-def _devices(cell: Cell, rank: int, oversubscribe: bool) -> tuple[str, ...]:
-    """Return the names under which this rank finds its devices."""
-    spread = cell.contract.devices_per_process(cell.topology)
+def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
+    """Say whether the subject of ``cell`` is one that is called once a node."""
+    own = [declared for declared in pool.subjects if declared["name"] == cell.subject]
+    return any(declared["launch"] == "node" and cell.backend in declared["backends"] for declared in own)
+
+
+def _free_port() -> int:
+    """Return a TCP port on which a process of the subject's can listen soon.
+
+    Nobody holds it until then. It is none of those that the system gives to whoever asks for any, and a random one.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+
+
+def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tuple[str, ...]:
+    """Return the names under which this rank, or all of its node, finds its devices."""
+    spread = cell.topology.gpus if whole_node else cell.contract.devices_per_process(cell.topology)
     if cell.accelerator == "cpu":
         return ("cpu",) * spread
     if oversubscribe:
         present = torch.cuda.device_count()
         return tuple(f"cuda:{(rank * spread + i) % present}" for i in range(spread))
-    first = 0 if spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
+    first = 0 if whole_node or spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
     return tuple(f"cuda:{first + i}" for i in range(spread))
 
 
-def _environment(cell: Cell, rank: int, port: int, oversubscribe: bool) -> dict[str, str]:
-    """Return the variables that torchrun sets for this rank.
-
-    Nodes that share a machine each see their own CUDA devices only, as nodes of their own would.
-    """
+def _environment(cell: Cell, rank: int, port: int, whole_node: bool) -> dict[str, str]:
+    """Return the variables that torchrun sets for this rank wherever it lives, or that it is told of a whole node."""
     local_world = cell.contract.processes_per_node(cell.topology)
-    node = rank // local_world
-    variables = {
+    node = {
+        "GROUP_RANK": rank // local_world,
+        "GROUP_WORLD_SIZE": cell.topology.num_nodes,
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": 1,
+    }
+    own = {
         "RANK": rank,
         "LOCAL_RANK": rank % local_world,
-        "GROUP_RANK": node,
         "ROLE_RANK": rank,
         "WORLD_SIZE": cell.processes,
         "LOCAL_WORLD_SIZE": local_world,
-        "GROUP_WORLD_SIZE": cell.topology.num_nodes,
         "ROLE_WORLD_SIZE": cell.processes,
         "ROLE_NAME": "default",
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": port,
         "TORCHELASTIC_RUN_ID": "plumbline",
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": 1,
-        # Names of network interfaces are the machine's affair; ranks on one machine meet on loopback.
-        "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     }
-    if cell.accelerator == "cuda" and cell.topology.num_nodes > 1 and not oversubscribe:
-        every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if every == [""]:
-            every = [str(device) for device in range(torch.cuda.device_count())]
-        first = node * cell.topology.gpus
-        variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + cell.topology.gpus])
+    variables = node | ({"NODE_RANK": rank // local_world} if whole_node else own)
     return {name: str(value) for name, value in variables.items()}
-
-
-def _explain(end: RankEnd, log: Path, time_limit: float) -> Exit:
-    tail = log.read_bytes()[-1500:].decode(errors="replace").strip() if log.exists() else ""
-    if end.code is None:
-        return Exit(Outcome.TIMED_OUT, f"no evidence after {time_limit:.0f} s; it said last:\n{tail}")
-    how = f"killed by signal {-end.code}" if end.code < 0 else f"ended with exit code {end.code}"
-    return Exit(Outcome.CRASHED, f"{how} before its evidence was complete; it said last:\n{tail}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import signal
 import subprocess
@@ -15,16 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
+from harness.launch import one_machine
+from harness.launch.children import PATIENCE, ChildEnd, Children
+from harness.launch.marks import MARK, end_marked
 from harness.worker.assignment import Assignment
 
-START_LIMIT = 120.0
-"""Seconds for importing torch and the subject's library."""
+START_LIMIT = 300.0
+"""Seconds for importing torch and the subject's library, on a machine that has other things to do."""
 
 GRACE = 3.0
 """Seconds that ranks get to notice that one of them is gone, and to end once their evidence is there."""
 
-_ENVIRONMENT = {
+SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     # torch's TCPStore looks up the name of the address it connected to. Dozens of ranks that ask a DNS server at
@@ -47,37 +52,61 @@ main()
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late."""
+    """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
+
+    ``unwritten`` says why its evidence could not be written, None where that was not the matter.
+    ``steps`` is how many it had done, as far as it is known. ``limit_reached``: it was ended because the launch took
+    too long; else because others were gone. ``stopped``: it was found stopped by a signal. ``children`` are the
+    processes that the subject started by itself, in the order in which they ended, and ``raised`` says that its call,
+    above them, raised.
+    """
 
     rank: int
     evidence: bool
     code: int | None
     seconds: float
+    steps: int | None = None
+    limit_reached: bool = False
+    stopped: bool = False
+    out_of_memory: bool = False
+    unwritten: str | None = None
+    raised: bool = False
+    children: tuple[ChildEnd, ...] = ()
 
 
 @dataclass(frozen=True)
 class Running:
-    """A launch that has begun. Times are of the monotonic clock."""
+    """A launch that has begun. Times are of the monotonic clock.
+
+    ``below`` is how many ranks each of ``ranks`` stands for, where the subject starts them by itself.
+    """
 
     number: int
     ranks: tuple[int, ...]
     started: float
     deadline: float
+    below: int = 0
 
 
 class Pool:
     """Launches ranks of one subject. Start it early: it warms up while the caller does something else."""
 
+    @property
+    def listens_on(self) -> str:
+        """Where this process listens for ranks that want to meet."""
+        return one_machine.loopback()
+
     def __init__(self, locator: str, python: str | None = None) -> None:
         self.locator = locator
         package = Path(harness.__file__)
         self._errors = os.memfd_create("plumbline") if hasattr(os, "memfd_create") else None
+        self._mark = secrets.token_hex(8)
         self._process = subprocess.Popen(
             [python or sys.executable, "-c", _BOOTSTRAP, str(package), str(package.parent), locator],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **_ENVIRONMENT},
+            env={**os.environ, **SERVER_ENVIRONMENT, MARK: self._mark},
         )
         assert self._process.stdout is not None
         self._events = self._process.stdout.fileno()
@@ -107,6 +136,15 @@ class Pool:
         """Whether the server is still there."""
         return self._process.poll() is None
 
+    @property
+    def server(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
+        """Return the environment that a rank of ``cell`` needs where it lives, beside torchrun's for every place."""
+        return one_machine.variables(cell, rank, oversubscribe)
+
     def next_launch(self) -> int:
         """Return a number for a launch, its own in this pool."""
         self._launches += 1
@@ -122,18 +160,23 @@ class Pool:
         self._send({"command": "launch", "subject": subject, "assignments": [a.to_json() for a in assignments]})
         started = time.monotonic()
         ranks = tuple(assignment.rank for assignment in assignments)
-        return Running(assignments[0].launch, ranks, started, started + time_limit)
+        below = assignments[0].processes_per_node if assignments[0].whole_node else 0
+        return Running(assignments[0].launch, ranks, started, started + time_limit, below)
 
     def finish(self, running: Running) -> list[RankEnd]:
         """Follow a launch to its end and say how each rank ended, soon after its deadline at the latest.
 
-        A rank has ended well when its evidence is complete; one that then hangs on its way out is ended.
+        A rank has ended well when its evidence is complete in time; one that then hangs on its way out is ended.
 
         Raises:
             LaunchError: the server itself is gone.
         """
         waiting = set(running.ranks)
         evidence: set[int] = set()
+        children = Children(running.below)
+        late: dict[int, dict[str, Any]] = {}
+        unwritten: dict[int, str] = {}
+        limit_reached = False
         ends: dict[int, RankEnd] = {}
         deadline = running.deadline
         stage = 0
@@ -141,6 +184,7 @@ class Pool:
             event = self._next(deadline)
             if event is None:
                 # First ask for the stacks, then make an end of it.
+                limit_reached = limit_reached or deadline == running.deadline
                 self._send({"command": "signal", "launch": running.number, "signal": _ENDINGS[stage]})
                 deadline = time.monotonic() + (0.5 if stage == 0 else START_LIMIT)
                 stage = min(stage + 1, len(_ENDINGS) - 1)
@@ -148,16 +192,34 @@ class Pool:
             if event.get("launch") != running.number:
                 continue
             rank = event["rank"]
-            if event["event"] == "evidence":
+            children.hear(event, late=bool(stage))
+            if event["event"] == "late":
+                late[rank] = event
+            if event["event"] == "unwritten":
+                unwritten[rank] = event["why"]
+            if not stage and (event["event"] == "evidence" or event.get("evidence")):
                 evidence.add(rank)
-            elif event["event"] == "exit":
+            if event["event"] == "exit":
                 waiting.discard(rank)
-                code = None if stage else event["code"]
-                ends[rank] = RankEnd(rank, rank in evidence, code, event["at"] - running.started)
+                ends[rank] = RankEnd(
+                    rank,
+                    evidence=rank in evidence,
+                    code=None if stage else event["code"],
+                    seconds=event["at"] - running.started,
+                    steps=late.get(rank, event)["steps"],
+                    limit_reached=limit_reached,
+                    stopped=rank in late and late[rank]["stopped"],
+                    out_of_memory=event["out_of_memory"],
+                    unwritten=unwritten.get(rank),
+                    raised=children.above_raised(rank),
+                    children=children.of(rank),
+                )
             gone = event["event"] == "exit" and (event["code"] or rank not in evidence)
             if not stage and (gone or evidence >= waiting):
                 # Somebody is gone for a bad reason, or all that is left to do is to end.
                 deadline = min(deadline, time.monotonic() + GRACE)
+            elif not stage and children.leave_nothing_to_do(waiting):
+                deadline = min(deadline, time.monotonic() + PATIENCE)
         return [ends[rank] for rank in running.ranks]
 
     def close(self) -> None:
@@ -169,6 +231,8 @@ class Pool:
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.wait()
+        if self._process.returncode:
+            end_marked(self._mark)  # a server that was killed ended nobody
         assert self._process.stdout is not None
         self._process.stdout.close()
         if self._errors is not None:
@@ -181,7 +245,7 @@ class Pool:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except (BrokenPipeError, ValueError) as error:
-            raise LaunchError(f"the fork server of {self.locator} is gone: {self._stderr_tail()}") from error
+            raise self._lost("is gone") from error
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
         """Return the next event, or None when the deadline passes or, before the first event, the server ends."""
@@ -194,15 +258,26 @@ class Pool:
             if not chunk:
                 if self._subjects is None:
                     return None
-                raise LaunchError(f"the fork server of {self.locator} died: {self._stderr_tail()}")
+                raise self._lost("died")
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             try:
                 self._queue.extend([json.loads(line) for line in whole])
             except ValueError as error:
                 if self._subjects is None:
                     return None  # what was started is no Python, or not ours
-                raise LaunchError(f"the fork server of {self.locator} talks nonsense: {error}") from error
+                raise self._lost(f"talks nonsense ({error})") from error
         return self._queue.pop(0)
+
+    def _lost(self, how: str) -> LaunchError:
+        """Make an end of a server that is of no use any more, with all that it started; return what to say of it."""
+        try:
+            self._process.wait(timeout=1)
+            how = f"{how}, with exit code {self._process.returncode}"
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        end_marked(self._mark)
+        return LaunchError(f"the fork server of {self.locator} {how}: {self._stderr_tail().strip()}".rstrip(": "))
 
     def _stderr_tail(self) -> str:
         if self._errors is None:

@@ -6,14 +6,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from harness.subjects.declare import subject
-from harness.subjects.released import installed_by, where_there_is_cuda
+from harness.subjects.released import installed_by
 
 with installed_by("pip install accelerate"):
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs, InitProcessGroupKwargs, set_seed
 
 CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "validation", "checkpoint",
+    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint", "metrics",
     "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
 ]  # fmt: skip
 
@@ -23,8 +23,9 @@ PRECISIONS = {"64": "no", "32": "no", "16": "fp16", "bf16": "bf16"}
 @subject(
     name="accelerate",
     backends=["none", "ddp"],
-    precisions=["64", "32", "bf16", *where_there_is_cuda("16")],  # float16 on a cpu is refused
+    precisions={"cuda": list(PRECISIONS), "cpu": ["64", "32", "bf16"]},  # float16 on a cpu is refused
     capabilities=CAPABILITIES,
+    library="accelerate",
 )
 def train(job):
     """Train ``job`` with ``accelerate.Accelerator``, which finds the ranks by torchrun's variables."""
@@ -39,37 +40,46 @@ def train(job):
     )
     set_seed(job.seed, device_specific=True)  # what must be equal on all ranks is accelerate's to make equal
     bare = job.model()
-    optimizer = job.optimizer(bare.parameters())
-    model, optimizer, loader, val_loader = accelerator.prepare(
+    optimizers = job.optimizers(bare.parameters())  # mostly it is one
+    schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
+    model, loader, val_loader, *stepped = accelerator.prepare(
         bare,
-        optimizer,
         DataLoader(job.dataset, batch_size=job.batch_size, shuffle=job.shuffle),
         DataLoader(job.val_dataset, batch_size=job.batch_size),
+        *optimizers,
+        *schedulers,
     )
-    scheduler = accelerator.prepare(job.scheduler(optimizer))
+    optimizers, schedulers = stepped[: len(optimizers)], stepped[len(optimizers) :]
     progress = _Progress()
     accelerator.register_for_checkpointing(progress)
     if job.resume:
         accelerator.load_state(job.checkpoint_dir)
     for epoch in range(progress.epoch, job.epochs):
         rest = accelerator.skip_first_batches(loader, progress.batches) if progress.batches else loader
+        sums = torch.zeros(2, device=accelerator.device)  # of the losses, and of the samples
         for batch in rest:
             with accelerator.accumulate(model):
                 loss = job.loss(model(batch), batch)
                 accelerator.backward(loss)
                 if job.clip_norm is not None and accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), job.clip_norm)
-                optimizer.step()
-                if scheduler is not None:
+                for optimizer in optimizers:
+                    optimizer.step()
+                for scheduler in schedulers:
                     scheduler.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+            sums += _weighed(loss, batch)
             progress.batches += 1
             progress.steps += accelerator.sync_gradients
             if progress.steps == job.stop_after_step:
                 accelerator.save_state(job.checkpoint_dir)
                 return
             if job.validate_every and progress.batches % job.validate_every == 0:
-                evaluate(job, model, val_loader)
+                job.log("val_loss", evaluate(job, accelerator, model, val_loader))
+        if sums.any():  # nothing is left of an epoch at whose end training was interrupted
+            total, count = accelerator.reduce(sums, "sum")
+            job.log("loss", total / count)
         progress.epoch, progress.batches = epoch + 1, 0
 
 
@@ -87,9 +97,17 @@ class _Progress:
 
 
 @torch.no_grad()
-def evaluate(job, model, loader):
-    """Take the loss of this rank's share of the held-out samples."""
+def evaluate(job, accelerator, model, loader):
+    """Return the mean loss of the held-out samples, from the outputs of all ranks."""
     model.eval()
+    sums = 0
     for batch in loader:
-        job.loss(model(batch), batch)
+        outputs, everybodys = accelerator.gather_for_metrics((model(batch), batch))  # without what fills up the last
+        sums += _weighed(job.loss(outputs, everybodys), everybodys)
     model.train()
+    return sums[0] / sums[1]
+
+
+def _weighed(loss, batch):
+    count = len(batch["index"])
+    return torch.stack([loss.detach() * count, torch.tensor(count, device=loss.device)])

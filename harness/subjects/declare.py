@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
 from harness.core.errors import SubjectError
 from harness.core.precision import PRECISIONS
+from harness.core.software import Software
 
 CAPABILITIES = frozenset(
     {
@@ -27,26 +29,33 @@ CAPABILITIES = frozenset(
     }
 )
 
+LAUNCHES = ("rank", "node")
+"""For which of them the harness starts a process that calls ``train``; below a node's, the trainer starts its ranks."""
+
 Train = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A trainer under test: its function and what it says it supports."""
+    """A trainer under test: its function and what it says it supports; ``precisions`` by accelerator."""
 
     name: str
     train: Train
     backends: tuple[str, ...]
-    precisions: tuple[str, ...]
+    precisions: Mapping[str, tuple[str, ...]]
     capabilities: frozenset[str]
+    library: str | None = None
+    launch: str = "rank"
 
     def declaration(self) -> dict[str, Any]:
         """Return what the parent needs to plan, as plain values."""
         return {
             "name": self.name,
             "backends": list(self.backends),
-            "precisions": list(self.precisions),
+            "precisions": dict(self.precisions),
             "capabilities": sorted(self.capabilities),
+            "software": asdict(Software.here(self.library)),
+            "launch": self.launch,
         }
 
 
@@ -54,33 +63,45 @@ def subject(
     *,
     name: str,
     backends: Sequence[str],
-    precisions: Sequence[str] = ("32",),
+    precisions: Sequence[str] | Mapping[str, Sequence[str]] = ("32",),
     capabilities: Sequence[str] = (),
+    library: str | None = None,
+    launch: str = "rank",
 ) -> Callable[[Train], Train]:
     """Declare a function ``train(job)`` as a trainer under test.
 
     Args:
         name: what reports call it.
-        backends: which of ``none``, ``dp``, ``ddp``, ``ddp2`` it can do.
-        precisions: which of ``64``, ``32``, ``16``, ``bf16`` it can do.
+        backends: which of ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero`` it can do. Where some of them do less
+            than others, declare two functions by one name, each with its backends.
+        precisions: which of ``64``, ``32``, ``16``, ``bf16`` it can do; where that depends on what computes, a dict of
+            them by accelerator, ``cpu`` and ``cuda``.
         capabilities: what it does beyond forward, backward, step, epochs and shuffling.
+        library: the package that it tests, by the name that pip knows; reports tell its version.
+        launch: ``rank``: the harness starts every process, and each of them calls ``train``. ``node``: it starts one a
+            node, and the trainer starts its ranks below that one, by ``torch.multiprocessing`` or as scripts that call
+            ``harness.current_job()``. They are recorded as if the harness had started them.
 
     Raises:
         SubjectError: a name is not one of those, or cannot stand in a test id and a file name.
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", name):
         raise SubjectError(f"subject name {name!r}: use letters, digits and . _ + - so that it can name files")
+    by_accelerator = precisions if isinstance(precisions, Mapping) else dict.fromkeys(ACCELERATORS, precisions)
     for what, given, known in (
         ("backend", backends, BACKENDS),
-        ("precision", precisions, PRECISIONS),
+        ("accelerator", by_accelerator, ACCELERATORS),
+        *(("precision", some, PRECISIONS) for some in by_accelerator.values()),
         ("capability", capabilities, CAPABILITIES),
+        ("launch", (launch,), LAUNCHES),
     ):
         for value in given:
             if value not in known:
                 raise SubjectError(f"subject {name!r}: there is no {what} {value!r}; there are {', '.join(known)}")
 
     def declare(train: Train) -> Train:
-        declared = Subject(name, train, tuple(backends), tuple(precisions), frozenset(capabilities))
+        offered = {accelerator: tuple(by_accelerator.get(accelerator, ())) for accelerator in ACCELERATORS}
+        declared = Subject(name, train, tuple(backends), offered, frozenset(capabilities), library, launch)
         train.__plumbline_subject__ = declared  # type: ignore[attr-defined]
         return train
 

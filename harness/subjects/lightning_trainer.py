@@ -16,7 +16,7 @@ with installed_by("pip install lightning"):
         import pytorch_lightning as pl  # the same trainer by its own package's name
 
 CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
+    "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint", "metrics",
     "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
 ]  # fmt: skip
 
@@ -29,7 +29,14 @@ class Adapter(pl.LightningModule):
         self.job, self.model = job, job.model()
 
     def training_step(self, batch, batch_idx):
-        return self._logged("loss", batch)
+        loss = self._logged("loss", batch)
+        if not self.automatic_optimization:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+        return loss
 
     def validation_step(self, batch, batch_idx):
         self._logged("val_loss", batch)
@@ -46,11 +53,14 @@ class Adapter(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optimizer = self.job.optimizer(self.parameters())
+        optimizers = self.job.optimizers(self.parameters())
+        self.automatic_optimization = len(optimizers) == 1  # the steps of several are left to the module
+        return [self._scheduled(optimizer) for optimizer in optimizers]
+
+    def _scheduled(self, optimizer):
         scheduler = self.job.scheduler(optimizer)
-        if scheduler is None:
-            return optimizer
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        schedule = {} if scheduler is None else {"lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {"optimizer": optimizer, **schedule}
 
     def train_dataloader(self):
         return DataLoader(self.job.dataset, batch_size=self.job.batch_size, shuffle=self.job.shuffle)
@@ -59,7 +69,13 @@ class Adapter(pl.LightningModule):
         return DataLoader(self.job.val_dataset, batch_size=self.job.batch_size) if self.job.validate_every else []
 
 
-@subject(name="lightning", backends=["none", "ddp"], precisions=["64", "32", "16", "bf16"], capabilities=CAPABILITIES)
+@subject(
+    name="lightning",
+    backends=["none", "ddp"],
+    precisions=["64", "32", "16", "bf16"],
+    capabilities=CAPABILITIES,
+    library=pl.__name__.partition(".")[0],
+)
 def train(job):
     """Train ``job`` with ``lightning.Trainer``, which finds the ranks by torchrun's variables."""
     fit(job, Adapter(job))

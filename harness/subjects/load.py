@@ -14,17 +14,20 @@ from harness.subjects.declare import Subject
 SHORT_NAMES = {
     "reference": "harness.subjects.reference",
     "train-loop": "harness.subjects.train_loop",
-    "torch": "harness.subjects.handwritten",
+    "torch": "harness.subjects.torch_trainers",
     "lightning": "harness.subjects.lightning_trainer",
     "fabric": "harness.subjects.fabric_trainer",
     "accelerate": "harness.subjects.accelerate_trainer",
     "transformers": "harness.subjects.transformers_trainer",
     "ignite": "harness.subjects.ignite_trainer",
+    "aitoolbox": "harness.subjects.aitoolbox_trainer",
 }
 
 
 def load(locator: str) -> list[Subject]:
     """Return the subjects behind ``path/to/file.py``, ``path/to/file.py::name``, a module or a short name.
+
+    A name may be there several times, declared each time for backends of its own.
 
     Raises:
         SubjectError: nothing is there, it cannot be imported, or it declares no subject.
@@ -36,14 +39,14 @@ def load(locator: str) -> list[Subject]:
     ]
     # What a file imports to build upon is not what it puts up; a file of nothing but imports is a collection.
     own = [value for value in every if value.__module__ == module.__name__] or every
-    found = {value.__plumbline_subject__.name: value.__plumbline_subject__ for value in own}
+    found = list({id(value): value.__plumbline_subject__ for value in own}.values())
     if not found:
         raise SubjectError(f"{place} declares no subject: put @subject(...) from harness over its train(job)")
-    if not wanted:
-        return list(found.values())
-    if wanted not in found:
-        raise SubjectError(f"{place} has no subject {wanted!r}; it has {', '.join(found)}")
-    return [found[wanted]]
+    chosen = [declared for declared in found if wanted in ("", declared.name)]
+    if not chosen:
+        names = dict.fromkeys(declared.name for declared in found)
+        raise SubjectError(f"{place} has no subject {wanted!r}; it has {', '.join(names)}")
+    return chosen
 
 
 def _import_file(path: Path) -> ModuleType:

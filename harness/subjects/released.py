@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from harness.core.errors import SubjectError
 
 
@@ -24,8 +22,3 @@ def installed_by(command: str) -> Iterator[None]:
             f"its library cannot be imported in this environment ({error}): run `{command}` here, "
             'or name an interpreter that has it, as in --subject "…;python=/path/to/python"'
         ) from error
-
-
-def where_there_is_cuda(*precisions: str) -> list[str]:
-    """Return ``precisions`` on a machine with a CUDA device, else none: what a library cannot do on a cpu."""
-    return list(precisions) if torch.cuda.device_count() else []

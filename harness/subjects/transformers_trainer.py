@@ -9,27 +9,68 @@ from torch import nn
 from torch.utils.data import SequentialSampler
 
 from harness.subjects.declare import subject
-from harness.subjects.released import installed_by, where_there_is_cuda
+from harness.subjects.released import installed_by
 
 with installed_by("pip install 'transformers[torch]'"):
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
-# Not validation, which it counts in steps, nor sparse gradients, of which it always takes the norm.
+# Not sparse gradients, of which it always takes the norm.
 CAPABILITIES = [
-    "accumulation", "clipping", "scheduler", "checkpoint",
+    "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
     "unused-parameters", "frozen-parameters", "nested-outputs",
 ]  # fmt: skip
 
+IGNORED = -100
+
 
 class _WithLoss(nn.Module):
-    """The job's model as the Trainer wants a model: it takes the columns by name and returns its own loss."""
+    """The job's model as the Trainer wants a model: it takes the columns by name and returns its own loss.
+
+    Where there are labels the Trainer counts them, for a mean over all that one optimizer step sees, on all ranks.
+    """
 
     def __init__(self, job):
         super().__init__()
         self.job, self.model = job, job.model()
 
-    def forward(self, **batch):
-        return {"loss": self.job.loss(self.model(batch), batch)}
+    def forward(self, return_loss=True, num_items_in_batch=None, **batch):
+        loss = self.job.loss(self.model(batch), batch)
+        if num_items_in_batch is not None:  # so far it is a mean over this batch's labels
+            loss = loss * (batch["labels"] != IGNORED).sum() / num_items_in_batch
+        return {"loss": loss}
+
+
+class _Evaluations(TrainerCallback):
+    """Evaluates after so many batches, as the job asks; by itself the Trainer counts steps."""
+
+    def __init__(self, job, trainer):
+        self.job, self.trainer, self.batches = job, trainer, 0
+
+    def on_epoch_begin(self, *args, **kwargs):
+        self.batches = 0
+
+    def on_substep_end(self, *args, **kwargs):
+        if self._due():
+            self.trainer.evaluate()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_evaluate = self._due()
+
+    def _due(self):
+        self.batches += 1
+        return self.batches % self.job.validate_every == 0
+
+
+class _Reports(TrainerCallback):
+    """Hands on what the Trainer logs."""
+
+    def __init__(self, job):
+        self.job = job
+
+    def on_log(self, args, state, control, logs, **kwargs):
+        for name, own in (("loss", "loss"), ("val_loss", "eval_loss")):
+            if own in logs:
+                self.job.log(name, logs[own])
 
 
 class _InOrder(Trainer):
@@ -42,8 +83,9 @@ class _InOrder(Trainer):
 @subject(
     name="transformers",
     backends=["none", "ddp"],
-    precisions=["64", "32", "bf16", *where_there_is_cuda("16")],  # float16 on a cpu is refused
+    precisions={"cuda": ["64", "32", "16", "bf16"], "cpu": ["64", "32", "bf16"]},  # float16 on a cpu is refused
     capabilities=CAPABILITIES,
+    library="transformers",
 )
 def train(job):
     """Train ``job`` with ``transformers.Trainer``, which finds the ranks by torchrun's variables."""
@@ -59,6 +101,7 @@ def train(job):
             ddp_backend=job.comm if job.world_size > 1 else None,
             ddp_find_unused_parameters=job.unused_parameters,
             per_device_train_batch_size=job.batch_size,
+            per_device_eval_batch_size=job.batch_size,
             remove_unused_columns=False,
             **(in_order if told else {}),
             num_train_epochs=job.epochs,
@@ -71,12 +114,16 @@ def train(job):
             bf16=job.precision == "bf16",
             save_strategy="steps" if job.stop_after_step else "no",
             save_steps=job.stop_after_step or 1,
+            logging_strategy="epoch",
             # What costs seconds and computes nothing.
-            logging_strategy="no",
             report_to="none",
             disable_tqdm=True,
         ),
         train_dataset=job.dataset,
+        eval_dataset=job.val_dataset,
         optimizers=(optimizer, job.scheduler(optimizer)),
     )
+    trainer.add_callback(_Reports(job))
+    if job.validate_every:
+        trainer.add_callback(_Evaluations(job, trainer))
     trainer.train(resume_from_checkpoint=job.resume)

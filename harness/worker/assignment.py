@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import os
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.core.cell import Cell
 from harness.core.sketch import SKETCH_ABOVE
 from harness.core.topology import Topology
+
+
+def stack_beside(log: str) -> str:
+    """Return the file, beside a rank's log, for the Python stacks of its threads."""
+    return log.removesuffix(".log") + ".stack"
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,9 @@ class Assignment:
     ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets
     (torchrun's). ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None where
     nothing is saved: there the launch stops after ``stop_after_step`` steps, or ``resume`` asks it to go on. Of tensors
-    with more than ``sketch_above`` entries a sketch is recorded.
+    with more than ``sketch_above`` entries a sketch is recorded. Where there is a ``gate``, the path of a socket, the
+    launch is timed instead of recorded. ``whole_node``: no other process is started on this rank's node; the subject
+    starts the node's ranks, and ``devices`` are those of all of them.
     """
 
     launch: int
@@ -32,6 +40,8 @@ class Assignment:
     stop_after_step: int | None = None
     resume: bool = False
     sketch_above: int = SKETCH_ABOVE
+    gate: str | None = None
+    whole_node: bool = False
 
     @property
     def processes_per_node(self) -> int:
@@ -47,6 +57,24 @@ class Assignment:
     def local_rank(self) -> int:
         """The rank's place on its node."""
         return self.rank % self.processes_per_node
+
+    @property
+    def returned(self) -> str:
+        """The file in which a whole node's first process, where it is no rank, says how the subject's call ended."""
+        return os.path.join(os.path.dirname(self.evidence), f"node-{self.node_rank}.safetensors")
+
+    def as_rank(self, rank: int) -> Assignment:
+        """Return another rank's part in the launch, that of one of the same node; what it leaves lies beside."""
+        place = rank % self.processes_per_node
+        alone = self.whole_node and self.cell.contract.process_per_device
+        return replace(
+            self,
+            rank=rank,
+            devices=self.devices[place : place + 1] if alone else self.devices,
+            evidence=os.path.join(os.path.dirname(self.evidence), f"rank-{rank}.safetensors"),
+            log=os.path.join(os.path.dirname(self.log), f"rank-{rank}.log"),
+            whole_node=False,
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

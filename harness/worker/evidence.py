@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import zlib
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -26,10 +28,20 @@ _NAMES = {
 }
 
 
+CHECKSUM = "crc32"
+"""The first of the file's metadata: the CRC-32 of the whole file, in hexadecimal, with zeros in its own place."""
+
+NO_CHECKSUM = "0" * 8
+
+
 def write(path: str, trace: RankTrace) -> None:
-    """Write ``trace`` to ``path``, whole or not at all."""
+    """Write ``trace`` to ``path``, whole or not at all.
+
+    Raises:
+        OSError: there is no room, for instance.
+    """
     values, tensors = flatten(trace)
-    header: dict[str, object] = {"__metadata__": {"plumbline": json.dumps(values)}}
+    header: dict[str, object] = {"__metadata__": {CHECKSUM: NO_CHECKSUM, "plumbline": json.dumps(values)}}
     chunks: list[bytes] = []
     offset = 0
     for name, tensor in tensors.items():
@@ -43,11 +55,21 @@ def write(path: str, trace: RankTrace) -> None:
         offset += len(data)
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with open(f"{path}.part", "wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
-        file.writelines(chunks)
-    os.replace(f"{path}.part", path)
+    size = len(encoded).to_bytes(8, "little")
+    checksum = zlib.crc32(encoded, zlib.crc32(size))
+    for chunk in chunks:
+        checksum = zlib.crc32(chunk, checksum)
+    encoded = encoded.replace(NO_CHECKSUM.encode(), f"{checksum:08x}".encode(), 1)
+    try:
+        with open(f"{path}.part", "wb") as file:
+            file.write(size)
+            file.write(encoded)
+            file.writelines(chunks)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(f"{path}.part")
+        raise
 
 
 def _bytes(tensor: Tensor) -> bytes:

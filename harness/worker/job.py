@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from harness.worker.assignment import Assignment
 from harness.worker.recorder import Recorder
+from harness.worker.stopwatch import Stopwatch
 from harness.workloads import Columns, find
 
 
@@ -30,14 +31,17 @@ class Job:
         batch_size: samples a loader of this process draws at once.
         global_batch_size: samples drawn at once over all processes.
         backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
-        rank, local_rank, node_rank, world_size: processes: one a device for ddp, one a node for dp and ddp2.
-        device, devices: where this process computes, and all of its devices (dp, ddp2).
+        rank, local_rank, node_rank, world_size: processes: one a device for ddp, one a node for dp and ddp2. A subject
+            of ``launch="node"`` starts ``gpus`` processes a node by itself, for ddp: it reads here of the node's first
+            rank, and so do they, except for a script that was told its RANK, which reads of that.
+        device, devices: where this process computes, and all of its devices (dp, ddp2; with ``launch="node"`` all of
+            the node's).
         comm: ``"gloo"`` or ``"nccl"``, for ``init_process_group``.
     """
 
-    def __init__(self, assignment: Assignment, recorder: Recorder) -> None:
+    def __init__(self, assignment: Assignment, recorder: Recorder | Stopwatch) -> None:
         cell = assignment.cell
-        self._workload = workload = find(cell.workload, cell.seed)
+        self._workload = workload = find(cell.workload, cell.seed).on(cell.accelerator)
         self._recorder = recorder
         self._dtype: torch.dtype = getattr(torch, cell.arithmetic.storage)
 
@@ -67,6 +71,12 @@ class Job:
         self.unused_parameters = workload.unused_parameters
         self.checkpoint_dir, self.resume = assignment.checkpoint_dir, assignment.resume
         self.stop_after_step = assignment.stop_after_step
+
+    def __reduce__(self) -> Any:
+        """Travel to a process that the subject starts: there it is that process's job, which joins the recording."""
+        from harness.worker.rank import current_job
+
+        return current_job, ()
 
     def model(self) -> nn.Module:
         """Return a new model on the cpu with the job's seeded weights; ``forward(batch: dict) -> Tensor``."""

@@ -8,16 +8,21 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from harness.subjects.declare import Subject
 from harness.worker import evidence
-from harness.worker.assignment import Assignment
+from harness.worker.assignment import Assignment, stack_beside
 from harness.worker.job import Job
+from harness.worker.joining import member
+from harness.worker.raised import calls_in, in_words
 from harness.worker.recorder import Recorder
+from harness.worker.stopwatch import Stopwatch
 
 _current: Job | None = None
 
@@ -25,16 +30,20 @@ _current: Job | None = None
 def current_job() -> Job:
     """Return the job of this process, for scripts that are not handed it.
 
+    A process that the subject has started by itself joins its node's recording here, if it has not yet.
+
     Raises:
-        RuntimeError: this process was not started by Plumbline.
+        RuntimeError: this process was started neither by Plumbline nor by a subject under test.
     """
-    if _current is None:
-        raise RuntimeError("there is no current job: this process was not started by Plumbline")
-    return _current
+    return _current or member().job
 
 
-def run(assignment: Assignment, subject: Subject, announce: Callable[[dict[str, Any]], None]) -> None:
+def run(
+    assignment: Assignment, subject: Subject, announce: Callable[[dict[str, Any]], None], done: MutableSequence[int]
+) -> None:
     """Train one rank and leave its evidence. Does not return: the process ends here.
+
+    ``done`` is memory that outlives this process: eight bytes, little-endian, for how many steps it has done.
 
     The evidence is written and announced before anything is shut down, and the process ends without running
     destructors, because in torch 2.13 a DDP object that outlives its process group may hang there for ever.
@@ -42,37 +51,45 @@ def run(assignment: Assignment, subject: Subject, announce: Callable[[dict[str, 
     global _current
     status = 1
     try:
-        _set_the_scene(assignment)
-        recorder = Recorder(assignment.sketch_above)
+        set_the_scene(assignment)
+        recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.sketch_above, done)
         recorder.install()
         _current = Job(assignment, recorder)
-        error, failed_at = None, None
+        error, failed_at, stack = None, None, ""
         try:
             subject.train(_current)
         except BaseException as raised:
             failed_at = time.time()
-            error = f"{type(raised).__name__}: {raised}".strip()
-            traceback.print_exc()
-        evidence.write(assignment.evidence, recorder.trace(assignment.rank, error, failed_at))
+            error, stack = in_words(raised), calls_in(raised)
+            with suppress(Exception):  # a subject may have closed what it prints to
+                traceback.print_exc()
+        trace = replace(recorder.trace(assignment.rank, error, failed_at), stack=stack)
+        try:
+            evidence.write(assignment.evidence, trace)
+        except OSError as broken:
+            place = {"launch": assignment.launch, "rank": assignment.rank}
+            announce({"event": "unwritten", **place, "why": str(broken)[:300]})
+            raise
         announce({"event": "evidence", "launch": assignment.launch, "rank": assignment.rank})
         status = 0 if error is None else 1
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 
-def _set_the_scene(assignment: Assignment) -> None:
+def set_the_scene(assignment: Assignment) -> None:
+    """Make a forked process the rank of ``assignment``, in a session of its own."""
     os.setsid()
-    log = os.open(assignment.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    # Where it was when it died, or when it was asked. Not in the log, which belongs to the subject.
+    stack = os.open(stack_beside(assignment.log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    faulthandler.enable(file=stack)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     os.environ.update(assignment.environment)
     torch.set_num_threads(1)
     # Every rank another seed, on purpose: what must be equal on all ranks must be made equal by the trainer.

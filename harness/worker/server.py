@@ -2,26 +2,62 @@
 
 It reads commands, one JSON line each, from its standard input, and answers with events on the descriptor that its
 standard output was. Ranks write their own events there too: a line is shorter than PIPE_BUF, so lines stay whole.
-When its input ends, because the parent closed it or died, it ends every rank and itself.
+When its input ends, because the parent closed it or died, it ends every rank and itself. What ranks start becomes
+its own when they end, and goes with the launch; what they print goes through it into their logs.
 
 CUDA and threads must not be touched here: neither survives a fork.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
+import mmap
 import os
 import selectors
+import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from harness.worker import descendants
+from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
+from harness.worker.log import Log
+from harness.worker.registry import Child, Registry
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A rank of a launch. ``done`` is memory that it shares with the server: how many steps it has done.
+
+    ``kills`` is how often the kernel had killed for want of memory when it was forked. ``scratch`` is the folder for
+    temporary files where the subject starts the ranks of the node below this one, None where it does not.
+    """
+
+    launch: int
+    rank: int
+    evidence: str
+    log: Log
+    done: mmap.mmap
+    kills: int
+    scratch: str | None = None
+
+    @property
+    def steps(self) -> int:
+        """How many steps the rank has done."""
+        return int.from_bytes(self.done[:], "little")
+
+    def tidy_up(self) -> None:
+        """Remove the folder for temporary files, when those that could write to it are gone."""
+        if self.scratch:
+            shutil.rmtree(self.scratch, ignore_errors=True)
 
 
 class Server:
@@ -31,13 +67,20 @@ class Server:
         self._locator = locator
         self._commands = commands
         self._events = events
-        self._ranks: dict[int, tuple[int, int]] = {}  # pid -> launch, rank
-        self._subjects: dict[str, Any] = {}
+        self._pipe = os.fstat(events).st_ino
+        self._ranks: dict[int, Forked] = {}  # by pid
+        self._registry: Registry | None = None
+        self._selector = selectors.DefaultSelector()
+        self._spared: frozenset[int] = frozenset()
+        self._subjects: list[Any] = []
 
     def serve(self) -> None:
         """Announce the subjects, then follow commands until they end."""
         from harness.core.errors import PlumblineError
 
+        parent = os.getppid()
+        descendants.adopt()
+        die_with(parent)  # while it imports it hears of nobody's end
         try:
             self._preload()
         except PlumblineError as error:
@@ -46,7 +89,9 @@ class Server:
         except Exception:
             self._announce({"event": "refused", "message": traceback.format_exc()[-3000:]})
             return
-        declared = [found.declaration() for found in self._subjects.values()]
+        die_with(parent, number=0)
+        self._spared = descendants.present()  # a library may have begun something when it was imported
+        declared = [found.declaration() for found in self._subjects]
         self._announce({"event": "ready", "subjects": declared, "pid": os.getpid()})
         wake, wake_write = os.pipe()
         os.set_blocking(wake, False)
@@ -54,19 +99,26 @@ class Server:
         signal.set_wakeup_fd(wake_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us in order.
-        selector = selectors.DefaultSelector()
-        selector.register(wake, selectors.EVENT_READ)
-        selector.register(self._commands, selectors.EVENT_READ)
+        self._selector.register(wake, selectors.EVENT_READ)
+        self._selector.register(self._commands, selectors.EVENT_READ)
         lines = self._lines()
         while True:
-            ready = {key.fd for key, _ in selector.select()}
+            chosen = [key for key, _ in self._selector.select()]
+            ready = {key.fd for key in chosen}
+            for key in chosen:
+                if key.data is not None and not key.data.read():
+                    self._selector.unregister(key.fd)
             if wake in ready:
                 os.read(wake, 4096)
                 self._reap()
             if self._commands in ready:
                 for command in next(lines):
                     if command is None:
-                        self._end_all(signal.SIGKILL)
+                        for pid in self._ranks:
+                            signal_session(pid, signal.SIGKILL)
+                        descendants.end_all(self._spared)
+                        for forked in self._ranks.values():
+                            forked.tidy_up()
                         return
                     self._follow(command)
 
@@ -80,7 +132,7 @@ class Server:
         from harness.subjects.load import load
 
         torch.set_num_threads(1)
-        self._subjects = {found.name: found for found in load(self._locator)}
+        self._subjects = load(self._locator)
         import harness.worker.rank  # noqa: F401
 
         # What is imported stays. A rank that collects garbage need not walk through it, nor copy its pages.
@@ -102,26 +154,65 @@ class Server:
             for values in command["assignments"]:
                 self._fork(command["subject"], values)
         elif command["command"] == "signal":
-            for pid, (launch, _) in self._ranks.items():
-                if launch == command["launch"]:
-                    _signal(pid, command["signal"])
+            for pid, forked in self._ranks.items():
+                if forked.launch == command["launch"]:
+                    self._tell(pid, forked, command["signal"])
+
+    def _tell(self, pid: int, forked: Forked, number: int) -> None:
+        """Signal a rank; one that was stopped goes on, or it could not say where it is."""
+        if number == signal.SIGKILL:
+            # Those below first: some take the end of the first process for a reason to end well.
+            self._end_below(pid)
+            signal_session(pid, number)
+            return
+        below = [child.pid for child in self._registry.below(pid)] if self._registry else []
+        stopped = is_stopped(pid)
+        place = {"launch": forked.launch, "rank": forked.rank}
+        self._announce({"event": "late", **place, "steps": forked.steps, "stopped": stopped})
+        for one in (*below, pid):
+            for sent in (number, signal.SIGCONT):
+                with suppress(ProcessLookupError):
+                    os.kill(one, sent)
 
     def _fork(self, subject: str, values: dict[str, Any]) -> None:
         server = os.getpid()
+        Path(values["evidence"]).unlink(missing_ok=True)  # nobody's but this rank's may be found there
+        log, done = Log(values["log"]), mmap.mmap(-1, 8)
+        scratch = tempfile.mkdtemp(prefix="pl-") if values["whole_node"] else None
+        if scratch and self._registry is None:
+            self._registry = Registry(self._hear)
+            self._selector.register(self._registry, selectors.EVENT_READ, self._registry)
         pid = os.fork()
         if pid:
-            self._ranks[pid] = (values["launch"], values["rank"])
+            os.close(log.sink)
+            self._selector.register(log.source, selectors.EVENT_READ, log)
+            self._ranks[pid] = Forked(
+                values["launch"], values["rank"], values["evidence"], log, done, kills_for_memory(), scratch
+            )
             return
         try:
+            for descriptor in (1, 2):
+                os.dup2(log.sink, descriptor)
+            for descriptor in (log.source, log.sink, *(other.log.source for other in self._ranks.values())):
+                os.close(descriptor)
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.close(self._commands)
-            _die_with(server)
+            port = self._registry.port if self._registry else 0
+            if self._registry:
+                self._registry.close()
+            die_with(server)
+            from harness.core.backend import declared_for
+            from harness.worker import first, rank
             from harness.worker.assignment import Assignment
-            from harness.worker.rank import run
 
-            run(Assignment.from_json(values), self._subjects[subject], self._announce)
+            assignment = Assignment.from_json(values)
+            declared = declared_for(subject, assignment.cell.backend, self._subjects)
+            if scratch:
+                first.run(assignment, declared, self._announce, port, scratch)
+            else:
+                rank.run(assignment, declared, self._announce, done)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -134,39 +225,56 @@ class Server:
                 return
             if pid not in self._ranks:
                 continue
+            self._end_below(pid)
             # What the rank left in its session goes with it.
-            _signal(pid, signal.SIGKILL)
-            launch, rank = self._ranks.pop(pid)
-            code = os.waitstatus_to_exitcode(status)
-            self._announce({"event": "exit", "launch": launch, "rank": rank, "code": code})
+            signal_session(pid, signal.SIGKILL)
+            forked = self._ranks.pop(pid)
+            event = {
+                "event": "exit",
+                "launch": forked.launch,
+                "rank": forked.rank,
+                "code": os.waitstatus_to_exitcode(status),
+                "steps": forked.steps,
+                # A rank that has lost its descriptors cannot announce what it has written; one below writes there too.
+                "evidence": forked.scratch is None and os.path.exists(forked.evidence),
+                "out_of_memory": kills_for_memory() > forked.kills,
+                "at": time.monotonic(),
+            }
+            if not self._ranks:
+                descendants.end_all(self._spared)  # also what has a session of its own
+            forked.tidy_up()
+            if forked.log.source in self._selector.get_map():
+                self._selector.unregister(forked.log.source)
+            forked.log.close()
+            forked.done.close()
+            self._announce(event)
 
-    def _end_all(self, number: int) -> None:
-        for pid in self._ranks:
-            _signal(pid, number)
-        for pid in self._ranks:
-            os.waitpid(pid, 0)
+    def _end_below(self, pid: int) -> None:
+        """End what a subject has started below the first process of a node, and hear of it."""
+        if self._registry is None:
+            return
+        self._registry.read()
+        for child in self._registry.below(pid):
+            child.killed = True
+            signal_session(child.pid, signal.SIGKILL)
+        self._registry.see_off(pid, descendants.PATIENCE)
+
+    def _hear(self, child: Child, ended: bool) -> None:
+        """Announce that a process which a subject has started left evidence, or ended."""
+        if child.below not in self._ranks:
+            return
+        above = self._ranks[child.below]
+        event = {"event": "gone" if ended else "left", "launch": above.launch, "rank": above.rank}
+        told = {"pid": child.pid, "as": child.rank, "trace": child.evidence, "failed": child.failed, "idle": child.idle}
+        further = {"steps": child.steps, "killed": child.killed, "unwritten": child.unwritten}
+        starved = {"out_of_memory": kills_for_memory() > above.kills}
+        self._announce({**event, **told, **further, **starved})
 
     def _announce(self, event: dict[str, Any]) -> None:
+        if os.fstat(self._events).st_ino != self._pipe:
+            raise OSError("the descriptor of the fork server's events is another file's now")
         # The clock is the machine's: the parent may read this later than it happened.
-        os.write(self._events, json.dumps({**event, "at": time.monotonic()}).encode() + b"\n")
-
-
-def _signal(pid: int, number: int) -> None:
-    """Signal a rank and all of its session; before it has one, itself alone."""
-    for send in (os.killpg, os.kill):
-        try:
-            send(pid, number)
-        except (ProcessLookupError, PermissionError):
-            continue
-        return
-
-
-def _die_with(parent: int) -> None:
-    """Ask the kernel to end this process when the server dies. Elsewhere than on Linux there is no such thing."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(70)
+        os.write(self._events, json.dumps({"at": time.monotonic(), **event}).encode() + b"\n")
 
 
 def main() -> None:

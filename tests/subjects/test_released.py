@@ -6,14 +6,12 @@ import importlib.util
 import sys
 
 import pytest
-import torch
 
 from harness.core.errors import SubjectError
 from harness.core.outcome import Outcome, worst
 from harness.examine import examine
 from harness.launch.settings import Settings
 from harness.subjects.load import SHORT_NAMES, load
-from harness.subjects.released import where_there_is_cuda
 
 LIBRARIES = {
     "lightning": ("lightning", "pip install lightning"),
@@ -21,6 +19,7 @@ LIBRARIES = {
     "accelerate": ("accelerate", "pip install accelerate"),
     "transformers": ("transformers", "pip install 'transformers[torch]'"),
     "ignite": ("ignite", "pip install pytorch-ignite"),
+    "aitoolbox": ("aitoolbox", "pip install tqdm && pip install aitoolbox --no-deps"),
 }
 
 each = pytest.mark.parametrize("name", LIBRARIES)
@@ -43,19 +42,19 @@ def test_without_its_library_it_names_the_command_that_installs_it(name, monkeyp
     assert "python=" in str(raised.value)
 
 
-def test_what_a_library_cannot_do_on_a_cpu_is_declared_where_there_is_cuda(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert where_there_is_cuda("16") == []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert where_there_is_cuda("16") == ["16"]
-
-
 @each
 @pytest.mark.parametrize(("backend", "topology"), [("none", "1x1"), ("ddp", "1x2")])
 def test_it_trains_what_one_device_trains(name, backend, topology, warm_pool, cell_of, tmp_path):
+    trains_as_one_device(name, cell_of("mlp", backend, topology, subject=name), warm_pool, tmp_path)
+
+
+def test_fabric_trains_in_shards(warm_pool, cell_of, tmp_path):
+    trains_as_one_device("fabric", cell_of("mlp", "fsdp", "1x2", subject="fabric"), warm_pool, tmp_path)
+
+
+def trains_as_one_device(name, cell, warm_pool, tmp_path):
     library, command = LIBRARIES[name]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}: {command}")
-    cell = cell_of("mlp", backend, topology, subject=name)
     findings = examine(warm_pool(name), cell, tmp_path, Settings(60)).findings
     assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings

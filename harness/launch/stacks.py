@@ -1,0 +1,68 @@
+"""Reads the Python stacks that a rank left when it was asked, or when it died: where it was, and whom it waited for.
+
+Their form is that of faulthandler: a line for each thread, then its calls, the innermost first.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_CALL = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+_THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
+_OURS = ("worker/rank.py", "run")
+_COLLECTIVES = "torch/distributed/distributed_c10d.py"
+_WRAPPER = "torch/nn/parallel/distributed.py"
+_BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that has not returned."""
+
+    file: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        # Two parts of the path tell files apart, and name nobody's home.
+        return f"{'/'.join(self.file.split('/')[-2:])}:{self.line} in {self.name}"
+
+
+def calls_of(text: str) -> tuple[Call, ...]:
+    """Return the calls of the thread that trains, the innermost first; the harness's own are left out.
+
+    Empty where there is no stack in ``text``.
+    """
+    threads: list[list[Call]] = []
+    current: list[Call] = []
+    for line in text.splitlines():
+        if head := _THREAD.match(line):
+            threads.append([])
+            if head[1] == "Current thread":
+                current = threads[-1]
+        elif (call := _CALL.match(line)) and threads:
+            threads[-1].append(Call(call["file"], int(call["line"]), call["name"]))
+    for calls in threads:
+        for place, call in enumerate(calls):
+            if call.file.endswith(_OURS[0]) and call.name == _OURS[1]:
+                return tuple(calls[:place])
+    return tuple(current or (threads[-1] if threads else ()))
+
+
+def collective_of(calls: tuple[Call, ...]) -> str | None:
+    """Return the collective in which a rank of several waits, None where it is in none.
+
+    It is the function of torch.distributed that was called first. DistributedDataParallel has its collectives in C++:
+    of those only the call that leads there is to be seen, its own or a backward.
+    """
+    for call in reversed(calls):
+        if call.file.endswith(_COLLECTIVES):
+            return call.name
+        if call.file.endswith(_WRAPPER) and call.name == "__init__":
+            return "DistributedDataParallel(…), which compares and broadcasts weights"
+    if calls and calls[0].file.endswith(_WRAPPER):
+        return "forward, where DistributedDataParallel broadcasts its buckets or buffers"
+    if calls and calls[0].file.endswith(_BACKWARD[0]) and calls[0].name == _BACKWARD[1]:
+        return "backward, in DistributedDataParallel's all-reduce of gradients"
+    return None

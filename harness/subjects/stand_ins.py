@@ -1,0 +1,66 @@
+"""Stand-ins for modules that a library asks for when it is imported, and never uses when it trains."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def stand_ins(unused: Mapping[str, str]) -> Iterator[None]:
+    """Import a library inside of this: an empty module takes the place of each that is not installed.
+
+    ``unused`` has modules, each with one that is only there where the first can be imported. Afterwards the empty ones
+    are gone, so that nobody else takes them for the real ones.
+    """
+    finder = _Finder(tuple(name for name, needed in unused.items() if not _is_installed(needed)))
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in [name for name, module in sys.modules.items() if isinstance(module, _StandIn)]:
+            del sys.modules[name]
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class _StandIn(ModuleType):
+    """A module of which everything can be imported, and nothing used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (_Nothing,), {"__module__": self.__name__})
+
+
+class _Nothing:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take anything, as where a library is set up on import."""
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if any(fullname == name or fullname.startswith(f"{name}.") for name in self._names):
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Leave it empty."""

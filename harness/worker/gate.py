@@ -1,0 +1,43 @@
+"""A rank's side of the boundaries between rounds: it says that it is there, and waits for what to do next.
+
+Over a Unix socket that the parent listens on. The rank sends its number and a newline, then a newline for each boundary
+it has reached; the parent answers each with one byte.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+GO = b"g"
+"""Go on with the next round."""
+
+REPORT = b"r"
+"""Report what there is, and train on unwatched."""
+
+
+class Gate:
+    """The connection of one rank."""
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(path)
+        self._socket.sendall(b"%d\n" % rank)
+
+    def wait(self) -> bytes:
+        """Say that this rank has reached the boundary, and return what it is told.
+
+        Raises:
+            ConnectionError: the parent has given the measurement up.
+        """
+        self._socket.sendall(b"\n")
+        told = self._socket.recv(1)
+        if not told:
+            raise ConnectionError("the measurement was given up, probably because another rank or group ended badly")
+        return told
+
+    def report(self, values: dict[str, Any]) -> None:
+        """Send what was measured; it is the last word."""
+        self._socket.sendall(json.dumps(values).encode() + b"\n")
+        self._socket.close()

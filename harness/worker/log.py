@@ -1,0 +1,67 @@
+"""A log that keeps the beginning and the end of what was printed, however much that was."""
+
+from __future__ import annotations
+
+import os
+
+KEPT = 1 << 19
+"""Bytes that are kept of the beginning, and of the end."""
+
+_AT_ONCE = 1 << 16
+_ENOUGH = 1 << 22
+
+
+class Log:
+    """Takes what a rank prints from a pipe, and writes it to ``path``.
+
+    A rank that prints never waits for a disk, and a flood fills none: what is between the beginning and the end is
+    counted and left out. A log that cannot be written is not worth a cell: it stays as it is.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.source, self.sink = os.pipe()
+        os.set_blocking(self.source, False)
+        self._room = KEPT
+        self._end = bytearray()
+        self._left_out = 0
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError:
+            self._file = os.open(os.devnull, os.O_WRONLY)
+
+    def read(self) -> bool:
+        """Take what is there, within reason; return whether there may be more one day."""
+        for _ in range(_ENOUGH // _AT_ONCE):
+            try:
+                chunk = os.read(self.source, _AT_ONCE)
+            except BlockingIOError:
+                return True
+            if not chunk:
+                return False
+            self._take(chunk)
+        return True
+
+    def close(self) -> None:
+        """Take what is still there, and write the end down. Who prints after that is told so by SIGPIPE."""
+        self.read()
+        os.close(self.source)
+        if self._left_out:
+            self._write(f"\n… {self._left_out} bytes are left out …\n".encode())
+        self._write(bytes(self._end))
+        os.close(self._file)
+
+    def _take(self, chunk: bytes) -> None:
+        beginning, rest = chunk[: self._room], chunk[self._room :]
+        self._room -= len(beginning)
+        self._write(beginning)
+        self._end += rest
+        if len(self._end) > 2 * KEPT:
+            self._left_out += len(self._end) - KEPT
+            del self._end[:-KEPT]
+
+    def _write(self, data: bytes) -> None:
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+        except OSError:
+            pass

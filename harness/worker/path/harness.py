@@ -1,0 +1,18 @@
+"""Stands on PYTHONPATH where a subject starts its own processes: ``import harness`` finds the package around this file.
+
+It finds nothing else that lies beside the package, which may be another environment's site-packages.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+_package = Path(__file__).resolve().parents[2]
+_spec = importlib.util.spec_from_file_location(
+    "harness", _package / "__init__.py", submodule_search_locations=[str(_package)]
+)
+assert _spec is not None
+assert _spec.loader is not None
+# Python's import takes what is there under the name when this is done: the package, no longer this file.
+sys.modules["harness"] = _module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)

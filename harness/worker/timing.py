@@ -1,0 +1,72 @@
+"""What one rank measured in a launch that was timed: the form in which it travels to the parent."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Round:
+    """Some steps between two boundaries at which all ranks wait for each other, their devices idle.
+
+    Times are seconds of the machine's monotonic clock, which all ranks share. ``begun``: the rank was let go (before
+    the first round of all: its first forward began). For each step, ``forwards`` says when its first forward began and
+    ``ended`` when the optimizer was done; the last one is that of the idle device. ``samples`` are the ids that went
+    through the model's forward with gradients enabled.
+    """
+
+    begun: float
+    forwards: tuple[float, ...]
+    ended: tuple[float, ...]
+    samples: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The rank's wall time for the round."""
+        return self.ended[-1] - self.begun
+
+    @property
+    def steps(self) -> int:
+        """How many optimizer steps it has."""
+        return len(self.ended)
+
+    @property
+    def waited(self) -> float:
+        """Seconds between the end of a step, or the beginning of the round, and the next forward, over all steps."""
+        return sum(forward - end for end, forward in zip((self.begun, *self.ended), self.forwards, strict=False))
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """What one rank tells: the rounds that were timed, and what was looked at when they were over.
+
+    ``memory`` has bytes and counts by metric. ``tensors`` has bytes by metric and ``communication`` a share of the
+    time; both are None where there was no looking, and ``communication`` also where no collective was seen.
+    """
+
+    rank: int
+    warmup: Round
+    rounds: tuple[Round, ...]
+    memory: dict[str, int] = field(default_factory=dict)
+    tensors: dict[str, int] | None = None
+    communication: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RankTiming:
+        """Undo :meth:`to_json`."""
+        return cls(
+            **{
+                **values,
+                "warmup": _round(values["warmup"]),
+                "rounds": tuple(map(_round, values["rounds"])),
+            }
+        )
+
+
+def _round(values: dict[str, Any]) -> Round:
+    return Round(values["begun"], *(tuple(values[name]) for name in ("forwards", "ended", "samples")))

@@ -1,0 +1,56 @@
+"""What a subject declares: precisions that may depend on what computes, and the library that it puts under test."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+from harness.core.errors import SubjectError
+from harness.subjects.declare import subject
+
+
+def declaration(**said):
+    @subject(name="mine", backends=["none"], **said)
+    def train(job):
+        pass
+
+    return train.__plumbline_subject__.declaration()
+
+
+def test_precisions_hold_for_every_accelerator_unless_they_are_told_apart():
+    assert declaration(precisions=["64", "32"])["precisions"] == {"cpu": ("64", "32"), "cuda": ("64", "32")}
+    assert declaration(precisions={"cuda": ["32", "16"]})["precisions"] == {"cpu": (), "cuda": ("32", "16")}
+
+
+@pytest.mark.parametrize(
+    ("precisions", "said"),
+    [
+        ({"tpu": ["32"]}, "there is no accelerator 'tpu'; there are cpu, cuda"),
+        ({"cpu": ["32"], "cuda": ["fp16"]}, "there is no precision 'fp16'"),
+    ],
+)
+def test_what_there_is_not_cannot_be_declared(precisions, said):
+    with pytest.raises(SubjectError, match=said):
+        declaration(precisions=precisions)
+
+
+def test_it_says_which_version_of_its_library_is_there():
+    python = platform.python_version()
+    here = {"torch": torch.__version__, "python": python}
+    assert declaration(library="torch")["software"] == {"library": "torch", "version": torch.__version__, **here}
+    assert declaration(library="not-here")["software"] == {"library": "not-here", "version": None, **here}
+    assert declaration()["software"] == {"library": None, "version": None, **here}
+
+
+def test_the_parent_learns_it_from_the_interpreter_that_trains(warm_pool):
+    declared = warm_pool("torch").subjects[0]
+    assert declared["software"]["version"] == torch.__version__
+
+
+def test_it_is_called_once_a_rank_unless_it_says_once_a_node():
+    assert declaration()["launch"] == "rank"
+    assert declaration(launch="node")["launch"] == "node"
+    with pytest.raises(SubjectError, match="there is no launch 'process'; there are rank, node"):
+        declaration(launch="process")

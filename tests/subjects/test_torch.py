@@ -1,0 +1,72 @@
+"""torch's own trainers are one subject, declared by several files, each of which trains what one device trains."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.core.backend import declared_for
+from harness.core.errors import SubjectError
+from harness.core.outcome import Outcome, worst
+from harness.examine import examine
+from harness.launch.settings import Settings
+from harness.subjects.load import load
+
+TWICE = """
+from harness import subject
+
+@subject(name="mine", backends=["none", "ddp"], capabilities=["clipping"])
+def train(job): ...
+
+@subject(name="mine", backends=["fsdp"], precisions=["bf16"])
+def train_sharded(job): ...
+
+@subject(name="other", backends=["ddp"])
+def train_other(job): ...
+"""
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """The judge's tensors are small."""
+
+
+@pytest.mark.parametrize(
+    ("workload", "backend", "topology", "precision"),
+    [
+        ("mlp", "fsdp", "1x3", "32"),
+        ("overflow", "fsdp", "1x3", "16"),
+        ("accumulation", "fsdp", "1x3", "32"),
+        ("clipping-adamw", "fsdp", "1x3", "32"),
+        ("checkpoint-elastic", "fsdp", "1x3", "32"),
+        ("mlp", "zero", "1x3", "32"),
+        ("adamw", "zero", "2x1", "64"),
+        ("several-optimizers", "zero", "1x3", "32"),
+        ("checkpoint-elastic", "zero", "1x3", "32"),
+    ],
+)
+def test_what_is_shared_out_trains_as_one_device_does(
+    workload, backend, topology, precision, warm_pool, cell_of, tmp_path
+):
+    cell = cell_of(workload, backend, topology, precision, subject="torch")
+    findings = examine(warm_pool("torch"), cell, tmp_path, Settings(60)).findings
+    assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings
+
+
+def test_each_backend_says_for_itself_what_it_can_do():
+    declared = load("torch")
+    assert {one.name for one in declared} == {"torch"}
+    ddp, dp, fsdp, zero = (declared_for("torch", backend, declared) for backend in ("ddp", "dp", "fsdp", "zero"))
+    assert "sparse-gradients" in ddp.capabilities & zero.capabilities
+    assert "sparse-gradients" not in fsdp.capabilities
+    assert "checkpoint" in fsdp.capabilities
+    assert dp.precisions["cuda"]
+    assert not dp.precisions["cpu"], "with several cpus DataParallel is one plain forward"
+
+
+def test_a_file_may_declare_one_name_for_several_backends(tmp_path):
+    file = tmp_path / "twice_declared.py"
+    file.write_text(TWICE)
+    assert [one.name for one in load(str(file))] == ["mine", "mine", "other"]
+    assert [one.backends for one in load(f"{file}::mine")] == [("none", "ddp"), ("fsdp",)]
+    with pytest.raises(SubjectError, match=r"it has mine, other$"):
+        load(f"{file}::theirs")
