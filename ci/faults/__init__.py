@@ -1,0 +1,1 @@
+"""What can go wrong with a trainer, with a machine, and with what a run wrote: injected for real."""

@@ -1,0 +1,158 @@
+"""Faults of ranks: a cell is trained on a warm pool, and after it a right one on the same pool."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from faults.fault import Fault, ImpossibleHereError, Shot
+from faults.memory import GROUP
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome, worst
+from harness.core.topology import Topology
+from harness.core.trace import Trace
+from harness.judge.judge import judge
+from harness.launch.local import launch
+from harness.launch.pool import GRACE, Pool
+from harness.launch.settings import Settings
+from harness.workloads import find
+
+SUBJECTS = Path(__file__).parent / "subjects"
+LIMIT = 60.0
+HANGING = 3.0
+"""Time limits in seconds: of cells that end by themselves, and of those that do not."""
+
+LARGEST_LOG = 4 << 20
+"""Bytes: no log may be larger, whatever was printed."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A cell that was trained and judged."""
+
+    trace: Trace
+    findings: tuple[Finding, ...]
+    folder: Path
+
+    @property
+    def outcome(self) -> Outcome:
+        """How it ended."""
+        return worst(finding.outcome for finding in self.findings)
+
+    @property
+    def message(self) -> str:
+        """What the worst finding says."""
+        return next(finding.message for finding in self.findings if finding.outcome is self.outcome)
+
+
+def train(pool: Pool, subject: str, folder: Path, topology: str = "1x2", limit: float = LIMIT) -> Ended:
+    """Train and judge a cell of the smallest problem."""
+    nodes, gpus = map(int, topology.split("x"))
+    backend = "none" if topology == "1x1" else "ddp"
+    cell = Cell(subject, "mlp", backend, Topology(nodes, gpus), "32", "cpu")
+    trace = launch(pool, cell, folder, Settings(limit))
+    return Ended(trace, judge(trace, find("mlp", None), cell), folder)
+
+
+Question = Callable[[Ended], str | None]
+"""What must be seen in an ended cell besides its outcome; answers with what is wrong, or None."""
+
+
+@dataclass(frozen=True)
+class Must:
+    """What must be seen: the outcome, words of the message (regular expressions), the rank, the step."""
+
+    outcome: Outcome
+    words: tuple[str, ...] = ()
+    rank: int | None = None
+    step: int | None = None
+    also: tuple[Question, ...] = ()
+
+    def wrong(self, ended: Ended) -> str | None:
+        """Say what is missing."""
+        finding = next(finding for finding in ended.findings if finding.outcome is ended.outcome)
+        if ended.outcome is not self.outcome:
+            return f"{ended.outcome.value}, not {self.outcome.value}: {finding.message[-300:]}"
+        for word in self.words:
+            if not re.search(word, finding.message, re.DOTALL):
+                return f"no word of {word!r} in: {finding.message[:1500]!r}"
+        if self.rank is not None and finding.rank != self.rank:
+            return f"rank {finding.rank} is named, not {self.rank}"
+        if self.step is not None and finding.step != self.step:
+            return f"step {finding.step} is named, not {self.step}"
+        return next(filter(None, (question(ended) for question in self.also)), None)
+
+    def __str__(self) -> str:
+        said = [self.outcome.value]
+        said += [f"rank {self.rank}"] if self.rank is not None else []
+        said += [f"step {self.step}"] if self.step is not None else []
+        said += [f"«{re.sub(chr(92) * 2 + '(.)', chr(92) + '1', word)}»" for word in self.words]
+        return ", ".join(said)
+
+
+def cell_fault(
+    row: int, file: str, subject: str, must: Must, *, topology: str = "1x2", limit: float = LIMIT, quick: bool = False
+) -> Fault:
+    """Return a fault that is a subject of one of the files here."""
+
+    def inject(bench: Any, folder: Path) -> Shot:
+        if subject == "fills-the-memory" and not os.environ[GROUP]:
+            raise ImpossibleHereError("no memory control group can be made here")
+        pool = bench.pool(SUBJECTS / file)
+        ended = train(pool, subject, folder / "fault", topology, limit)
+        wrong = must.wrong(ended) or _too_large(ended) or _too_late(ended, limit)
+        # The next cell on the same pool is not touched by it: its weights are those of an untouched pool, bit for bit.
+        after = train(bench.pool(SUBJECTS / file), "trains", folder / "after", "1x2")
+        if wrong is None and after.outcome is not Outcome.PASSED:
+            wrong = f"the next cell is {after.outcome.value}: {after.message[-300:]}"
+        if wrong is None and not _same(after.trace, bench.untouched):
+            wrong = "the next cell's weights are others than on an untouched pool"
+        return Shot(wrong is None, wrong or ended.message)
+
+    return Fault(f"{subject} {topology}" if topology != "1x2" else subject, row, str(must), inject, quick, file)
+
+
+def _too_large(ended: Ended) -> str | None:
+    large = [file.name for file in ended.folder.glob("*.log") if file.stat().st_size > LARGEST_LOG]
+    return f"larger than {LARGEST_LOG >> 20} MiB: {', '.join(large)}" if large else None
+
+
+def _too_late(ended: Ended, limit: float) -> str | None:
+    late = ended.trace.seconds is not None and ended.trace.seconds > limit + GRACE + 5
+    return f"took {ended.trace.seconds:.0f} s, the limit is {limit:.0f} s" if late else None
+
+
+def _same(one: Trace, other: Trace) -> bool:
+    return len(one.ranks) == len(other.ranks) and all(
+        a.final is not None
+        and b.final is not None
+        and all(torch.equal(a.final[name], b.final[name]) for name in b.final)
+        for a, b in zip(one.ranks, other.ranks, strict=True)
+    )
+
+
+def said_of_every_rank(*words: str) -> Question:
+    """Ask whether the message has each of these words once for each of two ranks."""
+
+    def question(ended: Ended) -> str | None:
+        missing = [word for word in words if len(re.findall(word, ended.message)) < 1]
+        return f"not said: {missing} in {ended.message[:1500]!r}" if missing else None
+
+    return question
+
+
+def log_ends_with(words: str, rank: int = 1) -> Question:
+    """Ask whether a rank's log has kept its tail."""
+
+    def question(ended: Ended) -> str | None:
+        tail = (ended.folder / f"rank-{rank}.log").read_bytes()[-4000:].decode(errors="replace")
+        return None if words in tail else f"the log's end has no {words!r}: {tail[-300:]!r}"
+
+    return question

@@ -1,0 +1,165 @@
+"""What is left behind: processes, shared memory, temporary folders, sockets that listen, descriptors of this process.
+
+Processes are known by a variable that everything started from here inherits, or by their descent; folders because they
+are made in a temporary folder of our own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+MARK = "PLUMBLINE_FAULTS"
+"""The variable by which everything that a fault starts is known."""
+
+SETTLING = 5.0
+"""Seconds that what was ended gets to be gone."""
+
+_LISTENS = "0A"
+
+_OTHERS = ("pytest-of-", "torchinductor_")
+"""Folders that pytest and torch keep for the next time, by how their names begin."""
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """Counts. ``processes`` are alive and nobody's business any more, zombies of this process among them."""
+
+    processes: int = 0
+    shared_memory: int = 0
+    folders: int = 0
+    listening: int = 0
+    descriptors: int = 0
+
+    def __add__(self, other: Leftovers) -> Leftovers:
+        return Leftovers(*(one + two for one, two in zip(astuple(self), astuple(other), strict=True)))
+
+    def __str__(self) -> str:
+        names = ("processes", "/dev/shm", "folders", "listening", "descriptors")
+        return (
+            ", ".join(f"{count} {name}" for name, count in zip(names, astuple(self), strict=True) if count) or "nothing"
+        )
+
+
+@dataclass(frozen=True)
+class Present:
+    """What there is at a moment."""
+
+    processes: frozenset[int]
+    shared_memory: frozenset[str]
+    folders: frozenset[str]
+    listening: frozenset[str]
+    descriptors: int
+
+    @classmethod
+    def now(cls, temporary: Path) -> Present:
+        """Look around."""
+        processes = _ours()
+        return cls(
+            processes=frozenset(processes),
+            shared_memory=frozenset(os.listdir("/dev/shm")),
+            folders=frozenset(
+                entry.name for entry in os.scandir(temporary) if entry.is_dir() and not entry.name.startswith(_OTHERS)
+            ),
+            listening=frozenset(_listening({os.getpid(), *processes})),
+            descriptors=len(os.listdir("/proc/self/fd")),
+        )
+
+    def left(self, before: Present) -> Leftovers:
+        """Return what is here and was not before."""
+        return Leftovers(
+            len(self.processes - before.processes),
+            len(self.shared_memory - before.shared_memory),
+            len(self.folders - before.folders),
+            len(self.listening - before.listening),
+            max(0, self.descriptors - before.descriptors),
+        )
+
+
+def left_since(before: Present, temporary: Path) -> Leftovers:
+    """Return what is left once everything had time to go."""
+    end = time.monotonic() + SETTLING
+    while True:
+        _bury(before)
+        left = Present.now(temporary).left(before)
+        if left == Leftovers() or time.monotonic() > end:
+            return left
+        time.sleep(0.05)
+
+
+def _bury(before: Present) -> None:
+    """Do what init does for those whose parents are gone: they came to us instead, and may be dead already."""
+    for pid in _ours() - before.processes:
+        with suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
+
+
+def end(before: Present) -> None:
+    """End what was left, now that it is counted."""
+    for pid in _ours() - before.processes:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)
+
+
+def _ours() -> set[int]:
+    """Return the processes that carry the mark or descend from this one."""
+    mark = f"{MARK}={os.environ[MARK]}".encode()
+    parents: dict[int, int] = {}
+    marked: set[int] = set()
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        try:
+            stat = Path(f"/proc/{entry}/stat").read_text()
+            parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+            if mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
+                marked.add(int(entry))
+        except (OSError, ValueError):  # it is gone, or not ours to look at
+            continue
+    own = os.getpid()
+    found = set()
+    for pid in parents:
+        above = pid
+        while above in parents and above != own and above not in marked:
+            above = parents[above]
+        if above == own or above in marked:
+            found.add(pid)
+    return found - {own}
+
+
+def _listening(pids: set[int]) -> set[str]:
+    """Return the addresses on which one of these processes listens; each is said with its inode."""
+    sockets = set()
+    for pid in pids:
+        try:
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                target = os.readlink(f"/proc/{pid}/fd/{descriptor}")
+                if target.startswith("socket:["):
+                    sockets.add(target[8:-1])
+        except OSError:
+            continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENS and fields[9] in sockets:
+                found.add(f"{_address(fields[1])} {fields[9]}")
+    return found
+
+
+def _address(field: str) -> str:
+    host, _, port = field.partition(":")
+    if len(host) == 8:
+        return f"{socket.inet_ntoa(int(host, 16).to_bytes(4, 'little'))}:{int(port, 16)}"
+    return f"[{host}]:{int(port, 16)}"

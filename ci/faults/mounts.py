@@ -1,0 +1,36 @@
+"""Small, full or read-only file systems, mounted where a fault needs them. Only this process' own tree sees them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from faults.fault import ImpossibleHereError
+
+_NEWNS, _PRIVATE, _RDONLY, _DETACH = 0x20000, 0x4000 | 0x40000, 1, 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def own_shared_memory() -> bool:
+    """Give this process, and all that it starts, mounts and a /dev/shm of their own; False where it may not."""
+    if _libc.unshare(_NEWNS) or _libc.mount(b"none", b"/", None, _PRIVATE, None):
+        return False
+    return _libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=512m") == 0
+
+
+@contextmanager
+def mounted(place: Path, options: str, read_only: bool = False) -> Iterator[None]:
+    """Let a new, empty file system lie at ``place``.
+
+    Raises:
+        ImpossibleHereError: mounting is not allowed here.
+    """
+    flags = _RDONLY if read_only else 0
+    if _libc.mount(b"tmpfs", bytes(place), b"tmpfs", flags, options.encode()):
+        raise ImpossibleHereError("mounting needs root")
+    try:
+        yield
+    finally:
+        _libc.umount2(bytes(place), _DETACH)

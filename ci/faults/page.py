@@ -1,0 +1,66 @@
+"""The table of an examination, as a page."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+
+import torch
+
+from faults.fault import Tally
+from faults.left import Leftovers
+from faults.soak import Soak
+from harness.report.text import markdown, shortened
+
+_HEAD = """# Faults
+
+What was injected, for real, and what Plumbline did: {command}. Torch {torch}, Python {python}, {cores} cores.
+A fault is *right* where everything that must be seen was seen, and the next cell on the same warm pool has, bit for
+bit, the weights of an untouched one. *Left behind* are processes (also those in sessions of their own),
+{shared}folders in the temporary directory, sockets that listen, descriptors of this process.
+
+| row | fault | must be seen | times | verdict right | left behind | s |
+|---|---|---|---|---|---|---|
+"""
+_LONGEST = 160
+
+
+def page(tallies: Sequence[Tally], soaked: Soak | None, alone: bool, command: str) -> str:
+    """Return Markdown; ``alone``: /dev/shm was this examination's own, so what is left there is its own too."""
+    lines = [_HEAD.format(
+        command=f"`{command}`", torch=torch.__version__, python=platform.python_version(), cores=os.cpu_count(),
+        shared="entries of /dev/shm, " if alone else "",
+    ).rstrip("\n")]  # fmt: skip
+    lines += map(_line, tallies)
+    done = [tally for tally in tallies if not tally.skipped]
+    times, right = sum(tally.times for tally in done), sum(tally.right for tally in done)
+    left = sum((tally.left for tally in done), Leftovers())
+    lines += ["", f"In all {len(done)} faults, injected {times} times: {right} right, left behind: {left}.", ""]
+    wrong = [tally for tally in done if tally.wrong]
+    if wrong:
+        lines += ["## Not right", ""]
+        lines += [f"- {tally.name}: {markdown(shortened(said, 100))}" for tally in wrong for said in tally.wrong]
+        lines.append("")
+    return "\n".join(lines + (_soak(soaked) if soaked else []))
+
+
+def _line(tally: Tally) -> str:
+    figures = [str(tally.times), str(tally.right), str(tally.left), f"{tally.seconds:.0f}"]
+    if tally.skipped:
+        figures = ["0", "–", f"not possible here: {tally.skipped}", "–"]
+    return "| " + " | ".join([str(tally.row), tally.name, markdown(shortened(tally.must, _LONGEST)), *figures]) + " |"
+
+
+def _soak(soaked: Soak) -> list[str]:
+    last = soaked.readings[-1]
+    head = f"{last.launches} launches of a right trainer on two ranks, one after another, on one pool: "
+    head += f"{last.seconds:.0f} s, the longest launch {soaked.longest:.1f} s, {len(soaked.alarms)} false alarms."
+    lines = ["## Over and over", "", head, ""]
+    lines += ["| launches | s | processes | descriptors | the server's | /dev/shm | folders | MiB | the server's |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    for one in soaked.readings:
+        figures = (one.launches, f"{one.seconds:.0f}", one.processes, one.descriptors, one.server_descriptors)
+        figures += (one.shared_memory, one.folders, f"{one.memory:.0f}", f"{one.server_memory:.0f}")
+        lines.append("| " + " | ".join(map(str, figures)) + " |")
+    return [*lines, "", *(f"- {markdown(alarm)}" for alarm in soaked.alarms)]

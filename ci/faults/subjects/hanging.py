@@ -1,0 +1,108 @@
+"""Trainers that come to no end. Nothing here sleeps: who hangs waits for what never comes."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+
+import torch.distributed
+from right import declare, fit, nothing
+
+from harness import subject
+
+
+def for_ever(job):
+    """Wait for nobody."""
+    threading.Event().wait()
+
+
+def barrier(job):
+    """Wait in a barrier while the other ranks wait in their backward."""
+    torch.distributed.barrier()
+
+
+def gathers(job):
+    """Wait in an all-gather of objects while the other ranks wait in their backward."""
+    torch.distributed.all_gather_object([None] * job.world_size, "here")
+
+
+def stops(job):
+    """Be stopped, as by Ctrl-Z or a debugger."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def holds_the_lock(job):
+    """Wait in C with the interpreter's lock in hand, as a destructor does that joins a thread."""
+    _deadlock(ctypes.PyDLL(None))
+
+
+def _deadlock(library):
+    """Take a mutex twice: no signal ends that wait."""
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
+def deaf(job):
+    """Wait, and hear no signal that can be kept out."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP})
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    _deadlock(ctypes.CDLL(None))
+
+
+def waits_for_work(job):
+    """Wait for a collective that was begun and that nobody joins."""
+    torch.distributed.barrier(async_op=True).wait()
+
+
+trains = declare("trains", module=__name__)
+sleeping = declare("hangs", for_ever)
+everyone = declare("every-rank-hangs", for_ever, everywhere=True)
+mismatched = declare("calls-another-collective", barrier)
+objects = declare("gathers-alone", gathers)
+stopped = declare("is-stopped", stops)
+locked = declare("hangs-in-c", holds_the_lock)
+silent = declare("hears-nothing", deaf)
+work = declare("waits-for-work", waits_for_work)
+
+
+@subject(name="joins-nobody", backends=["ddp"])
+def joins_nobody(job):
+    """One rank never comes to where the others meet."""
+    if job.rank == 1:
+        for_ever(job)
+    fit(job, nothing)
+
+
+class Stuck:
+    """Cannot be destroyed."""
+
+    def __del__(self):
+        _deadlock(ctypes.PyDLL(None))
+
+
+@subject(name="hangs-in-a-destructor", backends=["none", "ddp"])
+def hangs_in_a_destructor(job):
+    """Train to the end, and hang when what is left is torn down."""
+    fit(job, nothing)
+    stuck = Stuck()
+    del stuck
+
+
+@subject(name="hangs-on-its-way-out", backends=["none", "ddp"])
+def hangs_on_its_way_out(job):
+    """Train to the end, and hang after the evidence is written."""
+    import sys
+
+    class Blocked:
+        def write(self, text):
+            pass
+
+        def flush(self):
+            threading.Event().wait()
+
+    fit(job, nothing)
+    sys.stdout = Blocked()

@@ -1,0 +1,74 @@
+"""Trainers that leave processes behind: deaf ones, children of children, daemons in a session of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+from right import declare
+
+DEAF = "import signal, threading; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; threading.Event().wait()"
+BREEDS = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+while True:  # each lives for a moment, and in that moment it has a successor
+    if os.fork():
+        time.sleep(0.01)
+        os._exit(0)
+    os.setsid()
+"""
+
+
+def ignores_term(job):
+    """Ignore every polite signal, and hang."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Event().wait()
+
+
+def _begin(program, **options):
+    print("child", subprocess.Popen([sys.executable, "-c", program], **options).pid, flush=True)
+
+
+def child(job):
+    """Leave a child behind."""
+    _begin("import threading; threading.Event().wait()")
+
+
+def deaf_child(job):
+    """Leave one behind that ignores polite signals."""
+    _begin(DEAF)
+
+
+def grandchild(job):
+    """Leave a child of a child behind."""
+    _begin(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {DEAF!r}]).wait()")
+
+
+def daemon(job):
+    """Leave a daemon behind: a session of its own, nobody's child, no descriptor, no environment."""
+    _begin(f"import os; os.fork() and os._exit(0); os.setsid(); os.closerange(0, 99); exec({DEAF!r})", env={})
+
+
+def breeds(job):
+    """Leave a process behind that is never the same for long."""
+    _begin(BREEDS)
+
+
+def dies_with_a_daemon(job):
+    """Leave a daemon behind, and die."""
+    daemon(job)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+trains = declare("trains", module=__name__)
+deaf = declare("ignores-sigterm", ignores_term)
+one = declare("leaves-a-child", child)
+stubborn = declare("leaves-a-deaf-child", deaf_child)
+deep = declare("leaves-a-grandchild", grandchild)
+far = declare("leaves-a-daemon", daemon)
+many = declare("leaves-breeders", breeds)
+dead = declare("dies-and-leaves-a-daemon", dies_with_a_daemon)

@@ -1,0 +1,54 @@
+"""A right trainer with one place where something can go wrong. What the other files here build on."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness import subject
+
+STEP = 2
+"""How many optimizer steps are done when it happens."""
+
+
+def fit(job, fault, everywhere=False):
+    """Train rightly; after ``STEP`` steps the last rank, or every rank, calls ``fault(job)``."""
+    model = job.model()
+    if job.world_size > 1:
+        torch.distributed.init_process_group(job.comm)
+        model = DistributedDataParallel(model)
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
+    loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
+    optimizer = job.optimizer(model.parameters())
+    done = 0
+    for epoch in range(job.epochs):
+        sampler.set_epoch(epoch)
+        for batch in loader:
+            if done == STEP and (everywhere or job.rank == job.world_size - 1):
+                fault(job)
+            optimizer.zero_grad()
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            done += 1
+    return model
+
+
+def nothing(job):
+    """Go on."""
+
+
+def declare(name, fault=nothing, everywhere=False, module=None):
+    """Return a subject of a module, that of ``fault``, that trains rightly until ``fault(job)``."""
+
+    @subject(name=name, backends=["none", "ddp"])
+    def train(job):
+        fit(job, fault, everywhere)
+
+    # A file's own subjects are those that its own functions declare.
+    train.__module__ = module or fault.__module__
+    return train
+
+
+trains = declare("trains")
