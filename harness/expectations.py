@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tomllib
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
+from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
+from harness.core.software import Software
 from harness.judge.checks import CHECKS
 from harness.store.records import Expected
 from harness.workloads import WORKLOADS
@@ -34,7 +38,7 @@ _COORDINATES = {
     "workload": tuple(WORKLOADS),
     "backend": tuple(BACKENDS),
     "precision": tuple(PRECISIONS),
-    "accelerator": ("cpu", "cuda"),
+    "accelerator": ACCELERATORS,
 }
 _ASKED = (*CHECKS, "launch")
 
@@ -60,9 +64,21 @@ def _is_check(name: str) -> str:
     return name
 
 
+def _is_specifier(text: str) -> str:
+    try:
+        SpecifierSet(text)
+    except InvalidSpecifier:
+        raise ValueError(f"{text!r} specifies no versions, as ==2.6.* and >=2.5,<2.7 do") from None
+    return text
+
+
 Line = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 Checks = Annotated[tuple[Annotated[str, AfterValidator(_is_check)], ...], BeforeValidator(_listed)]
 Names = Annotated[tuple[Line, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+Versions = Annotated[
+    tuple[Annotated[Line, AfterValidator(_is_specifier)], ...], BeforeValidator(_listed), Field(min_length=1)
+]
 
 
 class _Strict(BaseModel):
@@ -102,6 +118,7 @@ class Entry(_Strict):
 
     Each ``check`` ends so in each of the cells (where it is asked at all); ``consequences`` are checks that may end
     so because of it, and need not. With a ``cause``, or several, a finding of another cause is another thing.
+    ``versions`` of the library under test, in any of these specifiers (PEP 440), are spoken of; without it all are.
     """
 
     cell: Pattern = Pattern()
@@ -109,6 +126,7 @@ class Entry(_Strict):
     outcome: Annotated[Outcome, AfterValidator(_is_bad)] = Outcome.FAILED
     cause: Names | None = None
     consequences: Checks = ()
+    versions: Versions | None = None
     reason: Line
     link: Line | None = None
     reproduction: Line | None = None
@@ -119,6 +137,12 @@ class Entry(_Strict):
             finding.check in self.check
             and finding.outcome is self.outcome
             and (self.cause is None or finding.cause in self.cause)
+        )
+
+    def speaks_of(self, version: Version) -> bool:
+        """Say whether this is known of a version of the library."""
+        return self.versions is None or any(
+            SpecifierSet(versions).contains(version, prereleases=True) for versions in self.versions
         )
 
 
@@ -144,6 +168,25 @@ def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
         ExpectationsError: a file cannot be read, or an entry not be meant; the sentence names both.
     """
     return {file.stem: tuple(_read(file)) for file in sorted(folder.glob("*.toml"))}
+
+
+def known_of(software: Software, expectations: Sequence[Expectation]) -> tuple[Expectation, ...]:
+    """Return the expectations that speak of the version that is there.
+
+    Raises:
+        ExpectationsError: an entry names versions, and nobody knows which one is there.
+    """
+    naming = next((one for one in expectations if one.entry.versions is not None), None)
+    if naming is None:
+        return tuple(expectations)
+    try:
+        version = Version(software.version or "unknown")
+    except InvalidVersion:
+        raise ExpectationsError(
+            f"{naming.said.entry} names versions, and which one is there is not known: does @subject(library=…) name "
+            f"the package under test, as pip does, and is it installed? It says {software.library!r}"
+        ) from None
+    return tuple(one for one in expectations if one.entry.speaks_of(version))
 
 
 def expected(

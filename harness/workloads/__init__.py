@@ -26,6 +26,7 @@ from harness.workloads.mlp import Mlp
 from harness.workloads.nested_outputs import NestedOutputs
 from harness.workloads.overflow import Overflow
 from harness.workloads.overflow_schedule import OverflowSchedule
+from harness.workloads.performance import PERFORMANCE, PerformanceWorkload
 from harness.workloads.random_masks import RandomMasks
 from harness.workloads.schedule import Schedule
 from harness.workloads.schedule_windows import ScheduleWindows
@@ -76,14 +77,17 @@ WORKLOADS: dict[str, Workload] = {
     )
 }
 
+EVERY: dict[str, Workload] = {**WORKLOADS, **PERFORMANCE}
+"""Those that are there for what they expose, and those that are there for their speed."""
+
 
 def find(name: str, seed: int | None = None) -> Workload:
     """Return the workload called ``name``, with another seed than its own if one is given."""
-    workload = WORKLOADS[name]
+    workload = EVERY[name]
     if seed is not None:
         workload = copy.copy(workload)
         workload.seed = seed
     return workload
 
 
-__all__ = ["WORKLOADS", "Batch", "Columns", "Workload", "find"]
+__all__ = ["EVERY", "PERFORMANCE", "WORKLOADS", "Batch", "Columns", "PerformanceWorkload", "Workload", "find"]

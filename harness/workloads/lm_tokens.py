@@ -38,11 +38,15 @@ class LmTokens(Workload):
         return _LanguageModel()
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``tokens`` (length + 1,) and ``real`` (length,): 1 where there is a token to predict."""
+        """Return ``tokens`` (length + 1,), ``real`` (length,): 1 where there is a token to predict, and ``labels``.
+
+        These are the tokens to predict, and -100 where there is none, as trainers look for them that count tokens.
+        """
         tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=generator)
         # Squared, so that short samples are many and shards differ in their number of tokens.
         lengths = 1 + (LENGTH * torch.rand(count, generator=generator) ** 2).long()
-        return {"tokens": tokens, "real": torch.arange(LENGTH) < lengths[:, None]}
+        real = torch.arange(LENGTH) < lengths[:, None]
+        return {"tokens": tokens, "real": real, "labels": tokens[:, 1:].where(real, -100)}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the summed cross entropy of the real tokens over their number."""

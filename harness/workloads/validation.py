@@ -28,7 +28,10 @@ class _Modal(nn.Module):
 
 
 class Validation(Mlp):
-    """BatchNorm and dropout under accumulation, evaluated after every second batch: inside of windows, and between."""
+    """BatchNorm and dropout under accumulation, evaluated after every second batch: inside of windows, and between.
+
+    Windows are whole: what a trainer makes of a short one, other workloads ask.
+    """
 
     name = "validation"
     exposes = "an evaluation that wipes gradients, leaves the model in evaluation mode, or leaves its statistics behind"
@@ -36,7 +39,7 @@ class Validation(Mlp):
     narrow = True
     precisions = ("32",)
     accumulate = 4
-    steps_per_epoch = 6
+    steps_per_epoch = 8
     validate_every = 2
 
     def build(self) -> nn.Module:

@@ -12,6 +12,7 @@ import pytest
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.core.software import Software
 from harness.workloads import WORKLOADS
 
 CI = Path(__file__).parents[2] / "ci"
@@ -76,6 +77,25 @@ def test_the_good_version_must_have_nothing_bad(history, pairs):
     crashed = Finding("launch", Outcome.CRASHED, "")
     assert history.Verdict.of(pair, pair.good, [Finding("launch", Outcome.PASSED, "")]).as_expected
     assert not history.Verdict.of(pair, pair.good, [crashed]).as_expected
+
+
+KNOWN = """
+[[expected]]
+check = "gradients"
+versions = "==2.*"
+reason = "so it is"
+"""
+
+
+def test_the_good_version_may_have_what_is_known_of_it(history, cell_of, monkeypatch, tmp_path):
+    (tmp_path / "simulated.toml").write_text(KNOWN)
+    monkeypatch.setattr(history, "EXPECTATIONS", tmp_path)
+    wrong = Finding("gradients", Outcome.FAILED, "")
+    passed, other = Finding("gradients", Outcome.PASSED, ""), Finding("samples", Outcome.FAILED, "")
+    cell = cell_of("mlp", "none", "1x1")
+    assert history.unknown(cell, [wrong, other], Software("simulated", "2.1")) == [other]
+    assert history.unknown(cell, [wrong, other], Software("simulated", "3.0")) == [wrong, other]
+    assert history.unknown(cell, [passed], Software("simulated", "2.1")) == [passed]
 
 
 def test_an_unnamed_cause_is_any_but_unexplained(history, pairs):

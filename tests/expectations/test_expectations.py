@@ -9,7 +9,8 @@ import pytest
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.expectations import ExpectationsError, expected, read_expectations
+from harness.core.software import UNKNOWN, Software
+from harness.expectations import ExpectationsError, expected, known_of, read_expectations
 from harness.store.records import KNOWN, UNEXPECTED_PASS, Result, ending
 from harness.subjects.load import SHORT_NAMES
 
@@ -112,6 +113,37 @@ def test_a_crash_can_be_expected(end_of):
     assert end_of([failed("launch", outcome=Outcome.CRASHED)], text=text) == (KNOWN, ["launch"])
 
 
+@pytest.mark.parametrize(
+    ("versions", "spoken_of", "others"),
+    [
+        ('"==2.6.*"', ["2.6", "2.6.6", "2.6.7rc1", "2.6.6+cu130"], ["2.5.9", "2.7.0", "2.7.0rc1"]),
+        ('["==2.5.5", "==2.6.*"]', ["2.5.5", "2.6.0"], ["2.5.6"]),
+        ('">=2.5,<2.7"', ["2.5", "2.6.99"], ["2.7", "2.4.9"]),
+    ],
+)
+def test_an_entry_speaks_of_the_versions_that_it_names(known, versions, spoken_of, others):
+    entries = known(SHORT_WINDOW + f"versions = {versions}")
+    for version in spoken_of:
+        assert known_of(Software("simulated", version), entries) == entries
+    for version in others:
+        assert known_of(Software("simulated", version), entries) == ()
+
+
+def test_without_versions_an_entry_speaks_of_all(known):
+    entries = known(SHORT_WINDOW)
+    assert known_of(Software("simulated", "0.1"), entries) == known_of(UNKNOWN, entries) == entries
+
+
+@pytest.mark.parametrize("software", [UNKNOWN, Software("simulated"), Software("simulated", "of yesterday")])
+def test_versions_of_a_library_that_nobody_knows_cannot_be_meant(known, software):
+    entries = known(SHORT_WINDOW + 'versions = "<3"')
+    with pytest.raises(
+        ExpectationsError, match=r"simulated\.toml, entry 1 names versions.*@subject\(library="
+    ) as raised:
+        known_of(software, entries)
+    assert repr(software.library) in str(raised.value)
+
+
 def test_a_finding_is_told_what_its_entry_says(known, cell_of):
     (said,) = expected(cell_of("accumulation", "ddp", "1x3"), [WRONG], known(SHORT_WINDOW))
     assert said.reason == "the last window is divided by the full one's length"
@@ -129,7 +161,9 @@ def test_a_finding_is_told_what_its_entry_says(known, cell_of):
         ('cell.backend = ["ddp", "ddp3"]', "there is no backend 'ddp3'"),
         ('cell.precision = "fp*"', "there is no precision 'fp[*]'"),
         ('cell.world = "3"', "world: there is no such key"),
-        ('versions = "<3"', "versions: there is no such key"),
+        ('measured = "2.6"', "measured: there is no such key"),
+        ('versions = "2.6"', "'2.6' specifies no versions"),
+        ("versions = []", "versions"),
         ('outcome = "passed"', "nobody needs to expect 'passed'"),
         ('outcome = "wrong"', "outcome"),
         ('reason = " "', "reason"),

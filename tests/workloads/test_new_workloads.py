@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
 from harness.core.precision import PRECISIONS
 from harness.judge.oracle import Oracle, gather, mean_gradient
@@ -20,7 +21,7 @@ from harness.workloads.keyed_dropout import KeyedDropout
 NARROW = [name for name, workload in WORKLOADS.items() if workload.narrow]
 DEVICES = (1, 3, 4)
 
-ABLE = Declaration("able", "able.py", tuple(BACKENDS), tuple(PRECISIONS), CAPABILITIES)
+ABLE = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), CAPABILITIES)
 
 
 def in_order(workload, devices):
@@ -54,13 +55,14 @@ def test_a_narrow_workload_has_few_cells_whether_or_not_it_is_asked_for(name):
     assert asked == [cell for cell in cells(gpus=8) if cell.workload == name]
     places = {(cell.backend, str(cell.topology)) for cell in asked}
     alone = set() if WORKLOADS[name].elastic else {("none", "1x1")}  # an elastic one comes from other devices
-    assert places == {*alone, ("dp", "1x3"), ("ddp", "1x3"), ("ddp2", "2x2")}
+    several = {(backend, "1x3") for backend in ("dp", "ddp", "fsdp", "zero")}
+    assert places == {*alone, *several, ("ddp2", "2x2")}
     assert {cell.precision for cell in asked} == set(WORKLOADS[name].precisions)
 
 
 def test_a_small_budget_still_has_several_devices():
     places = {(cell.backend, str(cell.topology)) for cell in cells(gpus=2, workloads=("adam",))}
-    assert places == {("none", "1x1"), ("dp", "1x2"), ("ddp", "1x2")}
+    assert places == {("none", "1x1")} | {(backend, "1x2") for backend in ("dp", "ddp", "fsdp", "zero")}
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
@@ -69,12 +71,12 @@ def test_what_nccl_cannot_average_is_refused_where_there_is_nccl(accelerator):
         p.cell.backend for p in plan(Matrix(4, workloads=("embedding-sparse",), accelerator=accelerator), [ABLE])
         if p.refusal
     }  # fmt: skip
-    assert refused == ({"ddp", "ddp2"} if accelerator == "cuda" else set())
+    assert refused == ({"ddp", "ddp2", "fsdp", "zero"} if accelerator == "cuda" else set())
 
 
 @pytest.mark.parametrize("name", [name for name in NARROW if WORKLOADS[name].accumulate > 1])
-def test_the_last_window_is_short(name):
-    assert WORKLOADS[name].steps_per_epoch % WORKLOADS[name].accumulate
+def test_the_last_window_is_short_but_where_something_else_is_asked(name):
+    assert bool(WORKLOADS[name].steps_per_epoch % WORKLOADS[name].accumulate) == (name != "validation")
 
 
 @pytest.mark.parametrize("name", ["accumulation", "accumulation-tokens"])

@@ -135,6 +135,16 @@ def test_shards_differ_in_their_number_of_tokens():
         assert real.any(1).all(), "no sample is empty"
 
 
+@pytest.mark.parametrize("name", ["lm-tokens", "accumulation-tokens"])
+def test_the_loss_is_the_mean_over_what_the_labels_name(name):
+    workload = WORKLOADS[name]
+    batch = workload.dataset(1).batch(range(7))
+    outputs = workload.model()(batch)
+    flat = outputs.flatten(0, 1), batch["labels"].flatten()
+    torch.testing.assert_close(workload.loss(outputs, batch), torch.nn.functional.cross_entropy(*flat))
+    assert (batch["labels"] != -100).equal(batch["real"])
+
+
 def trained(workload, devices, dtype, steps=6):
     """Train on one device, without shuffling; return weights, gradients and losses of every step."""
     data, size = workload.dataset(devices, dtype), workload.global_batch_size(devices)
