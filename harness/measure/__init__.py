@@ -1,0 +1,1 @@
+"""Speed and memory: groups of ranks that are timed in rounds, and the figures that follow."""

@@ -1,0 +1,29 @@
+"""What each trainer costs over a loop by hand: a line a strategy, trainers side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from harness.store.records import Measurement
+
+
+def table(measurements: Iterable[Measurement]) -> list[str]:
+    """Return the lines of a Markdown table, empty where nothing was measured beside a loop by hand.
+
+    A figure is a trainer's time over that of the loop which took turns with it, with bounds (95 %); ``unstable`` where
+    they lie too far apart. Empty where the trainer has no such strategy.
+    """
+    rows: dict[str, dict[str, str]] = {}
+    for one in measurements:
+        if one.metric == "overhead":
+            strategy = f"{one.workload} {one.backend} {one.num_nodes}x{one.gpus} {one.precision}"
+            rows.setdefault(strategy, {})[one.subject] = _figure(one)
+    subjects = list(dict.fromkeys(subject for row in rows.values() for subject in row))
+    body = [[strategy, *(row.get(subject, "") for subject in subjects)] for strategy, row in rows.items()]
+    widths = [max(map(len, column)) for column in zip(["", *subjects], *body, strict=True)]
+    lines = [["", *subjects], ["-" * width for width in widths], *body]
+    return [f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines] if rows else []
+
+
+def _figure(one: Measurement) -> str:
+    return "unstable" if one.value is None else f"× {one.value:.3f} ({one.low:.3f} … {one.high:.3f})"

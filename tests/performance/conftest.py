@@ -1,0 +1,62 @@
+"""Groups of ranks that are timed, from a pool of trainers that is warm."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.launch.settings import Settings
+from harness.measure.group import Group
+
+TRAINERS = Path(__file__).parent / "subjects" / "timed.py"
+
+
+@pytest.fixture(scope="session")
+def notes(tmp_path_factory):
+    """The folder in which ``keeps-time`` leaves its notes."""
+    folder = tmp_path_factory.mktemp("notes")
+    os.environ["TIMED_NOTES"] = str(folder)
+    yield folder
+    del os.environ["TIMED_NOTES"]
+
+
+@pytest.fixture(scope="session")
+def trainers(notes, warm_pool):
+    """The pool of trainers to be timed."""
+    return warm_pool(TRAINERS)
+
+
+@pytest.fixture
+def begun(trainers, tmp_path_factory):
+    """Begin a group: ``begun("plain", "1x2", "perf-mlp")``; whatever is still running at the end is ended."""
+    groups = []
+
+    def begin(subject, topology="1x1", workload="perf-mlp", precision="32", *, time_limit=60.0, pool=trainers):
+        nodes, gpus = map(int, topology.split("x"))
+        backend = "none" if topology == "1x1" else "ddp"
+        cell = Cell(subject, workload, backend, Topology(nodes, gpus), precision, "cpu")
+        group = Group.begin(pool, cell, tmp_path_factory.mktemp("g"), Settings(time_limit))
+        groups.append(group)
+        return group
+
+    yield begin
+    for group in groups:
+        group.close()
+
+
+@pytest.fixture
+def timed(begun):
+    """Time a whole launch: ``timed("plain", "1x2")`` returns what its ranks told."""
+
+    def whole(*which, rounds=4, **settings):
+        group = begun(*which, **settings)
+        for _ in range(rounds):
+            group.round()
+        group.look()
+        return group.end()
+
+    return whole

@@ -1,0 +1,99 @@
+"""A boundary is passed by all ranks together or by none."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from harness.core.errors import LaunchError
+from harness.measure.gates import Gates, MissingRanksError
+from harness.worker.gate import GO, REPORT, Gate
+
+
+@pytest.fixture
+def gates(tmp_path_factory):
+    path = tmp_path_factory.mktemp("g") / "gate"
+    opened = Gates(path, 3)
+    opened.path = str(path)
+    yield opened
+    opened.close()
+
+
+@contextmanager
+def ranks(gates, do, count=3):
+    """Run ``do(gate, rank)`` for each rank in a thread of its own."""
+    threads = [threading.Thread(target=do, args=(Gate(gates.path, rank), rank)) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_ranks_are_let_go_when_all_are_there_and_told_to_report(gates):
+    told = []
+
+    def train(gate, rank):
+        for _ in range(3):
+            told.append(gate.wait())
+        gate.report({"rank": rank})
+
+    with ranks(gates, train):
+        for _ in range(2):
+            gates.wait(10)
+            gates.release()
+        gates.wait(10)
+        assert told == [GO] * 6
+        assert gates.reports(10) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]
+    assert sorted(told) == sorted([GO] * 6 + [REPORT] * 3)
+
+
+def test_a_rank_that_leaves_is_missed_by_its_number(gates):
+    def train(gate, rank):
+        if rank == 1:
+            gate._socket.close()
+            return
+        with pytest.raises(ConnectionError, match="given up"):
+            gate.wait()
+
+    with ranks(gates, train):
+        with pytest.raises(MissingRanksError) as missing:
+            gates.wait(10)
+        assert (missing.value.ranks, missing.value.late) == ({1}, False)
+        gates.close()
+
+
+def test_a_rank_that_never_comes_is_late(gates):
+    def train(gate, rank):
+        with pytest.raises(ConnectionError):
+            gate.wait()
+
+    with ranks(gates, train, count=2):
+        with pytest.raises(MissingRanksError) as missing:
+            gates.wait(1)
+        assert (missing.value.ranks, missing.value.late) == ({2}, True)
+        gates.close()
+
+
+def test_a_rank_that_has_reported_may_go_before_the_others(gates):
+    first = threading.Event()
+
+    def train(gate, rank):
+        gate.wait()
+        if rank:
+            assert first.wait(10)
+        gate.report({"rank": rank})
+        first.set()
+
+    with ranks(gates, train):
+        gates.wait(10)
+        assert len(gates.reports(10)) == 3
+
+
+def test_a_path_that_no_socket_can_have_is_said_with_a_way_out():
+    with pytest.raises(LaunchError, match="TMPDIR"):
+        Gates(Path("/") / ("x" * 200), 1)

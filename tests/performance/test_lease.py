@@ -1,0 +1,122 @@
+"""A cell that is measured has the machine for itself, between processes too."""
+
+from __future__ import annotations
+
+import select
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from harness.launch.lease import have_alone, share, share_now
+
+
+@pytest.fixture(autouse=True)
+def _own_locks(tmp_path, monkeypatch):
+    """Locks that nobody else on this machine holds."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+class Other:
+    """A process that takes a lease, and gives it back when it is told to."""
+
+    def __init__(self, take):
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, take, tempfile.gettempdir()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,  # else a line that was read ahead would not be seen by select
+        )
+
+    def says(self, seconds=30.0):
+        """Return its next line, "" if there is none for so long."""
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        return self._process.stdout.readline().decode().strip() if ready else ""
+
+    def give_back(self):
+        self._process.stdin.write(b"\n")
+
+    def die(self):
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+HOLD = """
+import sys, tempfile
+from harness.launch import lease
+tempfile.tempdir = sys.argv[2]
+print("here", flush=True)
+with getattr(lease, sys.argv[1])():
+    print("mine", flush=True)
+    input()
+print("given back", flush=True)
+"""
+
+
+@pytest.fixture
+def elsewhere():
+    """Start a process that takes a lease; it has begun to when this returns."""
+    others = []
+
+    def start(take):
+        others.append(Other(take))
+        assert others[-1].says() == "here"
+        return others[-1]
+
+    yield start
+    for other in others:
+        other.die()
+
+
+def test_cells_that_are_examined_share_the_machine(elsewhere):
+    assert elsewhere("share").says() == "mine"
+    with share():
+        lease = share_now()
+        assert lease is not None
+        lease.give_back()
+
+
+def test_nobody_shares_with_a_cell_that_is_measured(elsewhere):
+    other = elsewhere("have_alone")
+    assert other.says() == "mine"
+    assert share_now() is None
+    other.give_back()
+    with share():
+        assert other.says() == "given back"
+
+
+def test_who_measures_waits_until_all_others_are_gone(elsewhere):
+    with share():
+        other = elsewhere("have_alone")
+        assert other.says(0.5) == ""
+        # It waits at the door: whoever came now would make it wait for longer.
+        assert share_now() is None
+    assert other.says() == "mine"
+
+
+def test_two_that_measure_come_one_after_the_other(elsewhere):
+    first = elsewhere("have_alone")
+    assert first.says() == "mine"
+    second = elsewhere("have_alone")
+    assert second.says(0.5) == ""
+    first.give_back()
+    assert second.says() == "mine"
+
+
+def test_what_a_dead_process_held_is_free(elsewhere):
+    other = elsewhere("have_alone")
+    assert other.says() == "mine"
+    other.die()
+    with share():
+        pass
+
+
+def test_giving_back_twice_is_giving_back_once():
+    lease = have_alone()
+    lease.give_back()
+    lease.give_back()
+    with have_alone():
+        pass

@@ -1,0 +1,35 @@
+"""The loops that overhead is measured over compute what their strategy promises: they are examined like any trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.core.outcome import Outcome
+from harness.examine import examine
+from harness.launch.settings import Settings
+
+YARDSTICKS = Path(__file__).parents[2] / "suites" / "performance" / "yardsticks.py"
+
+PLACES = {"none": "1x1", "dp": "1x3", "ddp": "1x3", "ddp2": "2x2"}
+ASKED = [
+    *((workload, "32") for workload in ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")),
+    ("mlp", "16"),
+    ("cnn-batchnorm", "bf16"),
+    ("mlp", "64"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """The judge's tensors are small."""
+
+
+@pytest.mark.parametrize(("workload", "precision"), ASKED, ids="-".join)
+@pytest.mark.parametrize("backend", PLACES)
+def test_a_yardstick_is_right(warm_pool, cell_of, tmp_path, backend, workload, precision):
+    cell = cell_of(workload, backend, PLACES[backend], precision, subject="yardstick")
+    found = examine(warm_pool(YARDSTICKS), cell, tmp_path / "evidence", Settings(60)).findings
+    assert {finding.outcome for finding in found} <= {Outcome.PASSED, Outcome.DEVIATES}, found
+    assert Outcome.PASSED in {finding.outcome for finding in found}
