@@ -7,11 +7,14 @@ from typing import Final
 import pandas as pd
 
 from harness.core.outcome import Outcome
-from harness.store.records import CellRecord, Coordinates, Result, ending
+from harness.store.records import PERFORMANCE, CellRecord, Coordinates, Result, ending
 from harness.store.run import Run
 
 MISSING: Final = "missing"
 """The outcome of a cell that was planned and has no answer. Not one of ``Outcome``: nothing ended so."""
+
+DECLINED: Final = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value)
+"""The outcomes of cells that nobody meant to train."""
 
 CELL_COLUMNS: Final = (
     "cell",
@@ -36,15 +39,20 @@ def cell_table(run: Run) -> pd.DataFrame:
 
     ``outcome``: the worst of the cell's findings; ``known`` or ``unexpected pass`` where findings were expected to be
     bad (see ``ending``); or ``missing``. A cell that was being written when the run broke off is missing too, unless
-    it is bad already: the findings it lacks might not have passed.
+    it is bad already: the findings it lacks might not have passed. A cell that was measured and not examined has none.
     ``has_failed``: whether any finding failed that was not expected to, which a worse outcome (say, a check that
     crashed) would hide.
     ``error_x_noise``: the largest among findings that passed, deviate or failed; others measured nothing.
     ``seconds``: the wall time of the cell's launch. The last two are NaN where there is none.
     """
     findings: dict[Coordinates, list[Result]] = {}
-    cells: dict[Coordinates, CellRecord] = {planned.coordinates: planned for planned in run.header.planned}
+    measured = measured_only(run)
+    cells: dict[Coordinates, CellRecord] = {
+        planned.coordinates: planned for planned in run.header.planned if planned.coordinates not in measured
+    }
     for result in run.results:
+        if result.coordinates in measured:
+            continue
         cells.setdefault(result.coordinates, result)
         findings.setdefault(result.coordinates, []).append(result)
     rows = [
@@ -56,6 +64,15 @@ def cell_table(run: Run) -> pd.DataFrame:
     for name, kind in {"has_failed": bool, "error_x_noise": float, "seconds": float}.items():
         table[name] = table[name].astype(kind)
     return table
+
+
+def measured_only(run: Run) -> set[Coordinates]:
+    """Return the cells that a run measures and does not examine: the plan says so, or all that was found does."""
+    planned = {cell.coordinates for cell in run.header.planned if cell.measured}
+    timed = {record.coordinates for record in run.measurements}
+    timed |= {result.coordinates for result in run.results if result.check == PERFORMANCE}
+    examined = {result.coordinates for result in run.results if result.check != PERFORMANCE}
+    return planned | (timed - examined)
 
 
 def _ending(findings: list[Result], *, cut_short: bool) -> tuple[str, bool, float | None, float | None]:

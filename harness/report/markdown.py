@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 import pandas as pd
 
 from harness.report.cells import cell_table
+from harness.report.facts import machine_in_words, software_in_words
+from harness.report.failures import is_wrong, known_failures, outcome_in_words, what_it_says
 from harness.report.summary import SIMULATED, counts_in_words, what_is_missing
 from harness.report.support import MARK_COLUMNS, MARKS, REFERENCE
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
-from harness.store.records import UNEXPECTED_PASS, Expected, Result
+from harness.store.records import Expected, Result
 from harness.store.run import Run
 
 MOST_FINDINGS = 100
@@ -35,7 +37,7 @@ def support_page(run: Run, table: pd.DataFrame) -> str:
         _devices(run, table),
         *_warnings(run, cells),
         markdown_table(table),
-        f"{counts_in_words(cells)}.",
+        f"{counts_in_words(cells['outcome'])}.",
         _legend(run),
         "## What went wrong",
         _findings(run),
@@ -61,17 +63,12 @@ def _line(parts: Sequence[str]) -> str:
 
 def _facts(run: Run) -> str:
     header, machine = run.header, run.header.fingerprint
-    software = [f"plumbline {header.plumbline}"]
-    software += [f"{name} {value}" for name in ("torch", "python") if (value := getattr(machine, name))]
-    hardware = [f"{machine.key.cpu_cores or '?'} cores of {machine.key.cpu or 'an unknown cpu'}"]
-    if machine.key.accelerator == "cuda":
-        hardware.insert(0, f"{machine.key.device_count or '?'} × {machine.key.device or 'an unknown device'}")
     facts = {
         "run": f"{markdown_code(header.run_id)}, started {header.started:%Y-%m-%d %H:%M:%S} UTC",
         "commit": markdown_code(machine.commit or "unknown"),
         "command": markdown_code(" ".join(header.command) or "unknown"),
-        "software": markdown(", ".join(software)),
-        "machine": markdown(", ".join(hardware)),
+        "software": markdown(software_in_words(run)),
+        "machine": markdown(machine_in_words(machine)),
     }
     return "\n".join(f"- {name}: {value}" for name, value in facts.items())
 
@@ -106,11 +103,7 @@ def _legend(run: Run) -> str:
 
 
 def _findings(run: Run) -> str:
-    wrong = [
-        result
-        for result in run.results
-        if result.is_unexpectedly_good or (result.outcome.is_bad and not result.is_known)
-    ]
+    wrong = [result for result in run.results if is_wrong(result)]
     if not wrong:
         nothing = "Nothing failed, errored, crashed or ran out of time in what was recorded"
         return f"{nothing}, but what was expected to." if any(one.is_known for one in run.results) else f"{nothing}."
@@ -122,10 +115,7 @@ def _findings(run: Run) -> str:
 
 def _known(run: Run) -> Iterable[str]:
     """Yield what went wrong as expected, by reason: with each the cells, and their checks."""
-    reasons: dict[Expected, dict[str, list[str]]] = {}
-    for result in run.results:
-        if result.expected is not None and result.is_known:
-            reasons.setdefault(result.expected, {}).setdefault(result.cell, []).append(result.check)
+    reasons = known_failures(run)
     if reasons:
         yield "## What is known"
         yield "\n".join(_reason(expected, cells) for expected, cells in reasons.items())
@@ -151,11 +141,6 @@ def _finding(result: Result) -> str:
     if result.error_x_noise is not None:
         details.append(f"{compact(result.error_x_noise)} × noise")
     aside = f" ({markdown('; '.join(details))})" if details else ""
-    outcome = result.outcome.value.replace("_", " ")
-    message = result.message
-    if result.expected is not None and result.is_unexpectedly_good:
-        outcome = UNEXPECTED_PASS
-        message = f"{result.expected.entry} expects {result.expected.outcome.value}: {result.expected.reason}"
-    line = f"- {markdown_code(result.cell)} **{outcome}** {markdown(result.check)}{aside}: "
-    line += markdown(shortened(message, LONGEST_MESSAGE)) or "no message"
+    line = f"- {markdown_code(result.cell)} **{outcome_in_words(result)}** {markdown(result.check)}{aside}: "
+    line += markdown(shortened(what_it_says(result), LONGEST_MESSAGE)) or "no message"
     return f"{line}\n  - {markdown_code(result.reproduce)}" if result.reproduce else line

@@ -16,17 +16,24 @@ def parameter_table(parameters: Sequence[tuple[str, float]], limit: float | None
 
     ``limit`` is how many × noise a right trainer may show: what is above is marked.
     """
-    if not parameters:
+    rows = parameter_rows(parameters, limit)
+    if not rows:
         return []
-    rows = _few(parameters)
-    names = [shortened(printable(name), LONGEST_NAME) for name, _ in rows]
-    width = max(map(len, names))
+    width = max(len(name) for name, _, _ in rows)
     allowed = "" if limit is None else f", right up to {compact(limit)}"
     lines = [f"  {'parameter':{width}}  × noise{allowed}"]
-    for name, (_, error) in zip(names, rows, strict=True):
-        wrong = limit is not None and not error <= limit
-        lines.append(f"  {name:{width}}  {compact(error):>7}{'  wrong' if wrong else ''}")
+    lines += [f"  {name:{width}}  {compact(error):>7}{'  wrong' if wrong else ''}" for name, error, wrong in rows]
     return lines
+
+
+def parameter_rows(parameters: Sequence[tuple[str, float]], limit: float | None) -> list[tuple[str, float, bool]]:
+    """Return the table's rows: a name, its error × noise, and whether that is above ``limit``."""
+    if not parameters:
+        return []
+    return [
+        (shortened(printable(name), LONGEST_NAME), error, limit is not None and not error <= limit)
+        for name, error in _few(parameters)
+    ]
 
 
 def _few(parameters: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:

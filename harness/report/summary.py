@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 import pandas as pd
@@ -9,32 +10,32 @@ import pandas as pd
 from harness.core.outcome import Outcome
 from harness.report.cells import MISSING
 from harness.report.text import printable
-from harness.store.records import KNOWN, UNEXPECTED_PASS
+from harness.store.records import KNOWN, UNEXPECTED_PASS, CellRecord
 from harness.store.run import Run
 
 SIMULATED = "simulated"
 
 
-def outcome_counts(cells: pd.DataFrame) -> dict[str, int]:
+def outcome_counts(outcomes: Iterable[str]) -> dict[str, int]:
     """Return how many cells ended how, in the order of reading, without outcomes that no cell has."""
-    found = cells["outcome"].value_counts()
+    found = Counter(outcomes)
     mild = (Outcome.UNSUPPORTED, Outcome.SKIPPED)  # nothing was tried: of less interest than what was
     good = (Outcome.PASSED, Outcome.DEVIATES)
     bad = [outcome for outcome in Outcome if outcome.is_bad]
     names = [*_values(good), KNOWN, UNEXPECTED_PASS, *_values(bad), *_values(mild), MISSING]
-    return {name: int(found[name]) for name in names if name in found}
+    return {name: found[name] for name in names if name in found}
 
 
 def _values(outcomes: Iterable[Outcome]) -> list[str]:
     return [outcome.value for outcome in outcomes]
 
 
-def counts_in_words(cells: pd.DataFrame) -> str:
+def counts_in_words(outcomes: Iterable[str]) -> str:
     """Return for example ``60 cells: 57 passed, 2 deviates, 1 failed``."""
-    counts = outcome_counts(cells)
+    counts = outcome_counts(outcomes)
     words = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
-    noun = "cell" if len(cells) == 1 else "cells"
-    return f"{len(cells)} {noun}: {words}" if words else "0 cells"
+    total = sum(counts.values())
+    return f"{total} {'cell' if total == 1 else 'cells'}: {words}" if words else "0 cells"
 
 
 def devices(run: Run, accelerator: str) -> str:
@@ -42,6 +43,12 @@ def devices(run: Run, accelerator: str) -> str:
     if run.header.simulated or accelerator == "cpu":
         return SIMULATED
     return printable(run.header.fingerprint.key.device or accelerator)
+
+
+def computed_by(run: Run) -> list[str]:
+    """Return what computed any of the run's cells, each once."""
+    records: tuple[CellRecord, ...] = (*run.header.planned, *run.results, *run.measurements)
+    return list(dict.fromkeys(devices(run, record.accelerator) for record in records))
 
 
 def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:
@@ -53,6 +60,8 @@ def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:
         reasons.append("the run has no footer, so it ended before its time or is still going on")
     if run.torn:
         reasons.append("its last record was cut off")
-    if missing := outcome_counts(cells).get(MISSING):
+    if missing := outcome_counts(cells["outcome"]).get(MISSING):
         reasons.append(f"{missing} of {len(cells)} cells have no whole answer")
+    if unmeasured := sum(planned.measured for planned in run.missing):
+        reasons.append(f"{unmeasured} cells that were to be measured have no figures")
     return f"INCOMPLETE: {'; '.join(reasons)}."

@@ -11,7 +11,7 @@ import pandas as pd
 
 from harness.core.backend import BACKENDS
 from harness.core.outcome import Outcome
-from harness.report.cells import MISSING, cell_table
+from harness.report.cells import DECLINED, MISSING, cell_table
 from harness.report.summary import devices
 from harness.store.records import KNOWN, UNEXPECTED_PASS
 from harness.store.run import Run
@@ -19,7 +19,10 @@ from harness.store.run import Run
 REFERENCE: Final = "reference"
 """The subject whose configurations are written as the old documentation wrote them."""
 
-MARK_COLUMNS: Final = ("1 GPU", "1+ GPUs", "DP", "DDP", "DDP2", "Nodes", "16-bit")
+RARE_COLUMNS: Final = {"FSDP": "fsdp", "ZeRO": "zero"}
+"""Columns that are there where a row has a mark for them: few trainers have these backends."""
+
+MARK_COLUMNS: Final = ("1 GPU", "1+ GPUs", "DP", "DDP", "DDP2", *RARE_COLUMNS, "Nodes", "16-bit")
 SUPPORT_COLUMNS: Final = (
     *MARK_COLUMNS,
     "Command",
@@ -40,7 +43,17 @@ MARKS: Final = {
     "-": "the subject says that it does not do this",
 }
 
-_NOT_TRIED = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value, MISSING)
+IN_A_WORD: Final = {
+    "Y": "passed",
+    "C": "as the contract says",
+    "K": "known to fail",
+    "N": "failed",
+    "X": "unexpected pass",
+    "?": "no verdict",
+    "-": "unsupported",
+}
+
+NOT_TRIED: Final = (*DECLINED, MISSING)
 _PRECISION_ORDER = ("32", "16", "bf16", "64")
 
 
@@ -66,6 +79,7 @@ class Configuration:
             "DP": self.backend in ("auto", "dp"),
             "DDP": self.backend == "ddp",
             "DDP2": self.backend == "ddp2",
+            **{column: self.backend == backend for column, backend in RARE_COLUMNS.items()},
             "Nodes": self.several_nodes,
             "16-bit": self.precision in ("16", "bf16"),
         }
@@ -124,7 +138,7 @@ def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
 
 
 def support_table(run: Run) -> pd.DataFrame:
-    """Return one row a configuration; columns are ``SUPPORT_COLUMNS``.
+    """Return one row a configuration; columns are ``SUPPORT_COLUMNS``, less the rare ones that no row needs.
 
     The columns that describe the row's configuration hold its mark, the others are empty.
     ``Cells passed`` is ``passed/tried``, and says how many cells are known not to, and how many were not tried.
@@ -139,9 +153,11 @@ def support_table(run: Run) -> pd.DataFrame:
         for key, behind in cells.groupby(names, sort=False)
     }
     subjects = list(dict.fromkeys(cells["subject"]))
-    ordered = sorted(groups, key=lambda one: (subjects.index(one.subject), *_place(one)))
+    ordered = sorted(groups, key=lambda one: (subjects.index(one.subject), *reading_order(one)))
     rows = [_row(run, configuration, groups[configuration]) for configuration in ordered]
-    table: pd.DataFrame = pd.DataFrame(rows, columns=list(SUPPORT_COLUMNS))
+    needed = {column for one in groups for column in one.described_by()}
+    columns = [name for name in SUPPORT_COLUMNS if name in needed or name not in RARE_COLUMNS]
+    table: pd.DataFrame = pd.DataFrame(rows, columns=columns)
     return table
 
 
@@ -160,14 +176,14 @@ def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[st
 
 
 def _passed_of_tried(outcomes: Counter[str]) -> str:
-    tried = outcomes.total() - sum(outcomes[name] for name in _NOT_TRIED)
+    tried = outcomes.total() - sum(outcomes[name] for name in NOT_TRIED)
     share = f"{outcomes[Outcome.PASSED.value]}/{tried}"
-    besides = ", ".join(f"{outcomes[name]} {name}" for name in (KNOWN, *_NOT_TRIED) if outcomes[name])
+    besides = ", ".join(f"{outcomes[name]} {name}" for name in (KNOWN, *NOT_TRIED) if outcomes[name])
     return f"{share} ({besides})" if besides else share
 
 
-def _place(configuration: Configuration) -> tuple[int, str, bool, bool, int, str, str]:
-    """Sort simple configurations first, in the order of the old table; unknown names last, by name."""
+def reading_order(configuration: Configuration) -> tuple[int, str, bool, bool, int, str, str]:
+    """Return what sorts a subject's configurations: simple ones first, as in the old table; unknown names last."""
     backends, precision = list(BACKENDS), configuration.precision
     return (
         backends.index(configuration.backend) if configuration.backend in backends else len(backends),

@@ -1,17 +1,17 @@
-"""The support table at the end of pytest's output."""
+"""What a terminal shows of a run: the support table at the end of pytest's output, and what any part is drawn with."""
 
 from __future__ import annotations
 
 from io import StringIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from harness.report.cells import cell_table
-from harness.report.summary import counts_in_words, devices, what_is_missing
-from harness.report.support import MARK_COLUMNS, support_table
+from harness.report.summary import computed_by, counts_in_words, what_is_missing
+from harness.report.support import IN_A_WORD, MARK_COLUMNS, support_table
 from harness.report.text import compact, printable
 from harness.store.records import KNOWN, UNEXPECTED_PASS
 from harness.store.run import Run
@@ -19,7 +19,7 @@ from harness.store.run import Run
 # Heads over two lines, so that a column is hardly wider than its mark.
 _HEADS = {"1 GPU": "1\nGPU", "1+ GPUs": "1+\nGPUs", "16-bit": "16-\nbit"}
 _COLOURS = {"Y": "green", "C": "cyan", "K": "yellow", "N": "bold red", "X": "bold red", "?": "yellow", "-": "dim"}
-_LEGEND = "Y passed  C as the contract says  N failed  ? no verdict  - unsupported  … distributed_backend"
+_LEGEND = "  ".join([*(f"{sign} {IN_A_WORD[sign]}" for sign in "YCN?-"), "… distributed_backend"])
 _LEGEND_OF_EXPECTED = "K known: failed as expected  X unexpected pass: should have failed and did not"
 
 
@@ -29,22 +29,24 @@ def support_for_terminal(run: Run, width: int = 100, *, colour: bool = False) ->
     100 columns hold the reference trainer's rows whole; below that the commands lose their ends. The call is
     shortened to its arguments, and cells not tried are left to the counts below the table and to support.md.
     """
+    support = support_table(run)
+    marks = [name for name in MARK_COLUMNS if name in support]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, show_edge=False)
-    for name in MARK_COLUMNS:
+    for name in marks:
         table.add_column(_HEADS.get(name, name), justify="center", no_wrap=True)
     table.add_column("Command", ratio=1, no_wrap=True, overflow="ellipsis")
     table.add_column("Cells\npassed", justify="right", no_wrap=True)
     table.add_column("Devi-\nates", justify="right", no_wrap=True)
     table.add_column("Worst\n× noise", justify="right", no_wrap=True)
-    for row in support_table(run).to_dict("records"):
+    for row in support.to_dict("records"):
         table.add_row(
-            *(Text(row[name], style=_COLOURS.get(row[name], "")) for name in MARK_COLUMNS),
+            *(Text(row[name], style=_COLOURS.get(row[name], "")) for name in marks),
             Text(_arguments(printable(row["Command"]))),
             Text(row["Cells passed"].partition(" ")[0]),
             Text(str(row["Deviates"] or "")),
             Text(compact(row["Worst × noise"])),
         )
-    return _rendered(table, _closing_lines(run), width, colour)
+    return rendered(table, *_closing_lines(run), width=width, colour=colour)
 
 
 def _arguments(command: str) -> str:
@@ -56,10 +58,9 @@ def _arguments(command: str) -> str:
 
 def _closing_lines(run: Run) -> list[Text]:
     cells = cell_table(run)
-    computed_by = dict.fromkeys(devices(run, accelerator) for accelerator in cells["accelerator"])
     lines = [
         Text(_LEGEND),
-        Text(f"{counts_in_words(cells)}. Devices: {', '.join(computed_by) or 'none'}."),
+        Text(f"{counts_in_words(cells['outcome'])}. Devices: {', '.join(computed_by(run)) or 'none'}."),
     ]
     if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):
         lines.insert(1, Text(_LEGEND_OF_EXPECTED))
@@ -68,7 +69,8 @@ def _closing_lines(run: Run) -> list[Text]:
     return lines
 
 
-def _rendered(table: Table, lines: list[Text], width: int, colour: bool) -> str:
+def rendered(*parts: RenderableType, width: int, colour: bool) -> str:
+    """Return what rich makes of the parts, without blanks at the ends of lines."""
     console = Console(
         file=StringIO(),
         width=width,
@@ -79,7 +81,6 @@ def _rendered(table: Table, lines: list[Text], width: int, colour: bool) -> str:
         highlight=False,
     )
     with console.capture() as capture:
-        console.print(table)
-        for line in lines:
-            console.print(line)
+        for part in parts:
+            console.print(part)
     return "\n".join(line.rstrip() for line in capture.get().splitlines())

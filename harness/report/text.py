@@ -21,6 +21,14 @@ def printable(text: str) -> str:
     return "".join(sign for sign in line if unicodedata.category(sign) not in _UNPRINTABLE)
 
 
+def printable_lines(text: str) -> str:
+    """Return the text on its lines, tabs as blanks, without anything that a terminal would obey."""
+    if text.isprintable():
+        return text
+    lines = _TERMINAL_SEQUENCE.sub("", text).expandtabs(4).splitlines()
+    return "\n".join("".join(sign for sign in line if unicodedata.category(sign) not in _UNPRINTABLE) for line in lines)
+
+
 def shortened(text: str, length: int) -> str:
     """Return at most ``length`` characters of the text, with an ellipsis where something is left out."""
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -8,6 +8,8 @@ import pandas as pd
 
 from harness.report.markdown import support_page
 from harness.report.metrics import metrics_table
+from harness.report.one_screen import one_screen
+from harness.report.page import report_page
 from harness.report.support import support_table
 from harness.report.text import printable
 from harness.store.atomic import write_text
@@ -15,7 +17,7 @@ from harness.store.run import read_run
 
 
 def write_report(run_path: Path) -> pd.DataFrame:
-    """Write ``support.md``, ``support.csv`` and ``metrics.csv`` and return the support table.
+    """Write ``report.html`` and ``.md``, ``support.md`` and ``.csv``, and ``metrics.csv``; return the support table.
 
     In the CSV files an infinite number is ``inf`` and a missing one is empty.
 
@@ -25,12 +27,15 @@ def write_report(run_path: Path) -> pd.DataFrame:
     """
     run = read_run(run_path)
     table = support_table(run)
+    write_text(run.path / "report.html", report_page(run))
+    write_text(run.path / "report.md", one_screen(run))
     write_text(run.path / "support.md", support_page(run, table))
-    write_text(run.path / "support.csv", _csv(table))
-    write_text(run.path / "metrics.csv", _csv(metrics_table(run)))
+    write_text(run.path / "support.csv", as_csv(table))
+    write_text(run.path / "metrics.csv", as_csv(metrics_table(run)))
     return table
 
 
-def _csv(table: pd.DataFrame) -> str:
+def as_csv(table: pd.DataFrame) -> str:
+    """Return a table as CSV whose texts are printable."""
     text: str = table.map(lambda value: printable(value) if isinstance(value, str) else value).to_csv(index=False)
     return text

@@ -10,12 +10,20 @@ from __future__ import annotations
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
+
+from harness.store.machine import (
+    answer,
+    clocks_and_load,
+    cpu_governor,
+    cpu_model,
+    gpu_rows,
+    usable_cores,
+)
 
 _PUBLIC_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -35,7 +43,8 @@ _PUBLIC_VARIABLES = (
 # No slash, backslash, @ or blank: a value that could be a path or an address is not a setting we publish.
 _PUBLIC_VALUE = re.compile(r"[\w.,:=+\[\]-]{1,100}", re.ASCII)
 
-_SECONDS_FOR_A_QUESTION = 10.0
+# Of a distribution, and its version (PEP 440): nothing that could be a path or an address.
+_PUBLIC_NAME = re.compile(r"[\w.+!-]{1,100}", re.ASCII)
 
 
 class ComparabilityKey(BaseModel):
@@ -64,6 +73,8 @@ class Fingerprint(BaseModel):
     """The comparability key, and beside it what helps to explain a difference.
 
     ``commit`` is plumbline's own, with ``-dirty`` where its code had changes; None outside a checkout.
+    ``compute_capability`` is that of the least able GPU. ``clocks_and_load`` is how the run found the machine, a
+    figure by its name and unit; ``packages`` is what is installed beside plumbline, by version.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -75,6 +86,10 @@ class Fingerprint(BaseModel):
     pandas: str | None = None
     commit: str | None = None
     environment: dict[str, str] = {}
+    compute_capability: str | None = None
+    cpu_governor: str | None = None
+    clocks_and_load: dict[str, float] = {}
+    packages: dict[str, str] = {}
 
 
 def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
@@ -83,14 +98,14 @@ def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
     Never raises: what cannot be found out is None. Imports torch but does not touch CUDA, because ranks may
     yet be forked from this process and a fork after the first CUDA call is broken.
     """
-    cpu = _cpu_model()
+    cpu = cpu_model()
     software = _torch_versions()
     key = ComparabilityKey(
         accelerator=accelerator,
         device=cpu,
         nodes=nodes,
         cpu=cpu,
-        cpu_cores=_usable_cores(),
+        cpu_cores=usable_cores(),
         torch=_minor(software.get("torch")),
     )
     if accelerator == "cuda":
@@ -112,6 +127,10 @@ def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
         pandas=_installed_version("pandas"),
         commit=project_commit(),
         environment=public_environment(os.environ),
+        compute_capability=_compute_capability() if accelerator == "cuda" else None,
+        cpu_governor=cpu_governor(),
+        clocks_and_load=clocks_and_load(),
+        packages=_packages(),
     )
 
 
@@ -138,52 +157,12 @@ def project_commit(root: Path | None = None) -> str | None:
     root = root or Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    commit = _answer("git", "-C", str(root), "rev-parse", "--verify", "HEAD")
+    commit = answer("git", "-C", str(root), "rev-parse", "--verify", "HEAD")
     if commit is None or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
         return None
     # Only the code that ran counts: a report or a note that lies about does not make the run another one.
-    changes = _answer("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", "harness", "suites")
+    changes = answer("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", "harness", "suites")
     return commit if changes == "" else f"{commit}-dirty"
-
-
-def _answer(*command: str) -> str | None:
-    """Return what ``command`` prints, or None if it is not there, fails, or takes too long."""
-    # A git hook sets GIT_DIR and GIT_INDEX_FILE, which would make git answer about another repository.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=True,
-            timeout=_SECONDS_FOR_A_QUESTION,
-            env=environment,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-def _cpu_model() -> str | None:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine() or None
-
-
-def _usable_cores() -> int | None:
-    """Return the cores this process may use, after affinity and a container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(cores or 1, max(1, int(quota) // int(period)))
-    except (OSError, ValueError, ZeroDivisionError):  # no cgroup v2, or "max": no quota
-        return cores
 
 
 def _torch_versions() -> dict[str, str]:
@@ -212,11 +191,24 @@ def _visible_gpus() -> int | None:
 def _gpus() -> tuple[str | None, str | None]:
     """Return the models in this node (``A + B`` if they differ) and the driver's version."""
     # Not from torch: asking it for a device's name initialises CUDA in this process.
-    answer = _answer("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
-    rows = [line.rpartition(",") for line in (answer or "").splitlines() if "," in line]
-    if not rows:
-        return None, None
-    return " + ".join(sorted({name.strip() for name, _, _ in rows})), rows[0][2].strip()
+    rows = gpu_rows("name", "driver_version")
+    return (" + ".join(sorted({name for name, _ in rows})), rows[0][1]) if rows else (None, None)
+
+
+def _compute_capability() -> str | None:
+    """Return the lowest among the GPUs, for example ``9.0``."""
+    found = [capability for (capability,) in gpu_rows("compute_cap") if re.fullmatch(r"\d{1,3}\.\d{1,3}", capability)]
+    return min(found, key=lambda capability: tuple(map(int, capability.split("."))), default=None)
+
+
+def _packages() -> dict[str, str]:
+    """Return every installed distribution with its version: what ``pip list`` prints."""
+    found = {(each.metadata["Name"] or "").lower(): each.version for each in metadata.distributions()}
+    return {
+        name: version
+        for name, version in sorted(found.items())
+        if _PUBLIC_NAME.fullmatch(name) and _PUBLIC_NAME.fullmatch(version or "")
+    }
 
 
 def _minor(version: str | None) -> str | None:

@@ -10,7 +10,9 @@ number is stored as ``"inf"`` too, because no multiple of noise explains it; a m
 from __future__ import annotations
 
 import math
+import re
 import secrets
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -31,6 +33,7 @@ from pydantic import (
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
+from harness.core.software import Software
 from harness.store.fingerprint import Fingerprint, plumbline_version
 
 SCHEMA_VERSION = 1
@@ -41,6 +44,9 @@ KNOWN: Final = "known"
 
 UNEXPECTED_PASS: Final = "unexpected pass"
 """How a cell ends that should have failed, and in which nothing did but what was expected to."""
+
+PERFORMANCE: Final = "performance"
+"""The check of a cell that was measured: it says how the measuring ended, and nothing of right and wrong."""
 
 Coordinates = tuple[str, str, str, int, int, str, str]
 """A cell as a key: subject, workload, backend, num_nodes, gpus, precision, accelerator."""
@@ -124,18 +130,21 @@ class CellRecord(Record):
 
 
 class PlannedCell(CellRecord):
-    """A cell that the run means to answer for."""
+    """A cell that the run means to answer for; ``measured``: for its speed, and it is not examined."""
+
+    measured: bool = False
 
     @classmethod
-    def of(cls, cell: Cell) -> PlannedCell:
+    def of(cls, cell: Cell, *, measured: bool = False) -> PlannedCell:
         """Write a cell down."""
-        return cls(**_fields_of(cell))
+        return cls(**_fields_of(cell), measured=measured)
 
 
 class Header(Record):
     """The first line: which run this is, and every cell it means to answer for.
 
-    ``simulated``: devices stand in for what was asked, and no figure of this run is about speed.
+    ``simulated``: devices stand in for what was asked, and no figure of this run is about speed. ``subjects`` says of
+    each what it ran on.
     """
 
     type: Literal["header"] = "header"
@@ -148,6 +157,7 @@ class Header(Record):
     options: Plain = {}
     fingerprint: Fingerprint = Fingerprint()
     simulated: bool
+    subjects: dict[Text, Software] = {}
     planned: tuple[PlannedCell, ...] = ()
 
     @classmethod
@@ -155,13 +165,15 @@ class Header(Record):
         cls,
         cells: Iterable[Cell],
         *,
+        measured: Iterable[Cell] = (),
         command: Sequence[str],
         options: Mapping[str, JsonValue],
         fingerprint: Fingerprint,
         simulated: bool,
+        subjects: Mapping[str, Software] | None = None,
         started: datetime | None = None,
     ) -> Header:
-        """Begin a run of ``cells`` now, or at ``started`` (an aware datetime).
+        """Begin a run of ``cells``, and of others that are ``measured``, now, or at ``started`` (an aware datetime).
 
         The program in ``command[0]`` loses its folder, which would name the user's home in a public report.
         """
@@ -174,7 +186,11 @@ class Header(Record):
             options=dict(options),
             fingerprint=fingerprint,
             simulated=simulated,
-            planned=tuple(PlannedCell.of(cell) for cell in cells),
+            subjects=dict(subjects or {}),
+            planned=(
+                *(PlannedCell.of(cell) for cell in cells),
+                *(PlannedCell.of(cell, measured=True) for cell in measured),
+            ),
         )
 
 
@@ -285,6 +301,13 @@ class Measurement(CellRecord):
     workload_key: Text = ""
     reproduce: Text = ""
 
+    @classmethod
+    def of(
+        cls, cell: Cell, metric: str, unit: str, better: Literal["higher", "lower"] | None, **others: Any
+    ) -> Measurement:
+        """Write a figure of a cell down; ``others`` are fields by their names."""
+        return cls(**_fields_of(cell), metric=metric, unit=unit, better=better, **others)
+
 
 class Footer(Record):
     """The last line: the run came to its end.
@@ -319,12 +342,20 @@ class Footer(Record):
 Line = Header | Result | Measurement | Footer
 """What a line may hold."""
 
+_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}\s*$')
+
+
+class ChecksumError(ValueError):
+    """A line is not what was written."""
+
+
 _RECORD: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="type")])
 
 
 def line_of(record: Line) -> bytes:
-    """Return the record as one line of UTF-8, its newline included."""
-    return record.model_dump_json().encode() + b"\n"
+    """Return the record as one line of UTF-8, its newline included; the last field is the others' CRC-32."""
+    body = record.model_dump_json().encode()
+    return body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(body)
 
 
 def record_of(line: bytes) -> Line:
@@ -332,8 +363,11 @@ def record_of(line: bytes) -> Line:
 
     Raises:
         pydantic.ValidationError: it is not JSON, or not a record of this schema version.
+        ChecksumError: it has a checksum, and was changed since it got that.
 
     """
+    if (said := _CHECKSUM.search(line)) and zlib.crc32(line[: said.start()] + b"}") != int(said[1], 16):
+        raise ChecksumError("its checksum is another")
     return _RECORD.validate_json(line, strict=True)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 from pydantic import BaseModel, ValidationError
 
@@ -24,6 +25,7 @@ from harness.store.errors import (
 )
 from harness.store.records import (
     SCHEMA_VERSION,
+    ChecksumError,
     Coordinates,
     Footer,
     Header,
@@ -103,7 +105,7 @@ class RunWriter:
         self.path = report_dir / header.run_id
         try:
             self.path.mkdir()
-            self._file: BinaryIO = (self.path / RESULTS).open("xb")
+            self._file: FileIO = (self.path / RESULTS).open("xb", buffering=0)
             _claim(self._file)
             self._write(header)
             point_symlink(report_dir / LATEST, header.run_id)
@@ -128,12 +130,16 @@ class RunWriter:
         writer = object.__new__(cls)
         writer.path = file.parent
         try:
-            writer._file = file.open("r+b")
+            writer._file = file.open("r+b", buffering=0)
             _claim(writer._file)
             run = read_run(file)
             if not run.incomplete:
                 raise NothingToResume(f"The run {file.parent} came to its end: there is nothing to resume. Begin anew.")
-            writer._file.seek(writer._file.truncate(_end_of_whole_cells(file.read_bytes(), run)))
+            content = file.read_bytes()
+            end = _end_of_whole_cells(content, run)
+            writer._file.seek(writer._file.truncate(end))
+            if not content[:end].endswith(b"\n"):
+                writer._file.write(b"\n")  # only that was torn off
         except OSError as error:
             raise StoreError(f"Cannot go on with {file} ({error.strerror}): make it writable.") from error
         return writer, read_run(file)
@@ -156,17 +162,20 @@ class RunWriter:
         self._file.close()
 
     def _write(self, *records: Line) -> None:
+        end = self._file.seek(0, os.SEEK_CUR)
+        data = memoryview(b"".join(map(line_of, records)))
         try:
-            self._file.write(b"".join(map(line_of, records)))
-            self._file.flush()
+            while data:
+                data = data[self._file.write(data) :]
         except OSError as error:
+            self._file.seek(self._file.truncate(end))  # all of them or none
             raise StoreError(
                 f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
                 "make room on the disk or name another with --report-dir."
             ) from error
 
 
-def _claim(file: BinaryIO) -> None:
+def _claim(file: FileIO) -> None:
     """Keep other processes from writing the same run, for as long as the file is open here.
 
     Raises:
@@ -187,7 +196,7 @@ def _end_of_whole_cells(content: bytes, run: Run) -> int:
         if number and line.strip():
             try:
                 record = record_of(line)
-            except ValidationError:
+            except (ValidationError, ChecksumError):
                 return end
             if isinstance(record, Footer) or (not isinstance(record, Header) and record.coordinates not in whole):
                 return end
@@ -269,6 +278,8 @@ def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> I
                 yield number, None
                 return
             raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+        except ChecksumError as error:
+            raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
 
 
 class _Envelope(BaseModel):
@@ -299,6 +310,8 @@ def _read_header(file: Path, number: int, line: bytes) -> Header:
         record = record_of(line)
     except ValidationError as error:
         raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+    except ChecksumError as error:
+        raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
     if not isinstance(record, Header):
         raise MissingHeader(f"{file} does not begin with a header: name another run.")
     return record

@@ -120,10 +120,3 @@ def test_evidence_that_is_cut_off_is_not_judged(run, capsys):
 def test_there_is_no_run(tmp_path, capsys):
     assert main(["judge", str(tmp_path)]) == 2
     assert "There is no run at" in capsys.readouterr().err
-
-
-def test_the_report_is_written_again(run, capsys):
-    (run / "support.md").unlink(missing_ok=True)
-    assert main(["report", str(run)]) == 0
-    assert "wrong" in (run / "support.md").read_text()
-    assert capsys.readouterr().out.strip().endswith("support.md")

@@ -110,7 +110,7 @@ def test_a_wrong_command_line_is_another_exit_code(words, said, capsys):
 
 
 def test_each_backend_and_each_precision_is_tried_once():
-    declared = {"name": "x", "backends": ["none", "ddp2", "dp", "ddp"], "precisions": ["16", "64", "32"]}
+    declared = {"name": "x", "backends": ["none", "ddp2", "dp", "ddp"], "precisions": {"cpu": ["16", "64", "32"]}}
     assert [cell.id for cell in cells_of(declared, "cpu")] == [
         "x-mlp-ddp-1x2-32", "x-mlp-dp-1x2-32", "x-mlp-ddp2-2x2-32", "x-mlp-none-1x1-32",
         "x-mlp-ddp-1x2-64", "x-mlp-ddp-1x2-16",
@@ -118,5 +118,5 @@ def test_each_backend_and_each_precision_is_tried_once():
 
 
 def test_a_subject_that_declares_nothing_is_told_so(capsys):
-    assert try_in_turn(None, cells_of({"name": "x", "backends": [], "precisions": ["32"]}, "cpu")) == 2
+    assert try_in_turn(None, cells_of({"name": "x", "backends": [], "precisions": {"cpu": ["32"]}}, "cpu")) == 2
     assert "declares no backend" in capsys.readouterr().out

@@ -13,7 +13,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.store.fingerprint import ComparabilityKey, Fingerprint
-from harness.store.records import Footer, Header, Result
+from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
 from harness.store.run import Run, RunWriter
 
 TOPOLOGIES = [Topology(1, 1), Topology(1, 2), Topology(1, 8), Topology(2, 2), Topology(2, 4), Topology(4, 2)]
@@ -26,6 +26,10 @@ MACHINE = Fingerprint(
     commit="0123456789abcdef0123456789abcdef01234567",
 )
 
+MEASURED_IN = {"throughput": "samples/s", "step_p50": "s", "scaling_strong": "share", "scaling_weak": "share"}
+MEMORY = ("tensors_parameters", "tensors_gradients", "tensors_optimizer", "tensors_activations")
+STEPS = 41
+
 NOWHERE = Path("not-on-disk")
 
 BuildRun = Callable[..., Run]
@@ -34,7 +38,7 @@ BuildRun = Callable[..., Run]
 def _cells() -> list[Cell]:
     cells = [
         Cell("reference", workload, backend.name, topology, precision, "cpu")
-        for backend in (b for b in BACKENDS.values() if b.name != "auto")
+        for backend in map(BACKENDS.__getitem__, ("none", "dp", "ddp", "ddp2"))
         for topology in TOPOLOGIES
         if backend.fits(topology)
         for precision in ("32", "16", "bf16", "64")
@@ -114,3 +118,68 @@ def recorded_run(realistic_run: Run, tmp_path: Path) -> Path:
         writer.write(*realistic_run.results)
         writer.close(realistic_run.footer)
     return writer.path
+
+
+@pytest.fixture(scope="session")
+def measured() -> Callable[..., Measurement]:
+    """Makes a measurement of a cell: ``measured(cell, "throughput", 1200.0)``, bounded by a hundredth of itself."""
+
+    def measure(cell: Cell, metric: str, value: float | None, **fields: object) -> Measurement:
+        unit = MEASURED_IN.get(metric, "bytes")
+        bounds = {} if value is None else {"low": 0.99 * value, "high": 1.01 * value}
+        planned = PlannedCell.of(cell).model_dump()
+        named = {"metric": metric, "unit": unit, "better": "higher" if unit != "s" else "lower", "value": value}
+        return Measurement(**{**planned, **named, **bounds, "reproduce": f"pytest -k {cell.id}", **fields})
+
+    return measure
+
+
+def _figures(cell: Cell, measure: Callable[..., Measurement]) -> list[Measurement]:
+    """Return what a trainer might measure whose devices are each four fifths of use, and 16 bits half as fast again."""
+    devices, halved = cell.topology.devices, cell.precision != "32"
+    speed = 1000.0 * (1 + 0.8 * (devices - 1)) * (1.5 if halved else 1.0) * (0.7 if cell.backend == "dp" else 1.0)
+    step = 32 * devices / speed
+    memory = 2.0**20 * (0.6 if halved else 1.0)
+    return [
+        measure(cell, "throughput", speed),
+        measure(cell, "scaling_strong", speed / (1000.0 * devices)),
+        measure(cell, "step_p50", step, quantiles=tuple(step * (0.8 + (place / 40) ** 8) for place in range(STEPS))),
+        measure(cell, "memory_allocated_peak", 12 * memory, better="lower"),
+        *(measure(cell, part, (place + 1) * memory, rank=0) for place, part in enumerate(MEMORY)),
+        measure(cell, "data_wait", None, unit="share", refusal="unstable: more launches tell"),
+    ]
+
+
+@pytest.fixture(scope="session")
+def build_measured_run(measured: Callable[..., Measurement]) -> Callable[..., Run]:
+    """Makes a run that examined ddp and dp and measured them; ``wrong`` backends failed."""
+
+    def build(*, accelerator: str = "cpu", wrong: tuple[str, ...] = (), machine: Fingerprint = MACHINE) -> Run:
+        places = [(name, Topology(1, gpus)) for name in ("dp", "ddp") for gpus in (2, 4, 8)]
+        places = [("none", Topology(1, 1)), *places, ("ddp", Topology(2, 4)), ("ddp2", Topology(2, 4))]
+        examined = [Cell("reference", "mlp", *place, "32", accelerator) for place in places]
+        timed = [
+            Cell("reference", workload, backend, topology, precision, accelerator)
+            for workload in ("perf-mlp", "perf-gpt")
+            for backend, topology in places
+            for precision in ("32", "16")
+        ]
+        header = Header.of(
+            [*examined, *timed],
+            command=["pytest", "suites/"],
+            options={"seed": 5},
+            fingerprint=machine,
+            simulated=accelerator == "cpu",
+        )
+        passed, failed = (
+            Finding("gradients", Outcome.PASSED, "as one device", error_x_noise=0.9),
+            Finding("gradients", Outcome.FAILED, "the sum", "sum-instead-of-mean", "averaging", 3e6, 0, "w", 1),
+        )
+        results = tuple(
+            Result.of(cell, failed if cell.backend in wrong else passed, f"pytest -k {cell.id}", 0.4)
+            for cell in examined
+        )
+        figures = tuple(figure for cell in timed for figure in _figures(cell, measured))
+        return Run(header, results, Footer.of(results, 1 if wrong else 0), NOWHERE, False, figures)
+
+    return build

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.support import MARK_COLUMNS, MARKS, SUPPORT_COLUMNS, support_table
+from harness.report.support import MARK_COLUMNS, MARKS, RARE_COLUMNS, SUPPORT_COLUMNS, support_table
 from harness.store.run import Run
 
 BuildRun = Callable[..., Run]
@@ -25,7 +25,7 @@ cells = st.builds(
     Cell,
     subject=names,
     workload=st.sampled_from(["mlp", "lm-tokens"]),
-    backend=st.sampled_from(["none", "dp", "ddp", "ddp2", "fsdp", "mlp-dp"]),
+    backend=st.sampled_from(["none", "dp", "ddp", "ddp2", "fsdp", "zero", "mlp-dp"]),
     topology=st.builds(Topology, st.integers(1, 3), st.integers(1, 3)),
     precision=st.sampled_from(["32", "16", "bf16", "64", "fp8"]),
     accelerator=st.sampled_from(["cpu", "cuda"]),
@@ -34,7 +34,7 @@ runs_of_cells = st.dictionaries(cells, outcomes, max_size=12)
 
 
 def marks(row: pd.Series) -> set[str]:
-    return {row[column] for column in MARK_COLUMNS} - {""}
+    return {row[column] for column in MARK_COLUMNS if column in row} - {""}
 
 
 def counted(row: pd.Series) -> int:
@@ -115,7 +115,9 @@ def test_the_cell_at_which_a_run_broke_off_has_not_passed(build_run: BuildRun) -
 @given(runs_of_cells)
 def test_every_cell_is_in_exactly_one_row(build_run: BuildRun, ends: dict[Cell, list[Outcome]]) -> None:
     table = support_table(build_run(ends))
-    assert list(table.columns) == list(SUPPORT_COLUMNS)
+    backends = {cell.backend for cell in ends}
+    absent = {column for column, backend in RARE_COLUMNS.items() if backend not in backends}
+    assert list(table.columns) == [column for column in SUPPORT_COLUMNS if column not in absent]
     assert sum(counted(row) for _, row in table.iterrows()) == len(ends)
     passed = sum(int(share.split("/")[0]) for share in table["Cells passed"])
     assert passed == sum(
@@ -150,7 +152,7 @@ def test_the_reference_rows_are_those_of_the_old_documentation(realistic_run: Ru
     }
     for command, columns in expected.items():
         row = table.loc[command]
-        assert {column for column in MARK_COLUMNS if row[column]} == columns, command
+        assert {column for column in MARK_COLUMNS if row.get(column)} == columns, command
 
 
 def test_a_command_without_cells_of_its_own_is_not_claimed(realistic_run: Run) -> None:
@@ -160,14 +162,14 @@ def test_a_command_without_cells_of_its_own_is_not_claimed(realistic_run: Run) -
 def test_an_unknown_backend_and_precision_have_rows_of_their_own(build_run: BuildRun) -> None:
     ends = {
         Cell("reference", "mlp", backend, Topology(1, 4), precision, "cpu"): [Outcome.PASSED]
-        for backend in ("fsdp", "ddp")
+        for backend in ("ring", "ddp")
         for precision in ("fp8", "32")
     }
     assert list(support_table(build_run(ends))["Command"]) == [
         "Trainer(gpus=k, distributed_backend='ddp')",
         "Trainer(gpus=k, distributed_backend='ddp', precision='fp8')",
-        "Trainer(gpus=k, distributed_backend='fsdp')",
-        "Trainer(gpus=k, distributed_backend='fsdp', precision='fp8')",
+        "Trainer(gpus=k, distributed_backend='ring')",
+        "Trainer(gpus=k, distributed_backend='ring', precision='fp8')",
     ]
 
 
@@ -198,11 +200,19 @@ def test_an_error_without_a_verdict_is_no_measurement(build_run: BuildRun) -> No
 
 
 def test_a_run_without_cells_has_a_table_without_rows(build_run: BuildRun) -> None:
-    assert list(support_table(build_run({})).columns) == list(SUPPORT_COLUMNS)
+    assert list(support_table(build_run({})).columns) == [name for name in SUPPORT_COLUMNS if name not in RARE_COLUMNS]
+
+
+def test_a_backend_that_few_have_gets_its_column_where_there_is_a_row_for_it(build_run: BuildRun) -> None:
+    ddp, fsdp = (Cell("mine", "mlp", backend, Topology(1, 2), "32", "cpu") for backend in ("ddp", "fsdp"))
+    table = support_table(build_run({ddp: [Outcome.PASSED], fsdp: [Outcome.DEVIATES]}))
+    assert list(table["FSDP"]) == ["", "C"]
+    assert list(table["DDP"]) == ["Y", ""]
+    assert "ZeRO" not in table
 
 
 def test_what_a_trainer_chose_by_itself_stands_as_it_is_typed_and_under_what_it_promises(build_run: BuildRun) -> None:
     ends = {Cell("reference", "mlp", "auto", Topology(1, 2), "32", "cpu"): [Outcome.PASSED]}
     (row,) = support_table(build_run(ends)).to_dict("records")
     assert row["Command"] == "Trainer(gpus=k)"
-    assert {column for column in MARK_COLUMNS if row[column]} == {"1+ GPUs", "DP"}
+    assert {column for column in MARK_COLUMNS if row.get(column)} == {"1+ GPUs", "DP"}

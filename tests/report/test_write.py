@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +14,9 @@ import pytest
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.report.as_json import as_json
+from harness.report.cells import cell_table
+from harness.report.markdown import support_page
 from harness.report.metrics import METRIC_COLUMNS, metrics_table
 from harness.report.support import support_table
 from harness.report.write import write_report
@@ -24,7 +29,7 @@ def test_a_report_stands_beside_its_records(recorded_run: Path) -> None:
     table = write_report(recorded_run)
     pd.testing.assert_frame_equal(table, support_table(read_run(recorded_run)))
     names = {path.name for path in recorded_run.iterdir()}
-    assert names == {"results.jsonl", "support.md", "support.csv", "metrics.csv"}
+    assert names == {"results.jsonl", "report.html", "report.md", "support.md", "support.csv", "metrics.csv"}
 
 
 def test_a_report_can_be_written_again(recorded_run: Path) -> None:
@@ -68,6 +73,54 @@ def test_an_infinite_error_is_a_metric_and_a_missing_one_is_not(realistic_run: R
     metrics = metrics_table(dataclasses.replace(realistic_run, results=results))
     assert list(zip(metrics["check"], metrics["value"], strict=True)) == [("infinite", math.inf)]
     assert metrics_table(dataclasses.replace(realistic_run, results=())).empty
+
+
+def test_measurements_are_metrics_with_their_bounds(build_measured_run: Callable[..., Run]) -> None:
+    run = build_measured_run(wrong=("dp",))
+    metrics = metrics_table(run)
+    found = metrics[metrics["check"] == ""].set_index(["cell", "metric"])
+    speed = found.loc[("reference-perf-mlp-dp-1x2-32", "throughput")]
+    assert (speed["value"], speed["unit"], speed["better"]) == (pytest.approx(1260.0), "samples/s", "higher")
+    assert speed["low"] < speed["value"] < speed["high"]
+    assert speed["conformance"] == "N"
+    assert pd.isna(speed["rank"])
+    assert found.loc[("reference-perf-mlp-dp-1x2-32", "tensors_gradients")]["rank"] == 0
+    assert found.loc[("reference-perf-mlp-dp-1x2-16", "throughput")]["conformance"] == "not examined"
+    refused = found.loc[("reference-perf-mlp-ddp-1x2-32", "data_wait")]
+    assert math.isnan(refused["value"])
+    assert refused["refusal"] == "unstable: more launches tell"
+    assert (metrics["metric"].value_counts()[["throughput", "step_p50"]] == 36).all()
+
+
+def test_the_columns_stay_when_there_is_nothing_to_measure(build_run: Callable[..., Run]) -> None:
+    assert list(metrics_table(build_run({})).columns) == list(METRIC_COLUMNS)
+
+
+def test_what_was_measured_and_not_examined_is_not_missing(build_measured_run: Callable[..., Run]) -> None:
+    run = build_measured_run()
+    assert not run.incomplete
+    assert set(cell_table(run)["workload"]) == {"mlp"}
+    assert "missing" not in support_page(run, support_table(run)).partition("- `Y`")[0]
+
+
+def test_a_program_reads_what_the_pages_say(realistic_run: Run, build_measured_run: Callable[..., Run]) -> None:
+    told = json.loads(as_json(realistic_run))
+    assert told["verdict"]["kind"] == "bad"
+    assert told["outcomes"]["failed"] == 3
+    assert len(told["cells"]) == len(realistic_run.header.planned)
+    assert len(told["support"]) == len(support_table(realistic_run))
+    assert told["failures"][0]["cause"] == "sum-instead-of-mean"
+    assert len(told["failures"][0]["cells"]) == 3
+    assert as_json(realistic_run).isascii()
+    measured = json.loads(as_json(build_measured_run()))
+    assert {claim["answer"] for claim in measured["claims"]} == {"needs a GPU"}
+    assert any(row["metric"] == "throughput" and row["rank"] is None for row in measured["metrics"])
+
+
+def test_an_infinite_number_is_a_word_for_a_program(realistic_run: Run, cells: list[Cell]) -> None:
+    found = Finding("infinite", Outcome.FAILED, "", error_x_noise=math.inf)
+    run = dataclasses.replace(realistic_run, results=(Result.of(cells[0], found, "", None),))
+    assert json.loads(as_json(run))["cells"][0]["error_x_noise"] == "inf"
 
 
 def test_no_run_no_report(tmp_path: Path) -> None:

@@ -1,0 +1,75 @@
+"""Whether processes of this machine can be started and talk to each other: tried, not guessed."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.doctor.line import Line
+
+if TYPE_CHECKING:
+    from harness.launch.pool import Pool
+
+SECONDS = 10.0
+"""For two ranks that train together."""
+
+FEWEST_PORTS = 1000
+
+
+def ranks() -> Iterator[Line]:
+    """Answer whether ranks come to life here, and whether two of them average gradients over gloo, and over NCCL.
+
+    They train the smallest cell, and the judge says whether the gradients were averaged.
+    """
+    from harness.launch.pool import Pool
+
+    with closing(Pool("reference")) as pool:
+        assert pool.subjects
+        yield Line("the fork server is warm")
+        yield _together(pool, "cpu", "gloo", "is the loopback interface up? may processes here connect to each other?")
+        over_nccl = _over_nccl(pool)
+    yield over_nccl
+
+
+def _over_nccl(pool: Pool) -> Line:
+    import torch
+
+    if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
+        return Line("NCCL is not in this build of torch; simulated devices do without")
+    version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    if torch.cuda.device_count() < 2:
+        return Line(f"{version}; fewer than two CUDA devices to try it on")
+    return _together(pool, "cuda", version, "set NCCL_DEBUG=INFO; in a container, is there shared memory enough?")
+
+
+def _together(pool: Pool, accelerator: str, over: str, advice: str) -> Line:
+    from harness.judge.judge import judge
+    from harness.launch.local import launch
+    from harness.launch.settings import Settings
+    from harness.workloads import find
+
+    cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", accelerator)
+    with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+        trace = launch(pool, cell, Path(folder), Settings(time_limit=SECONDS))
+    wrong = [finding for finding in judge(trace, find(cell.workload), cell) if finding.outcome.is_bad]
+    if wrong:
+        return Line(f"two ranks did not train together over {over}: {wrong[0].message}", advice)
+    return Line(f"two ranks trained together over {over} in {trace.seconds:.2f} s, their gradients averaged")
+
+
+def ports() -> Iterator[Line]:
+    """Answer whether there are free ports for ranks to meet on."""
+    try:
+        first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+        used = len(Path("/proc/net/tcp").read_text().splitlines()) - 1
+    except (OSError, ValueError):
+        yield Line("this system does not say which ports it gives out")
+        return
+    free = last - first + 1 - used
+    advice = "widen net.ipv4.ip_local_port_range, or end what holds them" if free < FEWEST_PORTS else None
+    yield Line(f"{free} of the ports {first} to {last} are free", advice)

@@ -1,0 +1,13 @@
+"""One line of an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Line:
+    """``found`` is what is there; ``advice`` what to do about it, None where all is well."""
+
+    found: str
+    advice: str | None = None

@@ -1,0 +1,221 @@
+"""``plumbline doctor``: this machine is asked everything, and what is wrong comes with what to do."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import harness.doctor.examination
+from harness.cli import main
+from harness.doctor import devices, limits
+from harness.doctor.communication import ranks
+from harness.doctor.examination import examination, questions
+from harness.doctor.line import Line
+
+TOPOLOGY = """\
+\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0\t\tN/A
+GPU1\tNV18\t X \tSYS\tSYS\t0-31\t0\t\tN/A
+GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1\t\tN/A
+NIC0\tPIX\tSYS\tSYS\t X
+
+Legend:
+
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts questions in the place of doctor's own: ``asked(name=lines)``."""
+
+    def ask(**lines: list[Line]) -> None:
+        answers = {name: (lambda found=found: iter(found)) for name, found in lines.items()}
+        monkeypatch.setattr(harness.doctor.examination, "questions", lambda report_dir: answers)
+
+    return ask
+
+
+def test_this_machine_is_asked_everything(tmp_path: Path) -> None:
+    """Every question has an answer here but the one that trains, which the next test asks without a limit."""
+    asked = questions(tmp_path)
+    del asked["ranks"]
+    answered = list(examination(asked, seconds=60))
+    assert {name for name, _ in answered} == set(asked)
+    assert not [line.found for _, line in answered if "cannot be found out" in line.found]
+
+
+def test_two_ranks_train_together(one_thread: None) -> None:
+    first, gloo, *_ = list(ranks())
+    assert first == Line("the fork server is warm")
+    assert gloo.advice is None
+    assert gloo.found.startswith("two ranks trained together over gloo in ")
+
+
+def test_all_is_well(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
+    asked(python=[Line("3.11")], links=[Line("none"), Line("at all")])
+    assert main(["doctor"]) == 0
+    assert capsys.readouterr().out == "ok python: 3.11\nok links: none\nok links: at all\nAll is well.\n"
+
+
+def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
+    asked(python=[Line("3.11")], disk=[Line("full\x1b[31m\nto the brim", "make room")])
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out == "ok python: 3.11\n!! disk: full to the brim; make room\n1 to be seen to.\n"
+
+
+def test_a_question_that_raises_hides_no_other() -> None:
+    def broken() -> Iterator[Line]:
+        yield Line("so far so good")
+        raise RuntimeError("gone")
+
+    answered = list(examination({"broken": broken, "sound": lambda: iter([Line("well")])}))
+    assert answered[0] == ("broken", Line("so far so good"))
+    assert "RuntimeError: gone" in answered[1][1].found
+    assert answered[1][1].advice is not None
+    assert answered[2] == ("sound", Line("well"))
+
+
+def test_a_question_that_hangs_is_not_waited_for() -> None:
+    forever = threading.Event()
+
+    def hanging() -> Iterator[Line]:
+        yield Line("begun")
+        forever.wait()
+
+    try:
+        answered = list(examination({"hanging": hanging, "sound": lambda: iter([Line("well")])}, seconds=0.5))
+    finally:
+        forever.set()
+    assert answered[0] == ("hanging", Line("begun"))
+    assert answered[1][1].found == "no answer within 0 s"
+    assert answered[1][1].advice
+    assert ("sound", Line("well")) in answered
+
+
+def test_links_are_read_off_the_matrix() -> None:
+    assert devices.link_kinds(TOPOLOGY) == {"NV18": 1, "SYS": 2}
+    assert devices.link_kinds("nonsense") == {}
+    assert devices.link_kinds("") == {}
+
+
+class FakeCuda:
+    """As much of ``torch.cuda`` as a machine with GPUs is asked for."""
+
+    def __init__(self, count: int, apart: tuple[tuple[int, int], ...] = ()) -> None:
+        self._count, self._apart = count, apart
+
+    def device_count(self) -> int:
+        return self._count
+
+    def can_device_access_peer(self, first: int, second: int) -> bool:
+        return (first, second) not in self._apart
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that torch sees so many GPUs, and that nvidia-smi says such rows of those in the machine."""
+    import torch
+
+    def pretend(
+        seen: int, rows: list[list[str]], apart: tuple[tuple[int, int], ...] = (), cuda: str | None = "12.8"
+    ) -> None:
+        monkeypatch.setattr(torch, "cuda", FakeCuda(seen, apart))
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        monkeypatch.setattr(devices, "gpu_rows", lambda *names: rows)
+        monkeypatch.setattr(devices, "answer", lambda *command: TOPOLOGY)
+
+    return pretend
+
+
+H200 = ["NVIDIA H200", "143771", "Default"]
+
+
+def test_gpus_are_named(gpus: Callable[..., None]) -> None:
+    gpus(3, [H200] * 3)
+    assert [line.found for line in devices.devices()] == ["3 × NVIDIA H200, 143771 MiB, compute mode Default"]
+    kinds, reach = devices.links()
+    assert kinds.found == "NV18 between 1 pair, SYS between 2 pairs"
+    assert reach == Line("each of 3 devices reaches each other one directly")
+
+
+@pytest.mark.parametrize(
+    ("seen", "rows", "cuda", "word"),
+    [
+        (1, [["A", "1", "Exclusive_Process"]], "12.8", "nvidia-smi -c 0"),
+        (1, [["A", "1", "Prohibited"]], "12.8", "nvidia-smi -c 0"),
+        (0, [H200], "12.8", "CUDA_VISIBLE_DEVICES"),
+        (0, [H200], None, "install a CUDA build"),
+    ],
+)
+def test_gpus_that_cannot_be_used_come_with_advice(
+    gpus: Callable[..., None], seen: int, rows: list[list[str]], cuda: str | None, word: str
+) -> None:
+    gpus(seen, rows, cuda=cuda)
+    assert any(word in (line.advice or "") for line in devices.devices())
+
+
+def test_no_gpu_is_well(gpus: Callable[..., None]) -> None:
+    gpus(0, [], cuda=None)
+    (line,) = devices.devices()
+    assert line.advice is None
+    assert "simulated" in line.found
+
+
+def test_pairs_that_do_not_reach_each_other_are_named(gpus: Callable[..., None]) -> None:
+    gpus(3, [H200] * 3, apart=((0, 2),))
+    *_, line = devices.links()
+    assert "0 and 2" in line.found
+    assert "NCCL_P2P_DISABLE" in (line.advice or "")
+
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.mark.parametrize(
+    ("total", "free", "word"),
+    [(64 << 20, 60 << 20, "--shm-size"), (8 << 30, 1 << 20, "something fills it"), (8 << 30, 8 << 30, None)],
+)
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, total: int, free: int, word: str | None) -> None:
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: Usage(total, total - free, free))
+    (line,) = limits.shared_memory()
+    assert (line.advice is None) == (word is None)
+    assert word is None or word in (line.advice or "")
+
+
+def test_few_files_and_processes_come_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda what: (100, 100))
+    files, processes, _ = limits.limits()
+    assert files.advice == "ulimit -n 1024"
+    assert "ulimit -u 1024" in (processes.advice or "")
+
+
+def test_no_limit_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda what: (limits.resource.RLIM_INFINITY,) * 2)
+    monkeypatch.setattr(limits, "_cgroup", lambda name: None)
+    assert [line.advice for line in limits.limits()] == [None, None, None]
+
+
+def test_a_report_directory_that_is_yet_to_be_made_is_well(tmp_path: Path) -> None:
+    (line,) = limits.disk(tmp_path / "not" / "yet")
+    assert line.advice is None
+    assert str(tmp_path) in line.found
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_report_directory_that_is_not_ours(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    (line,) = limits.disk(tmp_path)
+    assert "--report-dir" in (line.advice or "")
+
+
+def test_a_file_in_the_place_of_the_report_directory(tmp_path: Path) -> None:
+    (tmp_path / "reports").write_text("")
+    (line,) = limits.disk(tmp_path / "reports")
+    assert "--report-dir" in (line.advice or "")

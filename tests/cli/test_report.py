@@ -1,0 +1,124 @@
+"""``plumbline report`` and ``plumbline show``: a run's pages again, one of them alone, and one cell of it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from harness.cli import main
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.store.fingerprint import Fingerprint
+from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
+from harness.store.run import RunWriter
+
+CELLS = [
+    Cell("mine", workload, "ddp", Topology(1, gpus), "32", "cpu") for workload in ("mlp", "adam") for gpus in (2, 4)
+]
+FILES = {"results.jsonl", "report.html", "report.md", "support.md", "support.csv", "metrics.csv"}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of four cells, one of them failing, and of a figure."""
+    header = Header.of(CELLS, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
+    failed = Finding("gradients", Outcome.FAILED, "the sum", "sum-instead-of-mean", "averaging")
+    results = [
+        Result.of(cell, Finding("gradients", Outcome.PASSED, "right") if place else failed, "pytest -k it", 0.1)
+        for place, cell in enumerate(CELLS)
+    ]
+    timed = PlannedCell.of(Cell("mine", "perf-mlp", "ddp", Topology(1, 2), "32", "cpu")).model_dump()
+    with RunWriter(tmp_path, header) as writer:
+        writer.write(*results, Measurement(**timed, metric="throughput", unit="samples/s", value=12.0))
+        writer.close(Footer.of(results, 1))
+    return writer.path
+
+
+def test_every_file_is_written_again(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["report", str(run)]) == 0
+    assert {file.name for file in run.iterdir()} == FILES
+    assert Path(capsys.readouterr().out.strip()) == run / "report.html"
+
+
+@pytest.mark.parametrize(
+    ("form", "beginning"),
+    [("md", "# 1 of 4 cells failed."), ("html", "<!doctype html>"), ("csv", "run,cell,subject"), ("json", "{")],
+)
+def test_one_format_is_printed_and_nothing_written(
+    run: Path, capsys: pytest.CaptureFixture, form: str, beginning: str
+) -> None:
+    assert main(["report", str(run), "--format", form]) == 0
+    assert capsys.readouterr().out.startswith(beginning)
+    assert {file.name for file in run.iterdir()} == {"results.jsonl"}
+
+
+def test_one_format_is_written_where_it_is_wanted(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "elsewhere.json"
+    assert main(["report", str(run), "--format", "json", "-o", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    assert json.loads(file.read_text())["verdict"]["kind"] == "bad"
+    assert {file.name for file in run.iterdir()} == {"results.jsonl"}
+
+
+def test_parquet_has_the_same_rows(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    file = tmp_path / "metrics.parquet"
+    assert main(["report", str(run), "--format", "parquet", "-o", str(file)]) == 0
+    assert main(["report", str(run)]) == 0
+    written, listed = pd.read_parquet(file), pd.read_csv(run / "metrics.csv")
+    assert list(written.columns) == list(listed.columns)
+    assert list(written["value"]) == list(listed["value"])
+
+
+def test_without_pyarrow_it_says_what_to_do(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("pyarrow", "fastparquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["report", str(run), "--format", "parquet", "-o", str(tmp_path / "x")]) == 2
+    assert "pip install pyarrow" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--format", "parquet"], ["-o", "x"], ["--format", "xml"]])
+def test_a_wrong_command_line_is_said_so(run: Path, capsys: pytest.CaptureFixture, arguments: list[str]) -> None:
+    try:
+        code = main(["report", str(run), *arguments])
+    except SystemExit as end:
+        code = end.code
+    assert code == 4
+    assert capsys.readouterr().err.strip()
+
+
+@pytest.mark.parametrize("command", [["report"], ["show"]])
+def test_there_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture, command: list[str]) -> None:
+    assert main([*command, str(tmp_path), *(["x"] if command == ["show"] else [])]) == 2
+    assert "There is no run at" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["mine-mlp-ddp-1x2-32", "mlp-ddp 1x2 mine-mlp"])
+def test_a_cell_is_shown_by_its_id_or_a_part_of_it(run: Path, capsys: pytest.CaptureFixture, name: str) -> None:
+    assert main(["show", str(run), name]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("mine-mlp-ddp-1x2-32  failed\n")
+    assert "sum-instead-of-mean (averaging)" in shown
+    assert "pytest -k it" in shown
+
+
+def test_several_cells_are_listed(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["show", str(run), "1x2"]) == 2
+    said = capsys.readouterr().err
+    assert "3 cells of this run" in said
+    assert {"mine-mlp-ddp-1x2-32", "mine-adam-ddp-1x2-32", "mine-perf-mlp-ddp-1x2-32"} <= set(said.split())
+
+
+def test_a_cell_that_is_not_there(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["show", str(run), "\x1b[31mnot-there"]) == 2
+    said = capsys.readouterr().err
+    assert "no cell of this run is called 'not-there'" in said
+    assert "\x1b" not in said
