@@ -1,0 +1,87 @@
+"""A comparison for a terminal: the headline, outcomes, figures (worst first), and what must be said beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from io import StringIO
+from typing import Final
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from harness.compare.comparison import Comparison
+from harness.compare.ends import Verdict
+from harness.compare.lines import LEGEND, Line, lines_of
+from harness.compare.words import ends, headline, machines_in_words, reasons, remarks
+from harness.report.text import printable
+
+MOST_LINES: Final = 40
+MOST_REASONS: Final = 8
+_COLOURS = {Verdict.WORSE: "bold red", Verdict.BETTER: "green", Verdict.SAME: "dim"}
+
+
+def for_terminal(comparison: Comparison, width: int = 100, *, colour: bool = False) -> str:
+    """Return the comparison in lines of at most ``width``; 100 columns hold every figure whole."""
+    console = Console(
+        file=StringIO(),
+        width=width,
+        force_terminal=colour,
+        color_system="standard" if colour else None,
+        force_jupyter=False,
+        legacy_windows=False,
+        highlight=False,
+    )
+    with console.capture() as capture:
+        console.print(Text(headline(comparison), style="bold"))
+        for sentence in comparison.incomplete:
+            console.print(Text(f"INCOMPLETE: {printable(sentence)}", style="bold red"))
+        if comparison.machine:
+            console.print(Text(machines_in_words(comparison), style="yellow"))
+        if comparison.outcomes:
+            console.print(_outcomes(comparison))
+        if comparison.figures and not comparison.machine:
+            console.print(_figures(lines_of(comparison.figures)))
+        for line in _closing(comparison):
+            console.print(Text(line))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+
+
+def _outcomes(comparison: Comparison) -> Table:
+    table = _table()
+    for name in ("Outcome", "Cell", "A", "B"):
+        table.add_column(name, overflow="fold", no_wrap=name == "Outcome")
+    for change in comparison.outcomes[:MOST_LINES]:
+        table.add_row(Text(change.kind.value, style="bold red" if change.worse else ""), *map(Text, ends(change)))
+    if (left := len(comparison.outcomes) - MOST_LINES) > 0:
+        table.add_row(f"… {left} more", "--format json has all of them", "", "")
+    return table
+
+
+def _figures(lines: Sequence[Line]) -> Table:
+    table = _table()
+    table.add_column("Cell, and its figures", overflow="fold")
+    for name in ("A → B", "Change\n%", "95 % interval"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("Verdict", no_wrap=True)
+    cell = ""
+    for line in lines[:MOST_LINES]:
+        if line.cell != cell:
+            cell = line.cell
+            table.add_row(Text(cell, style="bold"))
+        figures = (f"  {line.figure}", line.amounts, line.change, line.interval)
+        table.add_row(*map(Text, figures), Text(line.verdict.value, style=_COLOURS.get(line.verdict, "")))
+    if left := lines[MOST_LINES:]:
+        table.add_row(f"… {len(left)} more lines: --format json has all")
+    return table
+
+
+def _closing(comparison: Comparison) -> list[str]:
+    if comparison.machine or not comparison.figures:
+        return remarks(comparison)
+    return [LEGEND, *reasons(comparison, MOST_REASONS), *remarks(comparison)]

@@ -1,0 +1,89 @@
+"""``plumbline compare --interleave``: two trainers measured in turns by real ranks, and what becomes of both runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.cli import main
+from harness.store.run import read_run
+
+TRAINERS = Path(__file__).parent / "trainers.py"
+ASKED = ("--accelerator", "cpu", "--gpus", "1", "--workloads", "perf-mlp", "--precisions", "32", "--launches", "3")
+
+
+@pytest.fixture(scope="module")
+def interleaved(tmp_path_factory):
+    """Measures two trainers; returns the exit code, and both runs by the subject's name."""
+
+    def call(a, b):
+        folder = tmp_path_factory.mktemp("reports")
+        words = [f"{TRAINERS}::{name}" for name in (a, b)]
+        code = main(["compare", "--interleave", *words, *ASKED, "--report-dir", str(folder), "--format", "json"])
+        runs = [read_run(path) for path in folder.iterdir() if not path.is_symlink()]
+        return code, {run.header.planned[0].subject: run for run in runs}
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def slower(interleaved):
+    return interleaved("plain", "laborious")
+
+
+def test_much_more_work_is_found_to_be_slower(slower):
+    assert slower[0] == 3
+
+
+def test_both_runs_are_whole_and_say_that_they_belong_together(slower):
+    _, runs = slower
+    assert runs.keys() == {"plain", "laborious"}
+    assert not any(run.incomplete for run in runs.values())
+    tokens = [run.header.options["in_turns"] for run in runs.values()]
+    assert tokens[0] == tokens[1]
+    assert runs["plain"].header.fingerprint == runs["laborious"].header.fingerprint
+
+
+def test_each_launch_is_a_sample(slower):
+    for run in slower[1].values():
+        figures = {figure.metric: figure for figure in run.measurements}
+        assert len(figures["throughput"].samples) == 3
+        assert figures["throughput"].workload_key
+
+
+def test_the_runs_can_be_compared_again_and_are_still_pairs(slower, capsys):
+    _, runs = slower
+    assert main(["compare", *(str(runs[name].path) for name in ("plain", "laborious")), "--format", "json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["turns"] is True
+    figures = {figure["metric"]: figure for figure in found["figures"]}
+    assert figures["throughput"]["verdict"] == "worse"
+
+
+def test_a_trainer_that_goes_wrong_is_newly_failing_and_the_other_was_not_measured(interleaved):
+    code, runs = interleaved("plain", "raising")
+    assert code == 1
+    (wrong,), (other,) = runs["raising"].results, runs["plain"].results
+    assert wrong.outcome.is_bad
+    assert "not today" in wrong.message
+    assert other.outcome.value == "skipped"
+    assert not any(run.measurements for run in runs.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((f"{TRAINERS}::plain", f"{TRAINERS}::elsewhere"), "nothing is measured that both trainers do"),
+        ((f"{TRAINERS}::plain", str(TRAINERS)), "holds several trainers"),
+        ((f"{TRAINERS}::plain",), "two subjects"),
+        ((f"{TRAINERS}::plain", f"{TRAINERS}::plain", "--launches", "2"), "fewer than 3"),
+        ((f"{TRAINERS}::plain", f"{TRAINERS}::plain", "--workloads", "perf-tap-dance"), "perf-tap-dance"),
+    ],
+)
+def test_what_cannot_be_meant_is_usage(words, said, capsys, tmp_path):
+    asked = [*ASKED, "--report-dir", str(tmp_path)]
+    assert main(["compare", "--interleave", *asked, *words]) == 4
+    assert said in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
