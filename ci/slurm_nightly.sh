@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# A nightly run on one node of a SLURM cluster: sbatch ci/slurm_nightly.sh
-# Adapt the partition; ask for as many gpus as the run is to use.
-#SBATCH --job-name=plumbline
-#SBATCH --nodes=1
-#SBATCH --gpus=8
-#SBATCH --time=01:00:00
-#SBATCH --output=plumbline-%j.log
+# A nightly run over the nodes of a SLURM cluster, from a machine that may submit, in cron or scrontab:
+#   17 3 * * *  cd /shared/plumbline && ci/slurm_nightly.sh --nodes 2 --gpus 8 --partition gpu --time 01:00:00
+# The checkout must lie where every node sees it. The arguments are those of `plumbline submit`. It prints the run on
+# one screen, and ends as the run does: 0 all right, 1 a cell is bad, 2 no whole run.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:-.}"
+cd "$(dirname "$0")/.."
 python3 -m venv .venv && .venv/bin/pip install -q -c constraints.txt -e .
-# Plumbline starts its own ranks inside the job: they are torchrun's kind of rank, not SLURM tasks.
-.venv/bin/pytest suites/ --gpus "${SLURM_GPUS_ON_NODE:-8}" --accelerator cuda
+status=0
+.venv/bin/plumbline submit "$@" || status=$?
+cat reports/latest/report.md
+exit "$status"

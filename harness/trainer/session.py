@@ -15,6 +15,7 @@ from harness.trainer import checkpoint as checkpoints
 from harness.trainer.checkpoint import State
 from harness.trainer.connector import Plan
 from harness.trainer.data import check_loader, share_loader
+from harness.trainer.environments.roll_call import call_roll
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.loop import Work, share_buffers, train
 from harness.trainer.module import Module
@@ -96,6 +97,8 @@ def join_ranks(trainer: Any, module: Module) -> bool:
     opened = not dist.is_initialized()
     if opened:
         environment = trainer.plan.environment
+        if environment.starts_ranks and trainer.plan.num_nodes > 1:
+            call_roll(trainer.rank, trainer.world_size, environment.main_address(), environment.main_port())
         os.environ.update(MASTER_ADDR=environment.main_address(), MASTER_PORT=str(environment.main_port()))
         module.init_ddp_connection(trainer.rank, trainer.world_size)
     if not dist.is_initialized() or dist.get_world_size() != trainer.world_size:

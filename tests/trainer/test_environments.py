@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 
 from harness.trainer import MisconfigurationError, PlainEnvironment, SlurmEnvironment, TorchrunEnvironment
 from harness.trainer.environments import detect_environment
-from harness.trainer.environments.slurm import expand_hosts
+from harness.trainer.environments.plain import free_port
+from harness.trainer.environments.roll_call import call_roll
+from harness.trainer.environments.slurm import expand_hosts, tasks_per_node
 
 TORCHRUN = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {
@@ -133,3 +137,57 @@ def test_reading_changes_nothing():
     before = dict(variables)
     detect_environment(variables).check(2, 2)
     assert variables == before
+
+
+@pytest.mark.parametrize(("text", "tasks"), [("2", [2]), ("8,4", [8, 4]), ("2(x3),1", [2, 2, 2, 1])])
+def test_tasks_per_node(text, tasks):
+    assert tasks_per_node(text) == tasks
+
+
+@pytest.mark.parametrize("text", ["", "2(x", "2(x3", "x", "2,,1", "1(x999999999)"])
+def test_malformed_tasks_per_node_are_refused(text):
+    with pytest.raises(MisconfigurationError, match="malformed"):
+        tasks_per_node(text)
+
+
+def test_nodes_of_unequal_size_have_their_own_ranks_and_contradict_equal_gpus():
+    last = {"RANK": "11", "LOCAL_RANK": "3", "GROUP_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4"}
+    environment = detect_environment({**last, "GROUP_WORLD_SIZE": "2"})
+    assert (environment.rank(3, 4), environment.local_rank(), environment.node_rank()) == (11, 3, 1)
+    for gpus in (4, 8):
+        with pytest.raises(MisconfigurationError, match="WORLD_SIZE"):
+            environment.check(num_nodes=2, processes_per_node=gpus)
+    slurm = {"SLURM_PROCID": "8", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_NTASKS": "12", "SLURM_NNODES": "2"}
+    environment = detect_environment({**slurm, "SLURM_TASKS_PER_NODE": "8,4"})
+    assert (environment.rank(0, 4), environment.local_rank(), environment.node_rank()) == (8, 0, 1)
+    with pytest.raises(MisconfigurationError, match="8,4 tasks on its nodes"):
+        environment.check(num_nodes=2, processes_per_node=6)
+
+
+@pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"LOCAL_RANK": "2"}, {"GROUP_RANK": "2", "GROUP_WORLD_SIZE": "2"}])
+def test_a_rank_outside_its_world_is_refused(wrong):
+    with pytest.raises(MisconfigurationError, match="counts from 0"):
+        detect_environment({**TORCHRUN, **wrong}).check(2, 2)
+
+
+def test_slurm_s_main_address_can_be_given():
+    assert SlurmEnvironment({**SLURM, "MASTER_ADDR": "10.0.0.7"}).main_address() == "10.0.0.7"
+
+
+@pytest.mark.parametrize(("ranks", "said"), [((0, 1, 2, 3), None), ((0, 1, 0, 1), "none of them is rank 2")])
+def test_ranks_that_are_there_twice_are_found_before_training(ranks, said):
+    """As where two nodes were both told NODE_RANK=0: each of the four says so, and none waits."""
+    port = free_port()
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        calls = [threads.submit(call_roll, rank, 4, "127.0.0.1", port, timedelta(seconds=30)) for rank in ranks]
+    for call in calls:
+        if said is None:
+            assert call.result() is None
+        else:
+            with pytest.raises(MisconfigurationError, match=said):
+                call.result()
+
+
+def test_a_rank_that_nobody_joins_gives_up_in_a_sentence():
+    with pytest.raises(MisconfigurationError, match="Not all of the 2 ranks came"):
+        call_roll(0, 2, "127.0.0.1", free_port(), timedelta(seconds=1))

@@ -37,7 +37,9 @@ class SlurmEnvironment(ClusterEnvironment):
         return self.number("SLURM_PROCID")
 
     def main_address(self) -> str:
-        """Return the first host of the job's node list."""
+        """Return MASTER_ADDR, where names of nodes lead nowhere, or the first host of the job's node list."""
+        if self.variables.get("MASTER_ADDR"):
+            return self.variables["MASTER_ADDR"]
         nodes = self.variables.get("SLURM_NODELIST") or self.variables.get("SLURM_JOB_NODELIST")
         return expand_hosts(nodes)[0] if nodes else "127.0.0.1"
 
@@ -45,9 +47,33 @@ class SlurmEnvironment(ClusterEnvironment):
         """Return MASTER_PORT, or a port below the ephemeral ones that follows from the job's id."""
         return self.number("MASTER_PORT", 12000 + self.number("SLURM_JOB_ID", 0) % 20000)
 
+    def check(self, num_nodes: int, processes_per_node: int) -> None:
+        """Raise MisconfigurationError where SLURM started something else than the trainer's topology means."""
+        super().check(num_nodes, processes_per_node)
+        text = self.variables.get("SLURM_STEP_TASKS_PER_NODE") or self.variables.get("SLURM_TASKS_PER_NODE")
+        if text and set(tasks_per_node(text)) != {processes_per_node}:
+            raise MisconfigurationError(
+                f"SLURM put {text} tasks on its nodes, but the trainer's gpus, num_nodes and distributed_backend mean "
+                f"{processes_per_node} on each: start them with srun --ntasks-per-node={processes_per_node}."
+            )
+
     def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
         """Return the numbers of tasks and nodes that the trainer's topology means."""
         return {"SLURM_NTASKS": num_nodes * processes_per_node, "SLURM_NNODES": num_nodes}
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Return how many tasks each node has, of SLURM's ``8,4`` or ``2(x3),1``.
+
+    Raises:
+        MisconfigurationError: it is malformed.
+
+    """
+    found = re.fullmatch(r"\d+(\(x\d+\))?(,\d+(\(x\d+\))?)*", text)
+    repeats = [(int(count), int(times or 1)) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text)]
+    if not found or sum(times for _, times in repeats) > MOST_HOSTS:
+        raise MisconfigurationError(f"The tasks per node {text!r} are malformed: they should look like 8(x2),4.")
+    return [count for count, times in repeats for _ in range(times)]
 
 
 def expand_hosts(nodes: str) -> list[str]:

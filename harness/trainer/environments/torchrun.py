@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from harness.trainer.environments.base import ClusterEnvironment
+from harness.trainer.errors import MisconfigurationError
 
 
 class TorchrunEnvironment(ClusterEnvironment):
@@ -37,6 +38,21 @@ class TorchrunEnvironment(ClusterEnvironment):
         """Return MASTER_PORT."""
         return self.number("MASTER_PORT")
 
+    def check(self, num_nodes: int, processes_per_node: int) -> None:
+        """Raise MisconfigurationError where the variables contradict the trainer's topology, or each other."""
+        super().check(num_nodes, processes_per_node)
+        pairs = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("GROUP_RANK", "GROUP_WORLD_SIZE"))
+        for place, size in pairs:
+            if self.variables.get(place) and self.variables.get(size) and self.number(place) >= self.number(size):
+                raise MisconfigurationError(
+                    f"{self.name} says {place}={self.variables[place]} and {size}={self.variables[size]}, and counts "
+                    "from 0: were some of its variables set by hand, or left over?"
+                )
+
     def expected(self, num_nodes: int, processes_per_node: int) -> dict[str, int]:
         """Return the world sizes that the trainer's topology means."""
-        return {"WORLD_SIZE": num_nodes * processes_per_node, "LOCAL_WORLD_SIZE": processes_per_node}
+        return {
+            "WORLD_SIZE": num_nodes * processes_per_node,
+            "LOCAL_WORLD_SIZE": processes_per_node,
+            "GROUP_WORLD_SIZE": num_nodes,
+        }
