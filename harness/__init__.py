@@ -9,13 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.cluster import HyperOptArgumentParser, SlurmCluster
     from harness.subjects.declare import subject
     from harness.trainer import Module, Trainer, TrainLoop
     from harness.worker.rank import current_job
 
-__all__ = ["Module", "TrainLoop", "Trainer", "current_job", "subject"]
+__all__ = ["HyperOptArgumentParser", "Module", "SlurmCluster", "TrainLoop", "Trainer", "current_job", "subject"]
 
 _HOMES = {
+    "HyperOptArgumentParser": "harness.cluster",
+    "SlurmCluster": "harness.cluster",
     "subject": "harness.subjects.declare",
     "current_job": "harness.worker.rank",
     "Trainer": "harness.trainer",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,10 +13,10 @@ import pytest
 from harness.core.errors import LaunchError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.examine import verdict
+from harness.examine import Examined, verdict
 from harness.plan import Planned
 from harness.report.parameters import parameter_table
-from harness.store.records import KNOWN, Result, ending
+from harness.store.records import KNOWN, Measurement, Result, ending
 
 if TYPE_CHECKING:
     from harness.session import Session
@@ -34,6 +36,7 @@ class CellTest:
         self._planned = planned
         self._item = item
         self._evidence: str | None = None
+        self._measurements: Sequence[Measurement] = ()
 
     def examine(self) -> None:
         """Train the cell, judge it, hand the findings over, and end the test as the verdict says.
@@ -50,23 +53,46 @@ class CellTest:
             findings: tuple[Finding, ...] = (Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal),)
         else:
             try:
-                ahead = session.launched(self._planned)
-                self._evidence = str(ahead.folder)
-                examined = verdict(ahead.launched, cell, meanwhile=session.launch_ahead)
-                findings, seconds = examined.findings, examined.seconds
+                examined = self._tried()
             except LaunchError as error:
-                findings = (Finding("launch", Outcome.ERRORED, str(error)),)
+                # Not the subject's fault, as far as anybody can tell: once more, with another pool.
+                examined = self._tried_again(error)
+            findings, seconds = examined.findings, examined.seconds
         reproduce = session.reproduce(self._item.config.cwd_relative_nodeid(self._item.nodeid))
         return session.results(cell, findings, reproduce, seconds)
+
+    def _tried(self) -> Examined:
+        ahead = self._session.launched(self._planned)
+        self._evidence = str(ahead.folder)
+        with ahead.lease:
+            return verdict(ahead.launched, self._planned.cell, meanwhile=self._session.launch_ahead)
+
+    def _tried_again(self, first: LaunchError) -> Examined:
+        """Try a cell once more that the harness could not launch; the findings say so."""
+        if self._evidence:
+            shutil.rmtree(self._evidence, ignore_errors=True)
+        try:
+            examined = self._tried()
+        except LaunchError as error:
+            both = f"tried twice: {first}{'' if str(error) == str(first) else f'; then {error}'}"
+            return Examined((Finding("launch", Outcome.ERRORED, both, cause="launcher-lost", family="launch"),), None)
+        note = f"this cell was tried again, because {first}"
+        others = tuple(finding for finding in examined.findings if finding.check != "launch")
+        launch = next((finding for finding in examined.findings if finding.check == "launch"), None)
+        told = Finding("launch", Outcome.PASSED, note)
+        if launch is not None:
+            told = replace(launch, message=f"{launch.message}\n{note}")
+        return Examined((told, *others), examined.seconds)
 
     def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
         end = ending(results)
         word = end.value if isinstance(end, Outcome) else end
         self._item.user_properties.append((OUTCOME, word))
         if not recorded:
-            handed = {"results": [result.model_dump_json() for result in results], "evidence": self._evidence}
-            self._item.user_properties.append((PROPERTY, json.dumps(handed)))
-        if end is Outcome.UNSUPPORTED:
+            # Figures come first: with the last of its results a cell is whole.
+            records = [record.model_dump_json() for record in (*self._measurements, *results)]
+            self._item.user_properties.append((PROPERTY, json.dumps({"records": records, "evidence": self._evidence})))
+        if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(results[0].message)
         said = [told(result) for result in results if result.outcome.is_bad or result.expected]
         if end == KNOWN:

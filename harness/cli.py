@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from harness.commands import judge, new_subject, report, smoke, subjects
+from harness.commands import compare, doctor, judge, new_subject, report, show, smoke, subjects, submit
 from harness.commands.exits import TROUBLE, USAGE
 from harness.core.errors import PlumblineError
 
-COMMANDS = (new_subject, smoke, subjects, judge, report)
+COMMANDS = (new_subject, smoke, subjects, judge, report, show, compare, submit, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

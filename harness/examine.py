@@ -12,6 +12,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.judge import judge
 from harness.launch.interrupt import with_interruption
+from harness.launch.lease import share
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
@@ -27,9 +28,13 @@ class Examined:
 
 
 def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examined:
-    """Train ``cell`` with ranks from ``pool``, leave the evidence in ``folder``, and judge it."""
+    """Train ``cell`` with ranks from ``pool``, leave the evidence in ``folder``, and judge it.
+
+    Where a cell is being measured on this machine, that comes first.
+    """
     try:
-        return verdict(start(pool, cell, folder, settings), cell)
+        with share():
+            return verdict(start(pool, cell, folder, settings), cell)
     except LaunchError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
 
@@ -38,13 +43,16 @@ def verdict(launched: Launched, cell: Cell, meanwhile: Callable[[], None] = lamb
     """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done.
 
     Where the workload asks for an interruption, two more launches follow.
+
+    Raises:
+        LaunchError: the harness could not go through with it.
     """
     workload = find(cell.workload, cell.seed)
     try:
         trace = launched.trace()
         if workload.interrupt_after is not None:
             trace = with_interruption(trace, launched, cell, workload.interrupt_after, elastic=workload.elastic)
-    except (LaunchError, TraceError) as error:
+    except TraceError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
     meanwhile()
     return Examined(judge(trace, workload, cell), trace.seconds)

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from harness.core.backend import BACKENDS, resized
+from harness.core.backend import BACKENDS, declared_for, resized
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
+from harness.core.software import UNKNOWN, Software
 from harness.core.topology import Topology
-from harness.workloads import WORKLOADS, Workload
+from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
 COUNTS = (1, 2, 3, 4, 8)
 """Device counts that are tried within a budget: 3 because mistakes hide behind powers of two."""
@@ -38,13 +39,15 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a subject said of itself, and the locator it was found by."""
+    """What a subject said of itself, and the locator it was found by; ``precisions`` by accelerator."""
 
     name: str
     locator: str
     backends: tuple[str, ...]
-    precisions: tuple[str, ...]
+    precisions: Mapping[str, Sequence[str]]
     capabilities: frozenset[str]
+    software: Software = UNKNOWN
+    launch: str = "rank"
 
     @classmethod
     def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
@@ -53,20 +56,24 @@ class Declaration:
             name=values["name"],
             locator=locator,
             backends=tuple(values["backends"]),
-            precisions=tuple(values["precisions"]),
+            precisions=values["precisions"],
             capabilities=frozenset(values["capabilities"]),
+            software=Software(**values["software"]),
+            launch=values["launch"],
         )
 
     def refusal(self, cell: Cell) -> str | None:
         """Return why the subject does not do ``cell``, in a sentence, or None if it does."""
         if cell.backend not in self.backends:
             return f"{self.name} does not declare backend {cell.backend!r}"
-        if cell.precision not in self.precisions:
-            return f"{self.name} does not declare precision {cell.precision!r}"
-        workload = WORKLOADS[cell.workload]
+        if cell.precision not in self.precisions[cell.accelerator]:
+            return f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}"
+        workload = EVERY[cell.workload]
         missing = workload.needs - self.capabilities
         if missing:
             return f"{self.name} does not declare {', '.join(sorted(missing))}, which {cell.workload} needs"
+        if self.launch == "node" and isinstance(workload, PerformanceWorkload):
+            return f"{self.name} starts its ranks by itself: they can be examined, but not timed"
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
             return workload.gloo_only
         return None
@@ -90,33 +97,41 @@ class Planned:
         )
 
 
-def plan(matrix: Matrix, subjects: Sequence[Declaration]) -> list[Planned]:
+def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Workload] = WORKLOADS) -> list[Planned]:
     """Return every cell of the matrix, small topologies first; what a subject does not do is in it, refused.
+
+    ``among`` are the workloads that the suite is about, by name.
 
     Raises:
         PlanError: a name is unknown, or two subjects share one.
     """
     backends = _known("backend", matrix.backends, BACKENDS)
     precisions = _known("precision", matrix.precisions, PRECISIONS)
-    workloads = _known("workload", matrix.workloads, WORKLOADS)
-    names = [declared.name for declared in subjects]
-    for name in names:
-        if names.count(name) > 1:
-            raise PlanError(f"two subjects are called {name!r}: a report could not tell them apart, rename one")
+    workloads = [name for name in _known("workload", matrix.workloads, EVERY) if name in among]
+    _refuse_namesakes(subjects)
     planned = topologies(matrix.gpus, matrix.nodes)
     return [
         Planned(cell, declared.refusal(cell))
         for topology in planned
-        for declared in subjects
+        for name in dict.fromkeys(declared.name for declared in subjects)
         for backend in backends
-        # Only some trainers choose a backend by themselves; for the others there is nothing to ask.
-        if backend != "auto" or "auto" in declared.backends or matrix.backends
+        for declared in [declared_for(name, backend, subjects)]
+        if not BACKENDS[backend].rare or backend in declared.backends or matrix.backends
         if BACKENDS[backend].fits(topology)
         for workload in workloads
         for precision in precisions
-        if _worth_a_cell(WORKLOADS[workload], backend, topology, precision, planned)
-        for cell in [Cell(declared.name, workload, backend, topology, precision, matrix.accelerator, matrix.seed)]
+        if _worth_a_cell(EVERY[workload], backend, topology, precision, planned)
+        for cell in [Cell(name, workload, backend, topology, precision, matrix.accelerator, matrix.seed)]
     ]
+
+
+def _refuse_namesakes(subjects: Sequence[Declaration]) -> None:
+    """Refuse one name for two trainers. One trainer's declarations come from one place, each for other backends."""
+    for place, one in enumerate(subjects):
+        for other in subjects[:place]:
+            both = set(one.backends) & set(other.backends)
+            if one.name == other.name and (both or one.locator != other.locator):
+                raise PlanError(f"two subjects are called {one.name!r}: a report could not tell them apart, rename one")
 
 
 def _worth_a_cell(
@@ -128,6 +143,8 @@ def _worth_a_cell(
     device, three (or as many as there are), and for ddp2 two nodes of two. An elastic one needs another number of
     devices to have come from.
     """
+    if isinstance(workload, PerformanceWorkload):
+        return _worth_timing(workload, backend, topology, precision, planned)
     single = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
     if backend == "auto":
         return topology == single[1] and not workload.narrow
@@ -138,6 +155,24 @@ def _worth_a_cell(
     return precision in workload.precisions and (
         topology in (single[0], single[-1]) or (topology == Topology(2, 2) and backend == "ddp2")
     )
+
+
+def _worth_timing(
+    workload: PerformanceWorkload, backend: str, topology: Topology, precision: str, planned: Sequence[Topology]
+) -> bool:
+    """Say whether a cell is to be measured: powers of two on one node, and the most devices on several.
+
+    Precisions after a workload's first are measured on the smallest topology of each backend: what they cost or gain
+    is a matter of the device. ``auto`` is another name for something that is measured already.
+    """
+    largest = max(t.gpus for t in planned if t.num_nodes == 1)
+    places = [t for t in planned if t.num_nodes == 1 and (t.gpus == largest or t.gpus & (t.gpus - 1) == 0)]
+    several = [t for t in planned if t.num_nodes > 1 and t.gpus > 1 and backend in workload.on_nodes]
+    places += sorted(several, key=lambda t: (t.devices, t.gpus))[-1:]
+    if backend == "auto" or backend not in (workload.backends or BACKENDS):
+        return False
+    first = next((place for place in places if BACKENDS[backend].fits(place)), None)
+    return topology in (places if precision == workload.precisions[0] else [first]) and precision in workload.precisions
 
 
 def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:

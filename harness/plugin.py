@@ -10,20 +10,24 @@ travel to it with the test reports.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.core.backend import BACKENDS
 from harness.core.sketch import SKETCH_ABOVE
+from harness.live import follow
 
 if TYPE_CHECKING:
+    from harness.benchmark_test import BenchmarkTest
     from harness.cell_test import CellTest
     from harness.session import Session
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
+CELL_FIXTURES = ("plumbline_cell", "plumbline_benchmark")
 REFUSAL = "plumbline-refusal"
 REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
 
@@ -34,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add = group.addoption
     add("--gpus", type=int, metavar="N", help="budget of devices; with --nodes, devices of each node")
     add("--nodes", type=int, metavar="N", help="nodes with so many gpus each")
-    add("--backends", metavar="A,B", help="none, auto, dp, ddp, ddp2 (default: all)")
+    add("--backends", metavar="A,B", help=f"{', '.join(BACKENDS)} (default: all)")
     add("--precisions", metavar="A,B", help="64, 32, 16, bf16 (default: all)")
     add("--workloads", metavar="A,B", help="workloads by name (default: all)")
     add(
@@ -46,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("--seed", type=int, metavar="N", help="other weights, data and order than the workloads' own")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device")
+    add("--launcher", default="local", metavar="NAME", help="where ranks live: local, or slurm: this job's nodes")
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device (gloo)")
     add(
         "--sketch-above",
@@ -71,6 +76,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="for one cell (default: %(default)s)",
     )
+    add(
+        "--launches",
+        type=int,
+        default=3,
+        metavar="N",
+        help="launches of each cell that is measured: more of them, narrower intervals (default: %(default)s)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,10 +92,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test of every planned cell."""
-    if "plumbline_cell" not in metafunc.fixturenames:
+    fixture = next((name for name in CELL_FIXTURES if name in metafunc.fixturenames), None)
+    if fixture is None:
         return
     try:
-        planned = _session(metafunc.config, metafunc.definition.path).planned
+        with _usage_errors():
+            session = _session(metafunc.config, metafunc.definition.path)
+            planned = session.planned if fixture == "plumbline_cell" else session.to_measure
     except pytest.UsageError as error:
         # Raised here it would read like a broken test file; it is said when the collection is done.
         metafunc.config.stash[REFUSED] = error
@@ -91,7 +106,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.config.workeroutput[REFUSAL] = str(error)
         planned = []
     metafunc.parametrize(
-        "plumbline_cell",
+        fixture,
         [pytest.param(one, id=one.cell.id, marks=[pytest.mark.smoke] if one.is_smoke else []) for one in planned],
         indirect=True,
     )
@@ -103,6 +118,12 @@ def plumbline_cell(request: pytest.FixtureRequest) -> CellTest:
     return _session(request.config, request.path).test(request.param, request.node)
 
 
+@pytest.fixture
+def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkTest:
+    """One cell to measure."""
+    return _session(request.config, request.path).benchmark(request.param, request.node)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin the run on disk once it is known which cells were selected."""
     config = session.config
@@ -110,9 +131,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise config.stash[REFUSED]
     if SESSION not in config.stash or hasattr(config, "workerinput") or config.option.collectonly:
         return
-    chosen = {item.callspec.id for item in session.items if "plumbline_cell" in getattr(item, "fixturenames", ())}
-    with _usage_errors():
-        config.stash[SESSION].begin(chosen, _command(config))
+    chosen = {item.callspec.id for item in session.items if {*CELL_FIXTURES} & {*getattr(item, "fixturenames", ())}}
+    _begin(config, config.stash[SESSION], chosen)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -120,9 +140,8 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     """Begin the run in xdist's controller, which collects nothing itself."""
     cells = [nodeid.rpartition("::test_cell[") for nodeid in ids if "::test_cell[" in nodeid]
     if cells:
-        with _usage_errors():
-            session = _session(node.config, node.config.rootpath / cells[0][0])
-            session.begin({parameter[:-1] for _, _, parameter in cells}, _command(node.config))
+        session = _session(node.config, node.config.rootpath / cells[0][0])
+        _begin(node.config, session, {parameter[:-1] for _, _, parameter in cells})
         session.close()  # its pools were asked what they hold; the workers' own do the training
 
 
@@ -132,6 +151,16 @@ def pytest_testnodedown(node: Any) -> None:
     refusal = getattr(node, "workeroutput", {}).get(REFUSAL)
     if refusal:
         raise pytest.UsageError(refusal)
+
+
+def _begin(config: pytest.Config, session: Session, chosen: Collection[str]) -> None:
+    """Begin the run on disk for the cells that were ``chosen``, and show on a terminal how far it is."""
+    with _usage_errors():
+        session.begin(chosen, _command(config))
+    cells = [one.cell for one in session.planned if one.cell.id in chosen]
+    if set(chosen) - {cell.id for cell in cells}:  # elsewhere than on one machine nothing can be measured
+        cells += [one.cell for one in session.to_measure if one.cell.id in chosen]
+    follow(config, {cell.id: cell.processes for cell in cells})
 
 
 def _session(config: pytest.Config, suite: Path) -> Session:

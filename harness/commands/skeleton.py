@@ -16,7 +16,7 @@ from harness import subject
 
 @subject(
     name="my-trainer",
-    backends=["ddp"],  # which of none, dp, ddp, ddp2 your trainer can do; the others are "unsupported", not wrong
+    backends=["ddp"],  # which of none, dp, ddp, ddp2, fsdp, zero it can do; the others are "unsupported", not wrong
     precisions=["32"],  # which of 64, 32, 16, bf16
     capabilities=[],  # what else: "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics", …
 )

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 PLACES = {
     "ddp": Topology(1, 2),
+    "fsdp": Topology(1, 2),
+    "zero": Topology(1, 2),
     "dp": Topology(1, 2),
     "ddp2": Topology(2, 2),
     "auto": Topology(1, 2),
@@ -69,7 +71,10 @@ def smoke(options: argparse.Namespace) -> int:
 
             torch.set_num_threads(1)  # as the session that judges for pytest
             accelerator = _accelerator(options.accelerator)
-            worst = max(try_in_turn(pool, cells_of(declared, accelerator)) for declared in pool.subjects)
+            cells = {declared["name"]: [] for declared in pool.subjects}
+            for declared in pool.subjects:
+                cells[declared["name"]] += cells_of(declared, accelerator)
+            worst = max(try_in_turn(pool, own) for own in cells.values())
     except PlanError as error:
         print(f"plumbline: {error}", file=sys.stderr)
         return USAGE
@@ -109,7 +114,7 @@ def _accelerator(wanted: str) -> str:
 def cells_of(declared: Mapping[str, Any], accelerator: str) -> list[Cell]:
     """Return a cell for each backend and for each precision that is declared, the plainest first."""
     backends = [backend for backend in PLACES if backend in declared["backends"]]
-    precisions = [precision for precision in PRECISIONS if precision in declared["precisions"]]
+    precisions = [precision for precision in PRECISIONS if precision in declared["precisions"][accelerator]]
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
     return [

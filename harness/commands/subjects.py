@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from harness.commands.environments import LIBRARIES, environments, install, wanted
+from harness.commands.environments import LIBRARIES, environments, install, pip_command, wanted
 from harness.report.text import printable, shortened
 
 if TYPE_CHECKING:
@@ -34,12 +33,13 @@ def add_to(commands: Any) -> None:
 class Shipped:
     """A subject that ships. ``library`` is its library's version here, None where it is not installed.
 
-    ``subject`` is what it declares; where it cannot be imported, ``obstacle`` says why.
+    ``declared`` is what it declares, several times where its backends differ in it; where it cannot be imported,
+    ``obstacle`` says why.
     """
 
     name: str
     library: str | None
-    subject: Subject | None
+    declared: tuple[Subject, ...] = ()
     obstacle: str | None = None
 
 
@@ -53,12 +53,12 @@ def shipped() -> list[Shipped]:
         try:
             library = f"{distribution} {metadata.version(distribution)}"
         except metadata.PackageNotFoundError:
-            every.append(Shipped(name, None, None))
+            every.append(Shipped(name, None))
             continue
         try:
-            every.append(Shipped(name, library, load(name)[0]))
+            every.append(Shipped(name, library, tuple(load(name))))
         except (Exception, SystemExit) as error:
-            every.append(Shipped(name, library, None, f"{type(error).__name__}: {error}"))
+            every.append(Shipped(name, library, obstacle=f"{type(error).__name__}: {error}"))
     return every
 
 
@@ -79,20 +79,31 @@ def show(subjects: list[Shipped], console: Console) -> None:
     for head in ("Subject", "Library", "Backends", "Precisions", "Capabilities"):
         table.add_column(head, overflow="fold", no_wrap=head == "Subject")
     for shipped in subjects:
-        subject = shipped.subject
-        does = (subject.backends, subject.precisions, sorted(subject.capabilities)) if subject else ()
-        table.add_row(shipped.name, shipped.library or "not installed", *map(" ".join, does))
+        does = [(one.backends, _precisions(one), sorted(one.capabilities)) for one in shipped.declared]
+        for number, columns in enumerate(does or [()]):
+            name, library = ("", "") if number else (shipped.name, shipped.library or "not installed")
+            table.add_row(name, library, *map(" ".join, columns))
     console.print(table)
     as_it_is: Any = {"markup": False, "soft_wrap": True}  # to be copied: a line stays a line
     for shipped in subjects:
         if shipped.obstacle:
             console.print(f"{shipped.name} cannot be imported: {printable(shipped.obstacle)}", **as_it_is)
         elif shipped.library is None:
-            pip = f"pip install {shlex.quote(LIBRARIES[shipped.name])}"
             beside = f"plumbline subjects install {shipped.name}==VERSION"
-            console.print(f"{shipped.name}: {pip}, or beside this environment: {beside}", **as_it_is)
+            console.print(
+                f"{shipped.name}: {pip_command(shipped.name)}, or beside this environment: {beside}", **as_it_is
+            )
     for name, python in environments():
         console.print(f'{name}, beside this environment: --subject "…;python={python}"', **as_it_is)
+
+
+def _precisions(subject: Subject) -> list[str]:
+    """Return the precisions of a subject; one that not every accelerator has, with those that have it."""
+    every = dict.fromkeys(precision for offered in subject.precisions.values() for precision in offered)
+    where = {one: [name for name, offered in subject.precisions.items() if one in offered] for one in every}
+    return [
+        one if len(names) == len(subject.precisions) else f"{one} ({', '.join(names)})" for one, names in where.items()
+    ]
 
 
 def installed(options: argparse.Namespace) -> int:

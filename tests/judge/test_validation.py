@@ -14,8 +14,8 @@ from harness.judge.places import due
 from harness.subjects.load import load
 from harness.workloads import WORKLOADS
 
-WORKLOAD = WORKLOADS["validation"]  # windows of four and two micro-batches; due after two batches, four, and six
-PLACES = [(0, 2), (1, 0), (2, 0), (2, 2), (3, 0), (4, 0)]
+WORKLOAD = WORKLOADS["validation"]  # windows of four micro-batches; due after every second batch
+PLACES = [*((step, micro) for step in range(4) for micro in (0, 2) if step or micro), (4, 0)]
 
 
 def shares(world, count):
@@ -25,7 +25,7 @@ def shares(world, count):
 def trace_of(world, evaluations, own_loss=False):
     """Ranks that stepped as they should, each with its evaluations; weights are not looked at."""
     micro = MicroBatch(((0,),), None if own_loss else (0,))
-    steps = tuple(Step((micro,) * size, {}, {}, {}, (0.1,)) for size in (4, 2, 4, 2))
+    steps = tuple(Step((micro,) * size, {}, {}, {}, (0.1,)) for size in (4, 4, 4, 4))
     return Trace(tuple(RankTrace(rank, world, steps, evaluations=tuple(evaluations[rank])) for rank in range(world)))
 
 
@@ -75,7 +75,7 @@ def test_evaluations_that_nobody_asked_for_are_no_mistake(asked):
 
 
 def test_the_moment_before_the_step_is_as_good_as_the_one_after_it(asked):
-    before = {(1, 0): (0, 4), (2, 0): (1, 2), (3, 0): (2, 4), (4, 0): (3, 2)}
+    before = {(1, 0): (0, 4), (2, 0): (1, 4), (3, 0): (2, 4), (4, 0): (3, 4)}
     assert asked(right(2, count(2), [before.get(place, place) for place in PLACES])).outcome is Outcome.PASSED
 
 
@@ -86,7 +86,7 @@ def test_what_fills_up_a_batch_harms_nobody_that_leaves_it_out_of_the_figures(as
 
 
 def test_without_the_jobs_loss_the_step_is_all_that_can_be_asked_for(asked):
-    elsewhere = [(0, 1), (1, 0), (2, 0), (2, 3), (3, 0), (4, 0)]
+    elsewhere = [(0, 1), (1, 0), (1, 1), (2, 0), (2, 3), (3, 0), (3, 1), (4, 0)]
     assert asked(right(1, count(1), elsewhere), own_loss=True).outcome is Outcome.PASSED
     assert asked(right(1, count(1), elsewhere)).outcome is Outcome.FAILED
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
@@ -15,11 +17,12 @@ from harness.core.topology import Topology
 from harness.plan import Declaration, Matrix, check_devices, plan, topologies
 from harness.workloads import WORKLOADS
 
-EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), tuple(PRECISIONS), frozenset())
+EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())
 
 
 def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabilities=()):
-    return Declaration(name, f"{name}.py", backends, precisions, frozenset(capabilities))
+    by_accelerator = precisions if isinstance(precisions, dict) else dict.fromkeys(ACCELERATORS, precisions)
+    return Declaration(name, f"{name}.py", backends, by_accelerator, frozenset(capabilities))
 
 
 @given(st.integers(1, 200))
@@ -53,7 +56,7 @@ def test_a_budget_of_eight_is_tried_whole_and_in_nodes():
 def test_nodes_of_eight_reach_all_ranks(nodes, ranks):
     cells = [planned.cell for planned in plan(Matrix(gpus=8, nodes=nodes), [EVERYTHING])]
     assert max(cell.processes for cell in cells) == ranks
-    assert {cell.backend for cell in cells if cell.topology.devices == ranks} == {"ddp", "ddp2"}
+    assert {cell.backend for cell in cells if cell.topology.devices == ranks} == {"ddp", "ddp2", "fsdp", "zero"}
 
 
 @pytest.mark.parametrize(("gpus", "nodes"), [(0, None), (-3, None), (0, 2), (2, 0), (2, -1)])
@@ -121,6 +124,13 @@ def test_what_a_subject_does_not_declare_is_in_the_plan_refused():
     assert {cell.backend for cell in refusals} == {"none", "dp", "ddp"}
 
 
+def test_a_precision_may_be_declared_for_one_accelerator_only():
+    subject = declared(precisions={"cpu": ("32",), "cuda": ("32", "16")})
+    for accelerator, refused in (("cpu", {"16"}), ("cuda", set())):
+        asked = Matrix(1, precisions=("32", "16"), workloads=("mlp",), accelerator=accelerator)
+        assert {p.cell.precision for p in plan(asked, [subject]) if p.refusal} == refused
+
+
 def test_a_workload_that_needs_a_capability_is_refused_to_those_without(monkeypatch):
     monkeypatch.setattr(type(WORKLOADS["mlp"]), "needs", frozenset({"clipping"}))
     subjects = [declared("plain"), declared("clips", capabilities=["clipping"])]
@@ -129,9 +139,37 @@ def test_a_workload_that_needs_a_capability_is_refused_to_those_without(monkeypa
     assert refused["clips"] is None
 
 
-def test_a_subject_that_chooses_no_backend_is_not_asked_to_unless_the_user_does():
-    assert "auto" not in {p.cell.backend for p in plan(Matrix(2), [declared()])}
-    assert {p.refusal for p in plan(Matrix(2, backends=("auto",)), [declared()])} != {None}
+@pytest.mark.parametrize("backend", ["auto", "fsdp", "zero"])
+def test_a_backend_that_few_have_is_asked_of_those_alone_unless_the_user_says_so(backend):
+    plain, has = declared("plain"), declared("has", backends=("none", "ddp", backend))
+    asked = {(p.cell.subject, p.refusal) for p in plan(Matrix(2), [plain, has]) if p.cell.backend == backend}
+    assert {subject for subject, _ in asked} == {"has"}
+    assert None in {refusal for _, refusal in asked}
+    forced = [p for p in plan(Matrix(2, backends=(backend,)), [plain]) if p.cell.backend == backend]
+    assert forced
+    assert all("does not declare backend" in p.refusal for p in forced)
+
+
+def test_one_trainer_may_declare_other_backends_otherwise():
+    here = [
+        declared("mine", backends=("none", "ddp"), capabilities=["clipping"]),
+        declared("mine", backends=("fsdp",), precisions=("32", "64")),
+    ]
+    planned = plan(Matrix(2, precisions=("32", "64"), workloads=("mlp", "clipping")), here)
+    assert len({p.cell for p in planned}) == len(planned), "no cell is there twice"
+    does = {(p.cell.backend, p.cell.workload, p.cell.precision) for p in planned if p.refusal is None}
+    assert does == {
+        ("none", "mlp", "32"), ("none", "clipping", "32"), ("ddp", "mlp", "32"), ("ddp", "clipping", "32"),
+        ("fsdp", "mlp", "32"), ("fsdp", "mlp", "64"),
+    }  # fmt: skip
+
+
+def test_one_name_for_one_backend_twice_or_from_two_places_is_refused():
+    twice = [declared("mine", backends=("none", "ddp")), declared("mine", backends=("ddp",))]
+    elsewhere = [declared("mine", backends=("none",)), replace(declared("mine", backends=("ddp",)), locator="other.py")]
+    for subjects in (twice, elsewhere):
+        with pytest.raises(PlanError, match="two subjects are called 'mine'"):
+            plan(Matrix(2), subjects)
 
 
 def test_smoke_touches_every_backend_once():
