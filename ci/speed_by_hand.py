@@ -12,6 +12,7 @@ explains (95 %).
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import os
 import sys
@@ -74,6 +75,8 @@ def launch(workload: str, world: int) -> float:
 def train(rank: int, workload: str, world: int, folder: str) -> None:
     """Train as one process, and leave samples and seconds."""
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # a walk through all that was imported, once in thousands of steps, is no part of a few dozen
     problem = PERFORMANCE[workload]
     extent = problem.extent(world)
     model = bare = problem.model()

@@ -14,7 +14,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.launch.lease import have_alone
 from harness.launch.pool import Pool
-from harness.measure.figures import RepeatedSamplesError
+from harness.measure.figures import SamplesError
 from harness.measure.group import Group, GroupError
 from harness.measure.records import measurements
 from harness.measure.turns import Begin, Turns
@@ -40,7 +40,7 @@ class BenchmarkTest(CellTest):
 
     def _measured(self, benchmark: Any) -> Sequence[Result]:
         cell, session = self._planned.cell, self._session
-        reproduce = session.reproduce(self._item.config.cwd_relative_nodeid(self._item.nodeid))
+        reproduce = self._reproduce()
         seconds = None
         if self._planned.refusal:
             finding = Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal)
@@ -52,7 +52,7 @@ class BenchmarkTest(CellTest):
                 finding = _verdict(self._measurements)
             except GroupError as failed:
                 finding, self._evidence = failed.finding, str(failed.folder)
-            except (LaunchError, SubjectError, RepeatedSamplesError) as error:
+            except (LaunchError, SubjectError, SamplesError) as error:
                 finding = Finding(CHECK, Outcome.ERRORED, str(error))
         benchmark.extra_info.update(_extra_info(self._measurements))
         return session.results(cell, (finding,), reproduce, seconds)

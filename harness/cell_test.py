@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -58,8 +59,12 @@ class CellTest:
                 # Not the subject's fault, as far as anybody can tell: once more, with another pool.
                 examined = self._tried_again(error)
             findings, seconds = examined.findings, examined.seconds
-        reproduce = session.reproduce(self._item.config.cwd_relative_nodeid(self._item.nodeid))
-        return session.results(cell, findings, reproduce, seconds)
+        return session.results(cell, findings, self._reproduce(), seconds)
+
+    def _reproduce(self) -> str:
+        """Return the command that runs just this cell again, from where pytest was called."""
+        path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
+        return self._session.reproduce(f"{path}::{self._item.nodeid.partition('::')[2]}")
 
     def _tried(self) -> Examined:
         ahead = self._session.launched(self._planned)

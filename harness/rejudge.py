@@ -65,5 +65,6 @@ def _rejudge(planned: PlannedCell, run: Run, seed: int | None) -> Rejudged:
     findings = judge(trace, find(cell.workload, seed), cell)
     # What was expected is no part of a judge's answer: the recorded run's stands.
     expected = {result.check: result.expected for result in recorded}
-    now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check)) for found in findings)
+    counted = len(findings) if any(result.findings for result in recorded) else None  # older runs do not say
+    now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check), counted) for found in findings)
     return Rejudged(cell.id, recorded, tuple(now))

@@ -22,7 +22,7 @@ from harness.launch.lease import have_alone
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.measure.estimate import FEWEST_LAUNCHES
-from harness.measure.figures import Launch, RepeatedSamplesError
+from harness.measure.figures import Launch, SamplesError
 from harness.measure.group import Group, GroupError, interleaved
 from harness.measure.records import measurements
 from harness.plan import DEFAULT_GPUS, Declaration, Matrix, check_devices, plan
@@ -180,7 +180,7 @@ def measured(cells: Sequence[Cell], sides: Sequence[Side], number: int) -> list[
 def _records(cell: Cell, launches: Sequence[Launch]) -> list[Measurement | Result]:
     try:
         return list(measurements(cell, launches, _reproduce()))
-    except RepeatedSamplesError as error:
+    except SamplesError as error:
         return [Result.of(cell, Finding(CHECK, Outcome.ERRORED, str(error)), _reproduce(), None)]
 
 

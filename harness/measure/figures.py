@@ -55,8 +55,8 @@ Key = tuple[str, "int | None"]
 """A metric, and the rank it speaks of, None where it speaks of all."""
 
 
-class RepeatedSamplesError(ValueError):
-    """Some samples went through the model more than once in a round, so that nobody can say what a second is worth."""
+class SamplesError(ValueError):
+    """Nobody can say what a second was worth: no samples went through the model in a round, or some more than once."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def samples_of(launches: Sequence[Launch], devices: int) -> dict[Key, list[float
     """Return for each figure what each launch measured of it, in turn; what no launch measured is not there.
 
     Raises:
-        RepeatedSamplesError: samples were repeated within a round.
+        SamplesError: samples cannot be counted.
     """
     found: dict[Key, list[float]] = {}
     for launch in launches:
@@ -125,8 +125,10 @@ def _wall(rounds: Sequence[Round]) -> float:
 def _consumed(rounds: Sequence[Round]) -> int:
     """Return how many samples all ranks together consumed in a round."""
     samples = [sample for one in rounds for sample in one.samples]
+    if not samples:
+        raise SamplesError("no samples went through job.model()'s forward in a round: is another model trained?")
     if len(set(samples)) < len(samples):
-        raise RepeatedSamplesError(
+        raise SamplesError(
             f"{len(samples)} samples went through the model in a round, and only {len(set(samples))} different ones: "
             "do all ranks train on the same data?"
         )

@@ -20,7 +20,7 @@ def measurements(cell: Cell, launches: Sequence[Launch], reproduce: str) -> list
     """Return every figure of ``cell``; one that is worth nothing has no value, but says so.
 
     Raises:
-        RepeatedSamplesError: samples were repeated within a round.
+        SamplesError: samples cannot be counted.
     """
     found = samples_of(launches, cell.topology.devices)
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.figures import METRICS, Launch, RepeatedSamplesError, samples_of, step_quantiles
+from harness.measure.figures import METRICS, Launch, SamplesError, samples_of, step_quantiles
 from harness.measure.group import Timed
 from harness.worker.timing import RankTiming, Round
 
@@ -54,8 +54,13 @@ def test_samples_that_were_not_consumed_do_not_count():
 
 def test_ranks_that_train_on_the_same_samples_have_no_throughput():
     same = round_of(0.0, [1.0], range(8))
-    with pytest.raises(RepeatedSamplesError, match=r"16 samples .* only 8 different"):
+    with pytest.raises(SamplesError, match=r"16 samples .* only 8 different"):
         samples_of([launch_of(rank_of(0, same), rank_of(1, same))], 2)
+
+
+def test_what_never_goes_through_the_jobs_model_has_no_throughput():
+    with pytest.raises(SamplesError, match="another model"):
+        samples_of([launch_of(rank_of(0, round_of(0.0, [1.0], [])))], 1)
 
 
 @given(st.lists(st.floats(1e-4, 10), min_size=1, max_size=20), st.floats(0, 1e6))

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from harness.core.outcome import Outcome
-from harness.measure.figures import Launch, RepeatedSamplesError, samples_of
+from harness.measure.figures import Launch, SamplesError, samples_of
 from harness.measure.group import GroupError, interleaved
 from harness.workloads import PERFORMANCE
 
@@ -114,7 +114,7 @@ def test_ranks_that_never_meet_are_no_group(timed):
 
 def test_samples_that_all_ranks_use_are_not_counted_for_each(timed):
     told = timed("repeats", "1x2")
-    with pytest.raises(RepeatedSamplesError):
+    with pytest.raises(SamplesError):
         samples_of([Launch(told)], 2)
 
 

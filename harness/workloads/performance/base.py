@@ -91,7 +91,7 @@ class PerformanceWorkload(Workload):
     strong: ClassVar[bool] = False
     backends: ClassVar[tuple[str, ...] | None] = None
     on_nodes: ClassVar[tuple[str, ...]] = ("ddp2",)
-    precisions = ("32",)
+    precisions: ClassVar[tuple[str, ...]] = ("32",)
     rounds: ClassVar[int] = 4
     epochs = 1
     accelerator: str = "cpu"
