@@ -68,12 +68,12 @@ class BenchmarkTest(CellTest):
             own = self._begins(session.warm.several(locator, session.launches), cell)
             with closing(Turns(own, self._yardstick(parse_subject(locator)[1]), each)) as turns:
                 if benchmark.enabled:
-                    benchmark.pedantic(turns.round, setup=turns.prepare, teardown=turns.settle, rounds=rounds)
+                    benchmark.pedantic(turns.round, setup=turns.prepare, rounds=rounds)
                 else:  # under xdist, which pytest-benchmark does not go with
                     for _ in range(rounds):
                         turns.prepare()
                         turns.round()
-                        turns.settle()
+                turns.settle()
                 return turns
 
     def _yardstick(self, python: str | None) -> Begin | None:
@@ -91,7 +91,7 @@ class BenchmarkTest(CellTest):
 
     def _begins(self, pools: Sequence[Pool], cell: Cell) -> Begin:
         session = self._session
-        return lambda number: Group.begin(pools[number], cell, session.new_folder(), session.settings)
+        return lambda number: Group.begin(pools[number % len(pools)], cell, session.new_folder(), session.settings)
 
 
 def _verdict(figures: Sequence[Measurement]) -> Finding:

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Turns:
-    """``rounds`` rounds of a launch, then those of the next one. For each: ``prepare``, ``round``, ``settle``.
+    """``rounds`` rounds of a launch, then those of the next one. For each ``prepare``, then ``round``; last ``settle``.
 
     ``round`` alone is what is to be timed. The yardstick's rounds are paired with the cell's, one before, one after,
     one before, …: a machine that grows slower all the while is as slow for one as for the other. ``launches`` has those
@@ -31,11 +31,13 @@ class Turns:
         self._begin_yardstick = yardstick
         self._rounds = rounds
         self._done = 0
+        self._unsettled = False
         self._group: Group | None = None
         self._yardstick: Group | None = None
 
     def prepare(self) -> None:
         """Make everything ready for a round: a new launch, or the yardstick's round, if it is their turn."""
+        self.settle()
         if self._done == 0:
             number = len(self.launches)
             self._group = self._begin(number)
@@ -47,10 +49,14 @@ class Turns:
     def round(self) -> None:
         """Let the cell's ranks train a round."""
         assert self._group is not None
+        self._unsettled = True
         self._group.round()
 
     def settle(self) -> None:
-        """Do what is left to do after a round."""
+        """Do what is left to do after a round, once; ``prepare`` does it for the one before."""
+        if not self._unsettled:
+            return
+        self._unsettled = False
         if self._done % 2 == 1:
             self._yardsticks_round()
         self._done += 1

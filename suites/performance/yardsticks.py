@@ -21,6 +21,8 @@ from harness import subject
 @subject(name="yardstick", backends=["none", "dp", "ddp", "ddp2"], precisions=["64", "32", "16", "bf16"])
 def train(job):
     """Train ``job`` on one device or more."""
+    if job.accelerator == "cuda":
+        torch.cuda.set_device(job.device)
     model = job.model().to(job.device)
     forward, replicas = model, None
     if job.world_size > 1:
