@@ -5,7 +5,9 @@ A target's ``seeds`` are inputs that are right; from them the fuzzer sets out.
 
 from __future__ import annotations
 
+import atexit
 import re
+import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -68,7 +70,9 @@ def text(data: bytes) -> str:
 @cache
 def folder() -> Path:
     """Return a folder of this process's own."""
-    return Path(tempfile.mkdtemp(prefix="plumbline-fuzz-"))
+    path = Path(tempfile.mkdtemp(prefix="plumbline-fuzz-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
 
 
 def names(data: bytes) -> None:
