@@ -8,6 +8,7 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
+from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.examination import Examination
 from harness.judge.noise import norm
 from harness.judge.oracle import Oracle
@@ -46,6 +47,9 @@ def explain(finding: Finding, examination: Examination) -> Finding:
             return _caused(finding, "stepped-in-part", "sync", part)
         # Rounding of the weights limits how well the factor is known.
         if norm(made - factor * right) > 1e-3 * norm(made):
+            shared = moved_by_others(examination)
+            if shared is not None:
+                return shared.explain(finding)
             return _caused(
                 finding, "another-optimizer", "optimizer", "no multiple of the right update: its rule or state"
             )

@@ -10,6 +10,7 @@ from harness.core.finding import Finding
 from harness.core.trace import Step, Tensors
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.causes.pace import pace
+from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.examination import Examination, same
 from harness.judge.noise import distance, norm
 
@@ -21,12 +22,12 @@ def explain_initial(finding: Finding, examination: Examination) -> Finding:
 
 def explain_agreement(finding: Finding, examination: Examination) -> Finding:
     """Return a finding about ranks that hold different weights with a cause: where they parted first."""
-    return explained(finding, _parted(examination))
+    return explained(finding, moved_by_others(examination), _parted(examination))
 
 
 def explain_stillness(finding: Finding, examination: Examination) -> Finding:
     """Return a finding about weights that changed apart from any step with a cause."""
-    return explained(finding, _between_steps(examination), _after_the_last(examination))
+    return explained(finding, moved_by_others(examination), _between_steps(examination), _after_the_last(examination))
 
 
 def pace_of_nothing(examination: Examination) -> Cause | None:
@@ -99,9 +100,6 @@ def _between_steps(examination: Examination) -> Cause | None:
             if same(step.before, left):
                 continue
             place = {"step": before.index, "rank": rank}
-            if _updates_between(left, step.before, before.ranks[rank], examination):
-                look = "between its steps a rank is moved by the others': do ranks share the parameters' memory?"
-                return Cause("applied-once-a-rank", "averaging", look, **place)
             if before.ranks[rank].skipped:
                 look = "a step that was skipped must leave the weights still"
                 return Cause("moved-when-skipped", "amp", look, **place)

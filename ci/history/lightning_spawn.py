@@ -1,0 +1,26 @@
+"""Lightning that starts a node's ranks by itself, as notebooks and scripts without a launcher do."""
+
+from __future__ import annotations
+
+from harness import subject
+from harness.subjects.lightning_trainer import Adapter, pl
+
+
+@subject(name="lightning-spawn", backends=["ddp"], launch="node")
+def train(job):
+    """Train ``job`` with processes that torch.multiprocessing spawns, each of which is handed the module."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=job.gpus,
+        num_nodes=job.num_nodes,
+        strategy=pl.strategies.DDPStrategy(start_method="spawn", process_group_backend=job.comm),
+        precision=job.precision,
+        max_epochs=job.epochs,
+        accumulate_grad_batches=job.accumulate,
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Adapter(job))

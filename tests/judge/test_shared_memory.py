@@ -1,0 +1,84 @@
+"""Ranks whose parameters lie in the same memory are named, in whatever order their steps were seen; others are not."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.core.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.causes.shared_memory import moved_by_others
+from harness.judge.examination import Examination
+from harness.judge.judge import judge
+from harness.judge.oracle import Oracle
+from harness.workloads import WORKLOADS
+
+MLP = WORKLOADS["mlp"]
+
+
+def shares_of(world, batch):
+    """Split a step's samples over the ranks, in order; each computes its own at once."""
+    return [(tuple(share.tolist()),) for share in torch.tensor(batch).chunk(world)]
+
+
+def cell_of(world):
+    return Cell("somebody", "mlp", "ddp", Topology(1, world), "32", "cpu")
+
+
+def trace_in_one_memory(world, seed):
+    """Every rank makes the right update, and each lands on all; a rank sees some of them, and the rest later."""
+    rng, torn = random.Random(seed), torch.Generator().manual_seed(seed)
+    cell = cell_of(world)
+    trainer = Oracle(MLP, world, cell.arithmetic)
+    optimizer = trainer.optimizer()
+    size = MLP.global_batch_size(world)
+    steps = [[] for _ in range(world)]
+    memory = {name: p.detach().clone() for name, p in trainer.parameters.items()}
+    missing = [{name: torch.zeros_like(value) for name, value in memory.items()} for _ in range(world)]
+    for _ in range(MLP.epochs):
+        order = rng.sample(range(len(trainer.data)), len(trainer.data))
+        for start in range(0, len(order), size):
+            ranks = shares_of(world, order[start : start + size])
+            trainer.load(memory)
+            gradients = trainer.gradient((tuple(ranks),))
+            trainer.set_gradients(gradients)
+            optimizer.step()
+            update = {name: value - memory[name] for name, value in trainer.weights().items()}
+            rates = tuple(group["lr"] for group in optimizer.param_groups)
+            for rank, forwards in enumerate(ranks):
+                before = {name: value - missing[rank][name] for name, value in memory.items()}
+                landed = {n: torch.rand(v.shape, generator=torn) < rng.random() for n, v in memory.items()}
+                seen = {n: memory[n] + update[n] * (1 + (world - 1) * landed[n]) for n in memory}
+                # Half of the time the others' steps are here when this rank begins its next; else still on their way.
+                late = rng.random() < 0.5
+                missing[rank] = {
+                    n: (memory[n] + world * update[n] - seen[n] if late else torch.zeros_like(seen[n])) for n in memory
+                }
+                micro = (MicroBatch(forwards, tuple(i for share in forwards for i in share)),)
+                steps[rank].append(Step(micro, before, gradients, seen, rates, False, None))
+            memory = {name: value + world * update[name] for name, value in memory.items()}
+    return Trace(tuple(RankTrace(rank, world, tuple(own)) for rank, own in enumerate(steps)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(2, 4), st.integers(0, 1000))
+def test_shared_memory_is_named_whatever_was_seen_when(world, seed):
+    trace = trace_in_one_memory(world, seed)
+    named = moved_by_others(Examination(trace, MLP, cell_of(world)))
+    assert named is not None
+    assert named.name == "applied-once-a-rank"
+
+
+def test_the_verdict_names_it_too():
+    findings = judge(trace_in_one_memory(3, 0), MLP, cell_of(3))
+    causes = {finding.check: finding.cause for finding in findings if finding.outcome.is_bad}
+    assert causes["update"] == causes["ranks-agree"] == "applied-once-a-rank"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_right_ranks_share_nothing(world, simulation):
+    trace = simulation.right_trace(MLP, cell_of(world))
+    assert moved_by_others(Examination(trace, MLP, cell_of(world))) is None
