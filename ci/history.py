@@ -34,7 +34,7 @@ from harness.core.software import Software
 from harness.core.topology import Topology
 from harness.examine import examine
 from harness.expectations import FOLDER, expected, known_of, read_expectations
-from harness.judge.diagnosis import UNEXPLAINED, diagnosis
+from harness.core.diagnosis import UNEXPLAINED, diagnosis
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.report.text import markdown, shortened

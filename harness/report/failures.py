@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.core.diagnosis import UNEXPLAINED, told_first
 from harness.store.records import UNEXPECTED_PASS, Coordinates, Expected, Result
 from harness.store.run import Run
-
-UNEXPLAINED = "unexplained"
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,6 @@ def what_it_says(result: Result) -> str:
 def outcome_in_words(result: Result) -> str:
     """Return how a finding ended, for reading."""
     return UNEXPECTED_PASS if result.is_unexpectedly_good else result.outcome.value.replace("_", " ")
-
-
-def told_first(findings: Sequence[Result]) -> list[Result]:
-    """Return a cell's findings, those first that explain what went wrong: they have a cause."""
-    return sorted(findings, key=lambda result: result.cause in (None, UNEXPLAINED))
 
 
 def _title(finding: Result) -> str:

@@ -8,9 +8,10 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
+from harness.core.diagnosis import told_first
 from harness.core.outcome import Outcome
 from harness.report.cells import CELL_COLUMNS, cell_table
-from harness.report.failures import is_wrong, told_first
+from harness.report.failures import is_wrong
 from harness.report.summary import counts_in_words
 from harness.report.support import NOT_TRIED, Configuration, mark, reading_order
 from harness.store.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result

@@ -11,9 +11,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from harness.core.diagnosis import told_first
 from harness.core.outcome import Outcome
 from harness.report.facts import seed_in_words
-from harness.report.failures import is_wrong, outcome_in_words, told_first
+from harness.report.failures import is_wrong, outcome_in_words
 from harness.report.figures import conformance_of
 from harness.report.parameters import parameter_table
 from harness.report.scales import between, in_words

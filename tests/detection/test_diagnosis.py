@@ -9,7 +9,7 @@ import pytest
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.checks import CHECKS
-from harness.judge.diagnosis import ORDER, UNEXPLAINED, diagnosis
+from harness.core.diagnosis import ORDER, UNEXPLAINED, diagnosis
 
 
 def bad(check, cause=None):

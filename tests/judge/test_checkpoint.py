@@ -16,7 +16,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.trace import Exit, MicroBatch, RankTrace, Step, Trace
 from harness.examine import examine
-from harness.judge.diagnosis import diagnosis
+from harness.core.diagnosis import diagnosis
 from harness.judge.judge import judge
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS

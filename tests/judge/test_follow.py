@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from harness.core.outcome import Outcome, worst
 from harness.core.sketch import Sketch
-from harness.judge.diagnosis import diagnosis
+from harness.core.diagnosis import diagnosis
 from harness.judge.follow import followed
 from harness.judge.follow.projection import Projection, correction, lift, sample
 from harness.judge.judge import judge

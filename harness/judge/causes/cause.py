@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from harness.core.diagnosis import UNEXPLAINED
 from harness.core.finding import Finding
 
 
@@ -34,4 +35,4 @@ def explained(finding: Finding, *causes: Cause | None) -> Finding:
     for cause in causes:
         if cause is not None:
             return cause.explain(finding)
-    return replace(finding, cause="unexplained")
+    return replace(finding, cause=UNEXPLAINED)

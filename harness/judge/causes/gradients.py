@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from harness.core.diagnosis import UNEXPLAINED
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length, limit_of
@@ -66,7 +67,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
                     f"{times(finding.error_x_noise or 0.0)} from right): {explanation.look}"
                 ),
             )
-    return replace(here, cause="unexplained", message=f"{finding.message}; unexplained: {_figures(first)}")
+    return replace(here, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {_figures(first)}")
 
 
 def _together(finding: Finding, scenes: list[Scene]) -> Finding:

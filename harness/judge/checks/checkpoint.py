@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from harness.core.diagnosis import UNEXPLAINED
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import checkpoint as causes
@@ -223,7 +224,7 @@ def _end(interruption: Interruption) -> Finding:
         "was right in itself"
     )
     finding = found("checkpoint", Outcome.FAILED, message, worst, allowed)
-    return replace(finding, cause="unexplained", family="checkpoint", parameters=by_parameter(errors))
+    return replace(finding, cause=UNEXPLAINED, family="checkpoint", parameters=by_parameter(errors))
 
 
 def _refuse_blindness(interruption: Interruption) -> None:
