@@ -9,6 +9,7 @@ import pandas as pd
 from harness.report.cells import cell_table
 from harness.report.facts import machine_in_words, software_in_words
 from harness.report.failures import is_wrong, known_failures, outcome_in_words, what_it_says
+from harness.report.side_by_side import ROW_COLUMNS, side_by_side
 from harness.report.summary import SIMULATED, counts_in_words, what_is_missing
 from harness.report.support import MARK_COLUMNS, MARKS, REFERENCE
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
@@ -36,6 +37,7 @@ def support_page(run: Run, table: pd.DataFrame) -> str:
         _facts(run),
         _devices(run, table),
         *_warnings(run, cells),
+        *_side_by_side(run),
         markdown_table(table),
         f"{counts_in_words(cells['outcome'])}.",
         _legend(run),
@@ -44,6 +46,18 @@ def support_page(run: Run, table: pd.DataFrame) -> str:
         *_known(run),
     ]
     return "\n\n".join(blocks) + "\n"
+
+
+def _side_by_side(run: Run) -> Iterable[str]:
+    table = side_by_side(run)
+    if table is None:
+        return
+    yield "## Side by side"
+    rules = ["---", "---", "---", *([":-:"] * (len(table.columns) - len(ROW_COLUMNS)))]
+    rows = [list(map(markdown, row)) for row in table.itertuples(index=False)]
+    yield "\n".join(map(_line, [list(map(markdown, table.columns)), rules, *rows]))
+    yield "A mark, and how many of the cells tried passed; the marks are explained below the next table."
+    yield "## Each by itself"
 
 
 def markdown_table(table: pd.DataFrame) -> str:

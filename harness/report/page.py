@@ -27,6 +27,7 @@ from harness.report.figures import Measured, measured_cells
 from harness.report.grid import GridCell, grids
 from harness.report.parameters import parameter_rows
 from harness.report.scales import between, digits, in_words, names_itself
+from harness.report.side_by_side import ROW_COLUMNS, side_by_side
 from harness.report.summary import SIMULATED, computed_by, what_is_missing
 from harness.report.support import IN_A_WORD, MARKS
 from harness.report.text import compact, printable_lines, shortened
@@ -99,6 +100,7 @@ def report_page(run: Run) -> str:
         "facts": facts(run).items(),
         "contents": _contents(bool(subjects), bool(subjects or wrong), bool(workloads)),
         "grids": subjects,
+        "side_by_side": side_by_side(run),
         "kind": _KIND,
         "sign": SIGNS,
         "words": IN_A_WORD,
@@ -209,4 +211,5 @@ def _environment() -> Environment:
         "what_it_says": what_it_says,
     }
     environment.globals["backend_in_words"] = backend_in_words
+    environment.globals["row_columns"] = len(ROW_COLUMNS)
     return environment

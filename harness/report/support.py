@@ -144,21 +144,24 @@ def support_table(run: Run) -> pd.DataFrame:
     ``Cells passed`` is ``passed/tried``, and says how many cells are known not to, and how many were not tried.
     ``Worst × noise`` is the largest error in multiples of rounding noise, NaN where nothing was measured.
     """
-    cells = cell_table(run)
-    cells["several_nodes"] = cells["num_nodes"] > 1
-    cells["several_devices"] = cells["several_nodes"] | (cells["gpus"] > 1)
-    names = list(Configuration.__dataclass_fields__)
-    groups = {
-        Configuration(*cast("tuple[str, str, bool, bool, str, str]", key)): behind
-        for key, behind in cells.groupby(names, sort=False)
-    }
-    subjects = list(dict.fromkeys(cells["subject"]))
+    groups = configurations(cell_table(run))
+    subjects = list(dict.fromkeys(one.subject for one in groups))
     ordered = sorted(groups, key=lambda one: (subjects.index(one.subject), *reading_order(one)))
     rows = [_row(run, configuration, groups[configuration]) for configuration in ordered]
     needed = {column for one in groups for column in one.described_by()}
     columns = [name for name in SUPPORT_COLUMNS if name in needed or name not in RARE_COLUMNS]
     table: pd.DataFrame = pd.DataFrame(rows, columns=columns)
     return table
+
+
+def configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
+    """Return the cells of each configuration, in the order in which the plan has them."""
+    cells["several_nodes"] = cells["num_nodes"] > 1
+    cells["several_devices"] = cells["several_nodes"] | (cells["gpus"] > 1)
+    return {
+        Configuration(*cast("tuple[str, str, bool, bool, str, str]", key)): behind
+        for key, behind in cells.groupby(list(Configuration.__dataclass_fields__), sort=False)
+    }
 
 
 def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[str, str | int | float]:

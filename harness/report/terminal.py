@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from io import StringIO
 
+import pandas as pd
 from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from harness.report.cells import cell_table
+from harness.report.side_by_side import ROW_COLUMNS, side_by_side
 from harness.report.summary import computed_by, counts_in_words, what_is_missing
 from harness.report.support import IN_A_WORD, MARK_COLUMNS, support_table
 from harness.report.text import compact, printable
@@ -19,12 +21,34 @@ from harness.store.run import Run
 # Heads over two lines, so that a column is hardly wider than its mark.
 _HEADS = {"1 GPU": "1\nGPU", "1+ GPUs": "1+\nGPUs", "16-bit": "16-\nbit"}
 _COLOURS = {"Y": "green", "C": "cyan", "K": "yellow", "N": "bold red", "X": "bold red", "?": "yellow", "-": "dim"}
-_LEGEND = "  ".join([*(f"{sign} {IN_A_WORD[sign]}" for sign in "YCN?-"), "… distributed_backend"])
+_LEGEND = "  ".join([*(f"{sign} {IN_A_WORD[sign]}" for sign in "YCN?-")])
 _LEGEND_OF_EXPECTED = "K known: failed as expected  X unexpected pass: should have failed and did not"
 
 
 def support_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> str:
     """Return the support table, what its signs mean, and how the cells ended, in lines of at most ``width``.
+
+    Several subjects stand side by side; what each row would be called is left to support.md.
+    """
+    together = side_by_side(run)
+    table = _support(run) if together is None else _columns(together)
+    return rendered(table, *_closing_lines(run, several=together is not None), width=width, colour=colour)
+
+
+def _columns(together: pd.DataFrame) -> Table:
+    """Return the table of ``side_by_side``, a row's name in one column: nine trainers fit into 100 columns."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.add_column("", no_wrap=True)
+    for name in together.columns[len(ROW_COLUMNS) :]:
+        table.add_column(printable(name).replace("-", "-\n"), overflow="fold")
+    for row in together.itertuples(index=False):
+        named, squares = map(str, row[: len(ROW_COLUMNS)]), map(str, row[len(ROW_COLUMNS) :])
+        table.add_row(printable(" ".join(named)), *(Text(text, style=_COLOURS.get(text[:1], "")) for text in squares))
+    return table
+
+
+def _support(run: Run) -> Table:
+    """Return one subject's table.
 
     100 columns hold the reference trainer's rows whole; below that the commands lose their ends. The call is
     shortened to its arguments, and cells not tried are left to the counts below the table and to support.md.
@@ -46,7 +70,7 @@ def support_for_terminal(run: Run, width: int = 100, *, colour: bool = False) ->
             Text(str(row["Deviates"] or "")),
             Text(compact(row["Worst × noise"])),
         )
-    return rendered(table, *_closing_lines(run), width=width, colour=colour)
+    return table
 
 
 def _arguments(command: str) -> str:
@@ -56,10 +80,10 @@ def _arguments(command: str) -> str:
     return command.replace("distributed_backend=", "…=")
 
 
-def _closing_lines(run: Run) -> list[Text]:
+def _closing_lines(run: Run, *, several: bool) -> list[Text]:
     cells = cell_table(run)
     lines = [
-        Text(_LEGEND),
+        Text(_LEGEND if several else f"{_LEGEND}  … distributed_backend"),
         Text(f"{counts_in_words(cells['outcome'])}. Devices: {', '.join(computed_by(run)) or 'none'}."),
     ]
     if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):

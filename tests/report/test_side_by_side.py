@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+
+from harness.core.cell import Cell
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.report.markdown import support_page
+from harness.report.page import report_page
+from harness.report.side_by_side import ROW_COLUMNS, side_by_side
+from harness.report.support import support_table
+from harness.report.terminal import support_for_terminal
+from harness.store.run import Run
+
+BuildRun = Callable[..., Run]
+TRAINERS = ("reference", "train-loop", "torch", "lightning", "fabric", "accelerate", "transformers", "ignite", "mine")
+
+cells = st.builds(
+    lambda subject, workload, ddp, nodes, precision: Cell(
+        subject, workload, "ddp" if ddp else "none", Topology(nodes, 4) if ddp else Topology(1, 1), precision, "cpu"
+    ),
+    st.sampled_from(TRAINERS),
+    st.sampled_from(["mlp", "adam", "uneven"]),
+    st.booleans(),
+    st.sampled_from([1, 2]),
+    st.sampled_from(["32", "16", "bf16"]),
+)
+ends = st.sampled_from([Outcome.PASSED, Outcome.FAILED, Outcome.DEVIATES, Outcome.UNSUPPORTED])
+
+
+def everybody(build_run: BuildRun) -> Run:
+    return build_run(
+        {
+            Cell(subject, workload, "ddp", Topology(nodes, 4), precision, "cpu"): [
+                Outcome.FAILED if subject == "torch" and precision == "16" else Outcome.PASSED
+            ]
+            for subject in TRAINERS
+            for workload in map("w{}".format, range(30))
+            for nodes in (1, 2)
+            for precision in ("32", "16")
+        }
+    )
+
+
+def test_one_subject_has_nobody_beside_it(build_run: BuildRun) -> None:
+    assert side_by_side(build_run({Cell("mine", "mlp", "ddp", Topology(1, 2), "32", "cpu"): [Outcome.PASSED]})) is None
+
+
+@given(st.dictionaries(cells, ends, min_size=1))
+def test_every_cell_tried_is_counted_once_in_its_subjects_column(
+    build_run: BuildRun, told: dict[Cell, Outcome]
+) -> None:
+    table = side_by_side(build_run({cell: [end] for cell, end in told.items()}))
+    subjects = {cell.subject for cell in told}
+    assert (table is None) == (len(subjects) == 1)
+    if table is None:
+        return
+    assert len(table) == len(table[list(ROW_COLUMNS)].drop_duplicates())
+    for subject in subjects:
+        shares = [re.search(r"(\d+)/(\d+)", square) for square in table[subject]]
+        counted = [sum(int(share[place]) for share in shares if share) for place in (1, 2)]
+        own = [end for cell, end in told.items() if cell.subject == subject]
+        assert counted == [own.count(Outcome.PASSED), len(own) - own.count(Outcome.UNSUPPORTED)]
+
+
+def test_nine_trainers_fit_a_terminal(build_run: BuildRun) -> None:
+    shown = support_for_terminal(everybody(build_run), 100)
+    assert max(map(cell_len, shown.splitlines())) <= 100
+    assert shown.count("N 0/30") == 2
+    assert shown.count("Y 30/30") == 4 * len(TRAINERS) - 2
+
+
+@pytest.mark.parametrize("kind", [report_page, lambda run: support_page(run, support_table(run))])
+def test_the_pages_have_it_too(build_run: BuildRun, kind: Callable[[Run], str]) -> None:
+    page = kind(everybody(build_run))
+    assert page.count("30/30") >= 4 * len(TRAINERS) - 2
+    for name in TRAINERS:
+        assert name in page
