@@ -71,7 +71,7 @@ def smoke(options: argparse.Namespace) -> int:
 
             torch.set_num_threads(1)  # as the session that judges for pytest
             accelerator = _accelerator(options.accelerator)
-            cells = {declared["name"]: [] for declared in pool.subjects}
+            cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
             for declared in pool.subjects:
                 cells[declared["name"]] += cells_of(declared, accelerator)
             worst = max(try_in_turn(pool, own) for own in cells.values())

@@ -41,7 +41,7 @@ def _over_nccl(pool: Pool) -> Line:
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
         return Line("NCCL is not in this build of torch; simulated devices do without")
-    version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     if torch.cuda.device_count() < 2:
         return Line(f"{version}; fewer than two CUDA devices to try it on")
     return _together(pool, "cuda", version, "set NCCL_DEBUG=INFO; in a container, is there shared memory enough?")

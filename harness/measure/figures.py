@@ -148,4 +148,5 @@ def _steps(timed: Timed) -> list[float]:
 def _skew(timed: Timed) -> float:
     """Return by how much, in the median step, the last rank ended it later than the first."""
     ends = [moment for rounds in _rounds(timed) for moment in zip(*(one.ended for one in rounds), strict=True)]
-    return median(max(moment) - min(moment) for moment in ends)
+    skew: float = median(max(moment) - min(moment) for moment in ends)
+    return skew

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, TraceError
@@ -138,7 +139,14 @@ class Group:
         return GroupError(replace(finding, check=PERFORMANCE), self.folder)
 
 
-def interleaved(groups: Sequence[Group], rounds: int) -> None:
+class TakesTurns(Protocol):
+    """Whatever trains a round at a time."""
+
+    def round(self) -> object:
+        """Train a round."""
+
+
+def interleaved(groups: Sequence[TakesTurns], rounds: int) -> None:
     """Let ``groups``, which have begun, train ``rounds`` rounds in turns.
 
     Every other time in the opposite order (A B, B A, …), so that a machine which grows slower all the while is as slow

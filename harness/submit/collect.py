@@ -73,10 +73,11 @@ def merged(parts: Sequence[Run], wanted: Iterable[str]) -> Collected:
     for run in parts:
         whole = run.whole
         found: dict[str, list[Result | Measurement]] = {}
-        for record in (*run.results, *run.measurements):
+        records: tuple[Result | Measurement, ...] = (*run.results, *run.measurements)
+        for record in records:
             if record.coordinates in whole or (isinstance(record, Measurement) and run.footer):
                 found.setdefault(record.cell, []).append(record)
-        cells |= {cell: tuple(records) for cell, records in found.items() if cell not in cells}
+        cells |= {cell: tuple(those) for cell, those in found.items() if cell not in cells}
     order = [cell for cell in wanted if cell in cells]
     keys = {run.header.fingerprint.key for run in parts}
     header = parts[0].header if parts else None
