@@ -13,6 +13,19 @@ from harness.launch.pool import Pool
 
 pytest_plugins = ["pytester"]
 
+HERE = Path(__file__).parent
+ONE_OF_EACH = {"slurm", "hosts", "compare", "performance"}
+"""Folders whose tests share something that takes long to make: a cluster, hosts, measurements."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep together, under ``--dist loadgroup``, what shares pools or more: a file, or one of these folders."""
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            place = item.path.relative_to(HERE)
+            group = place.parts[0] if place.parts[0] in ONE_OF_EACH else str(place)
+            item.add_marker(pytest.mark.xdist_group(group))
+
 
 @pytest.fixture(scope="session")
 def warm_pool():
