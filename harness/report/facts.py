@@ -56,10 +56,7 @@ def record(run: Run) -> dict[str, str]:
     told |= {"compute capability": machine.compute_capability or "", "cpu governor": machine.cpu_governor or ""}
     told |= {name: f"{value:,.10g}" for name, value in machine.clocks_and_load.items()}
     told |= machine.environment
-    for name, software in run.header.subjects.items():
-        library = f"{software.library} {software.version or ''}" if software.library else ""
-        rest = (f"{word} {value}" for word, value in (("torch", software.torch), ("python", software.python)) if value)
-        told[f"subject {name}"] = ", ".join(part for part in (library.strip(), *rest) if part)
+    told |= {f"subject {name}": str(software) for name, software in run.header.subjects.items()}
     asked = {name: value for name, value in run.header.options.items() if value not in (None, False)}
     told |= {f"--{name.replace('_', '-')}": _option(value) for name, value in asked.items()}
     return {name: value for name, value in told.items() if value}
