@@ -6,9 +6,12 @@ A target's ``seeds`` are inputs that are right; from them the fuzzer sets out.
 from __future__ import annotations
 
 import atexit
+import json
 import re
 import shutil
 import tempfile
+import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,15 +21,16 @@ import torch
 from torch import Tensor
 
 from harness.core.cell import Cell
-from harness.core.errors import PlumblineError
+from harness.core.errors import LaunchError, PlumblineError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.topology import Topology
 from harness.core.trace import RankTrace, Step, Tensors, Trace
 from harness.expectations import read_expectations
 from harness.judge.judge import judge
+from harness.launch.events import NoEventError, event_of
 from harness.launch.local import launch
-from harness.launch.pool import Pool
+from harness.launch.pool import Pool, Running
 from harness.launch.settings import Settings
 from harness.plan import Matrix, plan
 from harness.report.markdown import support_page
@@ -40,6 +44,7 @@ from harness.subjects.locator import parse_subject
 from harness.trainer.environments.slurm import expand_hosts
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.gpus import parse_gpus
+from harness.worker.evidence import CHECKSUM, NO_CHECKSUM
 from harness.workloads import WORKLOADS
 
 CELL = Cell("torch", "linear-exact", "ddp", Topology(1, 2), "32", "cpu")
@@ -47,8 +52,9 @@ CELL = Cell("torch", "linear-exact", "ddp", Topology(1, 2), "32", "cpu")
 
 @dataclass(frozen=True)
 class Target:
-    """``parse`` is given the fuzzer's bytes; ``refusals`` are the errors that it may raise."""
+    """``what`` is parsed; ``parse`` is given the fuzzer's bytes, and may raise one of ``refusals``."""
 
+    what: str
     parse: Callable[[bytes], object]
     seeds: Callable[[], list[bytes]]
     refusals: tuple[type[Exception], ...] = (PlumblineError,)
@@ -92,24 +98,38 @@ def results(data: bytes) -> None:
 
 
 def a_run() -> bytes:
-    """Return a small run, without the lines' checksums."""
+    """Return a small run."""
     header = Header.of([CELL], command=["pytest"], options={"gpus": 2}, fingerprint=Fingerprint(), simulated=True)
     finding = Finding("gradients", Outcome.FAILED, "<script>\x1b[31m", "no-sync", "sync", 3e7, 1, "a.weight", 0)
     found = [Result.of(CELL, finding, "pytest -k it", 0.5)]
-    lines = b"".join(map(line_of, (header, *found, Footer.of(found, 1))))
-    return re.sub(rb',"crc32":"[0-9a-f]{8}"', b"", lines)
+    return b"".join(map(line_of, (header, *found, Footer.of(found, 1))))
+
+
+def behind_checksums(lines: bytes) -> bytes:
+    """Return lines of results with the checksums that they would have, had they been written as they are."""
+    return re.sub(
+        rb'(?m)^(.*),"crc32":"[^"]*"}$', lambda line: line[1] + b',"crc32":"%08x"}' % zlib.crc32(line[1] + b"}"), lines
+    )
 
 
 @cache
 def a_trace() -> tuple[bytes, ...]:
-    """Return the evidence of two real ranks, without the checksums, which would refuse whatever was changed."""
+    """Return the evidence of two real ranks."""
     pool = Pool(CELL.subject)
     try:
         assert launch(pool, CELL, folder() / "right", Settings(60)).is_whole
     finally:
         pool.close()
-    files = [folder() / "right" / f"rank-{rank}.safetensors" for rank in range(2)]
-    return tuple(file.read_bytes().replace(b'"crc32"', b'"sum32"', 1) for file in files)
+    return tuple((folder() / "right" / f"rank-{rank}.safetensors").read_bytes() for rank in range(2))
+
+
+def behind_checksum(evidence: bytes) -> bytes:
+    """Return evidence with the checksum that it would have, had it been written as it is."""
+    said = re.search(rb'"%s": "([0-9a-f]{8})"' % CHECKSUM.encode(), evidence[:100])
+    if said is None:
+        return evidence
+    before, after = evidence[: said.start(1)], evidence[said.end(1) :]
+    return before + b"%08x" % zlib.crc32(before + NO_CHECKSUM.encode() + after) + after
 
 
 def trace(data: bytes) -> None:
@@ -149,11 +169,57 @@ def _equal(one: Tensors, other: Tensors) -> bool:
     )
 
 
+def resume(data: bytes) -> None:
+    """Look for the run that ``--resume`` names; it can be any path."""
+    read_run(folder() / text(data))
+
+
 def expectations(data: bytes) -> None:
     """Read a file of expectations."""
     (folder() / "expectations").mkdir(exist_ok=True)
     (folder() / "expectations" / "torch.toml").write_bytes(data)
     read_expectations(folder() / "expectations")
+
+
+class Heard(Pool):
+    """A pool whose fork server has said what it will ever say. It is told nothing."""
+
+    def __init__(self, said: bytes) -> None:
+        self._said = said.split(b"\n")[::-1]
+
+    def _send(self, command: dict[str, object]) -> None:
+        pass
+
+    def _next(self, deadline: float) -> dict[str, object]:
+        if not self._said:
+            raise LaunchError("the fork server died")
+        return event_of(self._said.pop())
+
+
+def events(data: bytes) -> None:
+    """Follow a launch of two nodes, by what their fork server says."""
+    now = time.monotonic()
+    ends = Heard(data).finish(Running(1, (0, 2), now, now + 60, below=2))
+    assert [end.rank for end in ends] == [0, 2]
+
+
+def a_launch() -> bytes:
+    """Return what a fork server says of a launch: a rank of each node ends well, what is below one does not."""
+    place, child = {"launch": 1, "rank": 0, "at": 1.0}, {"pid": 7, "as": 1, "trace": None, "steps": 2, "failed": False}
+    child |= {"idle": False, "killed": False, "out_of_memory": True, "unwritten": None}
+    end = {"event": "exit", "code": -9, "steps": 2, "evidence": True, "out_of_memory": False}
+    said: list[dict[str, object]] = [
+        {"event": "left", **place, **child, "trace": 1},
+        {"event": "gone", **place, **child},
+        {"event": "reaped", **place, "pid": 7, "code": -11},
+        {"event": "raised", **place},
+        {"event": "late", **place, "steps": 2, "stopped": True},
+        {"event": "unwritten", **place, "why": "No space left on device"},
+        {**place, **end},
+        {"event": "evidence", **place, "rank": 2},
+        {**place, **end, "rank": 2, "code": 0},
+    ]
+    return "\n".join(map(json.dumps, said)).encode()
 
 
 ENTRY = b"""measured = "torch 2.13.0"
@@ -165,13 +231,37 @@ reason = "because"
 """
 
 TARGETS = {
-    "gpus": Target(lambda data: parse_gpus(text(data), 8), lambda: [b"0, 1", b"-1", b"3,"], (MisconfigurationError,)),
-    "hosts": Target(
-        lambda data: expand_hosts(text(data)), lambda: [b"node[1-3,07],b4", b"a[1-2]b[3]"], (MisconfigurationError,)
+    "gpus": Target(
+        "`gpus=` of the reference trainer",
+        lambda data: parse_gpus(text(data), 8),
+        lambda: [b"0, 1", b"-1", b"3,"],
+        (MisconfigurationError,),
     ),
-    "subject": Target(lambda data: parse_subject(text(data)), lambda: [b"my.py::a;python=/bin/sh", b"torch"]),
-    "names": Target(names, lambda: [b"ddp,dp;32,16;mlp,uneven"]),
-    "results": Target(results, lambda: [a_run()]),
-    "trace": Target(trace, lambda: list(a_trace())),
-    "expectations": Target(expectations, lambda: [ENTRY]),
+    "hosts": Target(
+        "SLURM's lists of hosts",
+        lambda data: expand_hosts(text(data)),
+        lambda: [b"node[1-3,07],b4", b"a[1-2]b[3]"],
+        (MisconfigurationError,),
+    ),
+    "subject": Target(
+        "`--subject`", lambda data: parse_subject(text(data)), lambda: [b"my.py::a;python=/bin/sh", b"torch"]
+    ),
+    "names": Target("`--backends`, `--precisions`, `--workloads`", names, lambda: [b"ddp,dp;32,16;mlp,uneven"]),
+    "resume": Target("the argument of `--resume`", resume, lambda: [b"latest", b"../run/results.jsonl", b"a" * 300]),
+    "results": Target("`results.jsonl`, and the pages made of it", results, lambda: [a_run()]),
+    "results-behind-checksums": Target(
+        "the same; each line is given the checksum that it should have",
+        lambda data: results(behind_checksums(data)),
+        lambda: [a_run()],
+    ),
+    "trace": Target("a rank's evidence, and the verdict on it", trace, lambda: list(a_trace())),
+    "trace-behind-checksum": Target(
+        "the same; the file is given the checksum that it should have",
+        lambda data: trace(behind_checksum(data)),
+        lambda: list(a_trace()),
+    ),
+    "expectations": Target("files of expectations", expectations, lambda: [ENTRY]),
+    "events": Target(
+        "what a fork server says of a launch", events, lambda: [a_launch()], (PlumblineError, NoEventError)
+    ),
 }
