@@ -70,7 +70,12 @@ class CellTest:
         ahead = self._session.launched(self._planned)
         self._evidence = str(ahead.folder)
         with ahead.lease:
-            return verdict(ahead.launched, self._planned.cell, meanwhile=self._session.launch_ahead)
+
+            def meanwhile() -> None:
+                ahead.lease.give_back_devices()  # what follows is computed on the CPU
+                self._session.launch_ahead()
+
+            return verdict(ahead.launched, self._planned.cell, meanwhile)
 
     def _tried_again(self, first: LaunchError) -> Examined:
         """Try a cell once more that the harness could not launch; the findings say so."""

@@ -11,6 +11,7 @@ from harness.core.errors import LaunchError, TraceError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.judge import judge
+from harness.launch.devices import devices_of
 from harness.launch.interrupt import with_interruption
 from harness.launch.lease import share
 from harness.launch.local import Launched, start
@@ -30,10 +31,10 @@ class Examined:
 def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examined:
     """Train ``cell`` with ranks from ``pool``, leave the evidence in ``folder``, and judge it.
 
-    Where a cell is being measured on this machine, that comes first.
+    Where a cell is being measured on this machine, or its devices are in use, that comes first.
     """
     try:
-        with share():
+        with share(devices_of(cell, settings.oversubscribe), together=settings.oversubscribe):
             return verdict(start(pool, cell, folder, settings), cell)
     except LaunchError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)

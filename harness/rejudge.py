@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.core.cell import Cell
 from harness.core.errors import TraceError
 from harness.core.topology import Topology
 from harness.judge.judge import judge
+from harness.store.logs import trace_folder
 from harness.store.records import PlannedCell, Result, line_of
 from harness.store.run import Run
 from harness.store.traces import read_trace
@@ -43,13 +45,13 @@ def rejudge(run: Run) -> list[Rejudged]:
     torch.set_num_threads(1)
     seed = run.header.options.get("seed")
     return [
-        _rejudge(planned, run, seed if isinstance(seed, int) else None)
+        _rejudge(planned, run, folder, seed if isinstance(seed, int) else None)
         for planned in run.header.planned
-        if (run.path / "traces" / planned.cell).is_dir()
+        if (folder := trace_folder(run.path, planned.cell))
     ]
 
 
-def _rejudge(planned: PlannedCell, run: Run, seed: int | None) -> Rejudged:
+def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -> Rejudged:
     recorded = tuple(result for result in run.results if result.coordinates == planned.coordinates)
     cell = Cell(
         planned.subject, planned.workload, planned.backend, Topology(planned.num_nodes, planned.gpus),
@@ -58,7 +60,7 @@ def _rejudge(planned: PlannedCell, run: Run, seed: int | None) -> Rejudged:
     if cell.workload not in WORKLOADS:
         return Rejudged(cell.id, recorded, obstacle=f"this plumbline has no workload {cell.workload!r}")
     try:
-        trace = read_trace(run.path / "traces" / cell.id)
+        trace = read_trace(evidence)
     except TraceError as error:
         return Rejudged(cell.id, recorded, obstacle=str(error))
     reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)

@@ -25,6 +25,7 @@ from harness.launch.settings import Settings
 from harness.workloads import find
 
 SUBJECTS = Path(__file__).parent / "subjects"
+RIGHT = SUBJECTS / "right.py"
 LIMIT = 60.0
 HANGING = 3.0
 """Time limits in seconds: of cells that end by themselves, and of those that do not."""

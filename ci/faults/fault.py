@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class Tally:
-    """A fault's line in the table: what was seen of so many injections, in how many seconds."""
+    """A fault's line in the table: what was seen of so many injections, in how many seconds.
+
+    ``load`` is the highest load average (of one minute) that was read after one of them.
+    """
 
     row: int
     name: str
@@ -50,6 +52,7 @@ class Tally:
     right: int
     left: Leftovers
     seconds: float
+    load: float
     wrong: tuple[str, ...] = ()
     skipped: str = ""
 
@@ -66,15 +69,6 @@ class Tally:
             right=self.right + other.right,
             left=self.left + other.left,
             seconds=self.seconds + other.seconds,
+            load=max(self.load, other.load),
             wrong=self.wrong + other.wrong,
         )
-
-    def to_json(self) -> str:
-        """Return one line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> Tally:
-        """Undo :meth:`to_json`."""
-        values = json.loads(line)
-        return cls(**{**values, "left": Leftovers(**values["left"]), "wrong": tuple(values["wrong"])})

@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from faults.cells import SUBJECTS, train
+from faults.cells import RIGHT, train
 from faults.fault import Fault, Shot
-from faults.runs import fault
+from faults.project import fault
 from harness.core.cell import Cell
 from harness.core.errors import PlumblineError, TraceError
 from harness.core.finding import Finding
@@ -44,7 +44,7 @@ _CODE = re.compile(r"(`+)[^`].*?\1")  # a page shows what stands between backtic
 
 def _evidence(bench: Any, folder: Path) -> Path:
     """Return a copy of the evidence of a right launch."""
-    train(bench.pool(SUBJECTS / "right.py"), "trains", folder / "right")
+    train(bench.pool(RIGHT), "trains", folder / "right")
     return folder / "right" / "rank-1.safetensors"
 
 

@@ -7,7 +7,6 @@ are made in a temporary folder of our own.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from contextlib import suppress
@@ -97,15 +96,6 @@ def _bury(before: Present) -> None:
     for pid in _ours() - before.processes:
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
-
-
-def end(before: Present) -> None:
-    """End what was left, now that it is counted."""
-    for pid in _ours() - before.processes:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)
 
 
 def _ours() -> set[int]:

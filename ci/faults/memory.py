@@ -35,7 +35,11 @@ def _made() -> Path | None:
         _, controllers, path = line.split(":", 2)
         if "memory" not in controllers.split(","):
             continue
-        folder = Path(f"/sys/fs/cgroup/memory{path}/plumbline-faults-{os.getpid()}")
+        place = Path(f"/sys/fs/cgroup/memory{path}")
+        for left in place.glob("plumbline-faults-*"):
+            with suppress(OSError):  # somebody is in it
+                left.rmdir()
+        folder = place / f"plumbline-faults-{os.getpid()}"
         try:
             folder.mkdir()
             (folder / "memory.limit_in_bytes").write_text(str(_LIMIT))

@@ -15,7 +15,8 @@ from harness.report.text import markdown, shortened
 
 _HEAD = """# Faults
 
-What was injected, for real, and what Plumbline did: {command}. Torch {torch}, Python {python}, {cores} cores.
+What was injected, for real, and what Plumbline did: {command}. Torch {torch}, Python {python}, {cores} cores, load
+averages of up to {load:.1f} (its own included).
 A fault is *right* where everything that must be seen was seen, and the next cell on the same warm pool has, bit for
 bit, the weights of an untouched one. *Left behind* are processes (also those in sessions of their own),
 {shared}folders in the temporary directory, sockets that listen, descriptors of this process.
@@ -28,10 +29,15 @@ _LONGEST = 160
 
 def page(tallies: Sequence[Tally], soaked: Soak | None, alone: bool, command: str) -> str:
     """Return Markdown; ``alone``: /dev/shm was this examination's own, so what is left there is its own too."""
-    lines = [_HEAD.format(
-        command=f"`{command}`", torch=torch.__version__, python=platform.python_version(), cores=os.cpu_count(),
+    head = _HEAD.format(
+        command=command,
+        load=max((tally.load for tally in tallies), default=0.0),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        cores=os.cpu_count(),
         shared="entries of /dev/shm, " if alone else "",
-    ).rstrip("\n")]  # fmt: skip
+    )
+    lines = [head.rstrip("\n")]
     lines += map(_line, tallies)
     done = [tally for tally in tallies if not tally.skipped]
     times, right = sum(tally.times for tally in done), sum(tally.right for tally in done)
@@ -56,11 +62,14 @@ def _soak(soaked: Soak) -> list[str]:
     last = soaked.readings[-1]
     head = f"{last.launches} launches of a right trainer on two ranks, one after another, on one pool: "
     head += f"{last.seconds:.0f} s, the longest launch {soaked.longest:.1f} s, {len(soaked.alarms)} false alarms."
+    head += " *Kept* is the memory of this process that stays when the allocator hands back what is free."
     lines = ["## Over and over", "", head, ""]
-    lines += ["| launches | s | processes | descriptors | the server's | /dev/shm | folders | MiB | the server's |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    lines += [
+        "| launches | s | processes | descriptors | the server's | /dev/shm | folders | MiB | kept | the server's |"
+    ]
+    lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for one in soaked.readings:
         figures = (one.launches, f"{one.seconds:.0f}", one.processes, one.descriptors, one.server_descriptors)
-        figures += (one.shared_memory, one.folders, f"{one.memory:.0f}", f"{one.server_memory:.0f}")
+        figures += (one.shared_memory, one.folders, f"{one.memory:.0f}", f"{one.kept:.0f}", f"{one.server_memory:.0f}")
         lines.append("| " + " | ".join(map(str, figures)) + " |")
     return [*lines, "", *(f"- {markdown(alarm)}" for alarm in soaked.alarms)]

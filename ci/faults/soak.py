@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import shutil
 import time
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.cells import SUBJECTS, train
+from faults.cells import RIGHT, train
 from faults.left import Present
 from harness.core.outcome import Outcome
 from harness.launch.pool import Pool
@@ -19,7 +21,11 @@ LIMIT = 60.0
 
 @dataclass(frozen=True)
 class Reading:
-    """What there is after so many launches: counts, and resident memory in MiB of this process and of the server."""
+    """What there is after so many launches: counts, and resident memory in MiB of this process and of the server.
+
+    ``kept`` is this process' when the allocator has handed back what is free: between what is in use there are holes,
+    the more of them the longer it runs, up to some number.
+    """
 
     launches: int
     seconds: float
@@ -29,6 +35,7 @@ class Reading:
     shared_memory: int
     folders: int
     memory: float
+    kept: float
     server_memory: float
 
 
@@ -46,7 +53,7 @@ def soak(launches: int, temporary: Path, say: Callable[[Reading], None], every: 
     readings: list[Reading] = []
     alarms: list[str] = []
     longest, started = 0.0, time.monotonic()
-    pool = Pool(str(SUBJECTS / "right.py"))
+    pool = Pool(str(RIGHT))
     try:
         for number in range(1, launches + 1):
             folder = temporary / "soak"
@@ -75,8 +82,16 @@ def _reading(launches: int, seconds: float, pool: Pool, temporary: Path) -> Read
         len(present.shared_memory),
         len(present.folders),
         _memory(os.getpid()),
+        _kept(),
         _memory(server),
     )
+
+
+def _kept() -> float:
+    gc.collect()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # not every C library has it
+        trim(0)
+    return _memory(os.getpid())
 
 
 def _memory(pid: int) -> float:

@@ -97,7 +97,7 @@ class RunWriter:
     """
 
     def __init__(self, report_dir: Path, header: Header) -> None:
-        if not report_dir.is_dir():
+        if not os.path.isdir(report_dir):
             raise ReportDirUnusable(
                 f"The report directory {report_dir} is not there: "
                 f"create it (mkdir -p {report_dir}) or name another with --report-dir."
@@ -134,7 +134,10 @@ class RunWriter:
             _claim(writer._file)
             run = read_run(file)
             if not run.incomplete:
-                raise NothingToResume(f"The run {file.parent} came to its end: there is nothing to resume. Begin anew.")
+                raise NothingToResume(
+                    f"The run {file.parent} came to its end: there is nothing to resume. Begin anew; if a page is "
+                    f"missing, `plumbline report {file.parent}` makes it."
+                )
             content = file.read_bytes()
             end = _end_of_whole_cells(content, run)
             writer._file.seek(writer._file.truncate(end))
@@ -218,8 +221,9 @@ def read_run(path: Path) -> Run:
         StoreError: it cannot be read.
 
     """
-    file = path / RESULTS if path.is_dir() else path
-    if not file.is_file():  # also refuses a pipe or a device, which could be read for ever
+    # By os.path, which says no of a name that is too long; Path would raise.
+    file = path / RESULTS if os.path.isdir(path) else path
+    if not os.path.isfile(file):  # also refuses a pipe or a device, which could be read for ever
         raise RunNotFound(
             f"There is no run at {path}: name a folder that holds a {RESULTS}, "
             f"for example the {LATEST} folder of a report directory."

@@ -1,4 +1,4 @@
-"""A run's folder is removed with the run; that of a killed one by the next, and that of a living one by nobody."""
+"""A temporary folder is removed by its user; that of a killed one by the next, and that of a living one by nobody."""
 
 from __future__ import annotations
 
@@ -6,15 +6,31 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from harness.launch.workspace import Workspace
+from harness.worker.scratch import NODE, RUN, Scratch
 
 OWNER = """
 import os, signal, sys
 from pathlib import Path
-from harness.launch.workspace import Workspace
-workspace = Workspace.new(Path(sys.argv[1]))
-(workspace.folder() / "evidence").write_text("much")
+from harness.worker.scratch import Scratch
+folder = Path(Scratch.new(sys.argv[1], sys.argv[2]).path)
+(folder / "cell").mkdir()
+(folder / "cell" / "evidence").write_text("much")
+(folder / "more").write_text("much")
 os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+MANY = """
+import os, sys
+from harness.worker.scratch import RUN, Scratch
+for _ in range(200):
+    scratch = Scratch.new(RUN, sys.argv[1])
+    with open(os.path.join(scratch.path, "mine"), "x") as file:
+        file.write("mine")
+    assert os.listdir(scratch.path).count("mine") == 1
+    scratch.leave(remove=True)
 """
 
 
@@ -29,22 +45,37 @@ def test_a_workspace_is_removed_when_its_run_leaves_it(tmp_path):
     assert not folders(tmp_path)
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path):
-    killed = subprocess.run([sys.executable, "-c", OWNER, str(tmp_path)], check=False)
+@pytest.mark.parametrize("prefix", [RUN, NODE])
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path, prefix):
+    killed = subprocess.run([sys.executable, "-c", OWNER, prefix, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     (left,) = folders(tmp_path)
+    assert left.name.startswith(prefix)
     workspace = Workspace.new(tmp_path)
     assert folders(tmp_path) == [workspace.path]
-    assert workspace.path != left
     workspace.leave(remove=True)
+
+
+def test_what_was_killed_before_it_had_a_lock_is_removed_and_what_is_not_ours_stays(tmp_path):
+    (tmp_path / f"{RUN}young").mkdir()
+    somebodys = tmp_path / f"{NODE}of-somebody"
+    somebodys.mkdir()
+    Scratch.new(NODE, tmp_path).leave(remove=True)
+    assert folders(tmp_path) == [somebodys]
 
 
 def test_what_somebody_uses_stays_also_when_its_maker_has_left_it(tmp_path):
     made = Workspace.new(tmp_path)
-    user = Workspace(made.path)
+    user = Workspace.of(made.path)
     made.leave(remove=False)
     other = Workspace.new(tmp_path)
     assert made.path in folders(tmp_path)
     user.leave(remove=True)
     other.leave(remove=True)
+    assert not folders(tmp_path)
+
+
+def test_several_at_once_take_nothing_from_each_other(tmp_path):
+    several = [subprocess.Popen([sys.executable, "-c", MANY, str(tmp_path)]) for _ in range(3)]
+    assert [process.wait(60) for process in several] == [0, 0, 0]
     assert not folders(tmp_path)

@@ -9,6 +9,7 @@ import tempfile
 
 import pytest
 
+from harness.launch.devices import devices_of
 from harness.launch.lease import have_alone, share, share_now
 
 
@@ -34,6 +35,10 @@ class Other:
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         return self._process.stdout.readline().decode().strip() if ready else ""
 
+    @property
+    def pid(self):
+        return self._process.pid
+
     def give_back(self):
         self._process.stdin.write(b"\n")
 
@@ -46,13 +51,15 @@ class Other:
 
 HOLD = """
 import sys, tempfile
-from harness.launch import lease
+from harness.launch.devices import devices_of
+from harness.launch.lease import have_alone, share
 tempfile.tempdir = sys.argv[2]
-print("here", flush=True)
-with getattr(lease, sys.argv[1])():
-    print("mine", flush=True)
+say = lambda text: print(text, flush=True)
+say("here")
+with eval(sys.argv[1]):
+    say("mine")
     input()
-print("given back", flush=True)
+say("given back")
 """
 
 
@@ -72,7 +79,7 @@ def elsewhere():
 
 
 def test_cells_that_are_examined_share_the_machine(elsewhere):
-    assert elsewhere("share").says() == "mine"
+    assert elsewhere("share()").says() == "mine"
     with share():
         lease = share_now()
         assert lease is not None
@@ -80,7 +87,7 @@ def test_cells_that_are_examined_share_the_machine(elsewhere):
 
 
 def test_nobody_shares_with_a_cell_that_is_measured(elsewhere):
-    other = elsewhere("have_alone")
+    other = elsewhere("have_alone()")
     assert other.says() == "mine"
     assert share_now() is None
     other.give_back()
@@ -90,7 +97,7 @@ def test_nobody_shares_with_a_cell_that_is_measured(elsewhere):
 
 def test_who_measures_waits_until_all_others_are_gone(elsewhere):
     with share():
-        other = elsewhere("have_alone")
+        other = elsewhere("have_alone()")
         assert other.says(0.5) == ""
         # It waits at the door: whoever came now would make it wait for longer.
         assert share_now() is None
@@ -98,16 +105,16 @@ def test_who_measures_waits_until_all_others_are_gone(elsewhere):
 
 
 def test_two_that_measure_come_one_after_the_other(elsewhere):
-    first = elsewhere("have_alone")
+    first = elsewhere("have_alone()")
     assert first.says() == "mine"
-    second = elsewhere("have_alone")
+    second = elsewhere("have_alone()")
     assert second.says(0.5) == ""
     first.give_back()
     assert second.says() == "mine"
 
 
 def test_what_a_dead_process_held_is_free(elsewhere):
-    other = elsewhere("have_alone")
+    other = elsewhere("have_alone()")
     assert other.says() == "mine"
     other.die()
     with share():
@@ -120,3 +127,48 @@ def test_giving_back_twice_is_giving_back_once():
     lease.give_back()
     with have_alone():
         pass
+
+
+def test_a_device_is_somebodys_alone_and_who_waits_for_it_says_for_whom(elsewhere):
+    first = elsewhere("share(['GPU 2', 'GPU 0'])")
+    assert first.says() == "mine"
+    with share_now(["GPU 1"]):
+        assert share_now(["GPU 1", "GPU 2"]) is None
+    second = elsewhere("share(['GPU 1', 'GPU 2'], say=say)")
+    assert second.says() == f"waiting for GPU 2, held by process {first.pid}"
+    first.give_back()
+    assert second.says() == "mine"
+
+
+def test_devices_are_shared_where_several_ranks_share_one_anyway(elsewhere):
+    assert elsewhere("share(['GPU 0'], together=True)").says() == "mine"
+    assert share_now(["GPU 0"]) is None
+    with share_now(["GPU 0"], together=True):
+        pass
+
+
+def test_devices_are_free_before_the_machine_is(elsewhere):
+    with share(["GPU 0"]) as lease:
+        other = elsewhere("share(['GPU 0'])")
+        assert other.says(0.5) == ""
+        lease.give_back_devices()
+        assert other.says() == "mine"
+        assert elsewhere("have_alone()").says(0.5) == ""
+
+
+def test_those_who_want_several_devices_in_any_order_all_get_them(elsewhere):
+    program = "[share(wanted).give_back() for wanted in (['GPU 0', 'GPU 1'], ['GPU 1', 'GPU 0']) * 50] and share()"
+    for other in [elsewhere(program) for _ in range(3)]:
+        assert other.says() == "mine"
+
+
+def test_a_device_of_a_dead_process_is_free(elsewhere):
+    other = elsewhere("share(['GPU 0'])")
+    assert other.says() == "mine"
+    other.die()
+    with share(["GPU 0"]):
+        pass
+
+
+def test_simulated_devices_are_nobodys(cell_of):
+    assert devices_of(cell_of("mlp", "ddp", "1x2"), oversubscribe=False) == ()

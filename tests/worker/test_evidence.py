@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import struct
+import sys
 
 import pytest
 import torch
@@ -176,3 +178,18 @@ def test_a_pickle_is_not_opened(tmp_path):
     with pytest.raises(TraceError):
         read_rank(tmp_path / "pickle")
     assert not (tmp_path / "opened").exists()
+
+
+def test_reading_over_and_over_leaves_nothing_in_this_process(tmp_path):
+    path = tmp_path / "rank-3.safetensors"
+    write(str(path), trace_of({f"layer.{number}": torch.ones(300, number + 1) for number in range(9)}))
+
+    def read(times):
+        for _ in range(times):
+            read_rank(path)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    read(5)
+    before = read(50)
+    assert read(50) - before < 50, "less than one object a time"

@@ -48,8 +48,8 @@ def quietly(job):
 
 
 def child(job):
-    """Leave a child behind that never stops printing."""
-    subprocess.Popen(["yes", "and so on"])
+    """Leave a child behind that does not stop printing, for a minute."""
+    subprocess.Popen(["timeout", "60", "yes", "and so on"])
 
 
 trains = declare("trains", module=__name__)

@@ -10,11 +10,18 @@ import threading
 
 from right import declare
 
-DEAF = "import signal, threading; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 15)]; threading.Event().wait()"
+LIFE = 60.0
+"""Seconds after which whoever was left behind ends by itself: nobody may be there any more who would end it."""
+
+WAITS = "import sys, threading; threading.Event().wait(float(sys.argv[1]))"
+DEAF = f"import signal; [signal.signal(number, signal.SIG_IGN) for number in (1, 2, 15)]; {WAITS}"
+PARENT = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {DEAF!r}, sys.argv[1]]).wait()"
+DAEMON = f"import os; os.fork() and os._exit(0); os.setsid(); os.closerange(0, 99); exec({DEAF!r})"
 BREEDS = """
-import os, signal, time
+import os, signal, sys, time
+end = time.monotonic() + float(sys.argv[1])
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-while True:  # each lives for a moment, and in that moment it has a successor
+while time.monotonic() < end:  # each lives for a moment, and in that moment it has a successor
     if os.fork():
         time.sleep(0.01)
         os._exit(0)
@@ -30,12 +37,12 @@ def ignores_term(job):
 
 
 def _begin(program, **options):
-    print("child", subprocess.Popen([sys.executable, "-c", program], **options).pid, flush=True)
+    print("child", subprocess.Popen([sys.executable, "-c", program, str(LIFE)], **options).pid, flush=True)
 
 
 def child(job):
     """Leave a child behind."""
-    _begin("import threading; threading.Event().wait()")
+    _begin(WAITS)
 
 
 def deaf_child(job):
@@ -45,12 +52,12 @@ def deaf_child(job):
 
 def grandchild(job):
     """Leave a child of a child behind."""
-    _begin(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {DEAF!r}]).wait()")
+    _begin(PARENT)
 
 
 def daemon(job):
     """Leave a daemon behind: a session of its own, nobody's child, no descriptor, no environment."""
-    _begin(f"import os; os.fork() and os._exit(0); os.setsid(); os.closerange(0, 99); exec({DEAF!r})", env={})
+    _begin(DAEMON, env={})
 
 
 def breeds(job):

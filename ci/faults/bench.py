@@ -1,0 +1,79 @@
+"""What the faults of one examination share: pools that are warm, a run that is whole, a folder to work in."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+from faults.cells import RIGHT, train
+from faults.deaths import Chain
+from faults.project import CELLS, Project
+from harness.core.trace import Trace
+from harness.launch.pool import Pool
+
+
+class Bench:
+    """``temporary`` is the temporary directory of whatever is started; beside it every injection has a folder.
+
+    ``chain`` is the run that is being killed again and again.
+    """
+
+    def __init__(self, temporary: Path) -> None:
+        self.temporary = temporary
+        self.chain: Chain | None = None
+        self._folders = 0
+        self._pools: dict[Path, Pool] = {}
+
+    @property
+    def pools(self) -> int:
+        """How many pools have been started."""
+        return len(self._pools)
+
+    def folder(self) -> Path:
+        """Return a new folder."""
+        self._folders += 1
+        path = self.temporary.parent / f"fault-{self._folders}"
+        path.mkdir()
+        return path
+
+    def warm_up(self, files: Iterable[Path]) -> None:
+        """Start the pools of several files at once, and wait until all are warm."""
+        self._pools |= {file: Pool(str(file)) for file in set(files) - self._pools.keys()}
+        assert all(pool.subjects for pool in self._pools.values())
+
+    def pool(self, file: Path) -> Pool:
+        """Return the warm pool of a file of subjects; one that has died is replaced, as a session does."""
+        if file not in self._pools or not self._pools[file].alive:
+            if dead := self._pools.pop(file, None):
+                dead.close()
+            self.warm_up([file])
+        return self._pools[file]
+
+    @cached_property
+    def untouched(self) -> Trace:
+        """What a right cell leaves on a pool on which nothing has happened yet."""
+        return train(self.pool(RIGHT), "trains", self.temporary / "untouched").trace
+
+    @cached_property
+    def _whole(self) -> tuple[Project, float]:
+        project, started = Project(self.folder()), time.monotonic()
+        assert project.pytest(*CELLS).code == 0
+        return project, time.monotonic() - started
+
+    @property
+    def seconds_of_a_run(self) -> float:
+        """How long a run takes that comes to its end."""
+        return self._whole[1]
+
+    def whole_run(self, project: Project) -> bytes:
+        """Let a project have a whole run; return its results."""
+        shutil.copytree(self._whole[0].reports, project.reports, symlinks=True)
+        return (project.reports / "latest" / "results.jsonl").read_bytes()
+
+    def close(self) -> None:
+        """End every pool."""
+        for pool in self._pools.values():
+            pool.close()

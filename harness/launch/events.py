@@ -1,0 +1,63 @@
+"""What a fork server says, a JSON object a line. Read with suspicion: whoever finds the descriptor can write there."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+_MAYBE_INT, _MAYBE_STR = (int, type(None)), (str, type(None))
+_PLACE: dict[str, Any] = {"launch": int, "rank": int}
+_CHILD: dict[str, Any] = {
+    **_PLACE,
+    "pid": int,
+    "as": _MAYBE_INT,
+    "trace": _MAYBE_INT,
+    "steps": _MAYBE_INT,
+    "failed": bool,
+    "idle": bool,
+    "killed": bool,
+    "out_of_memory": bool,
+    "unwritten": _MAYBE_STR,
+}
+_FIELDS: dict[str, dict[str, Any]] = {
+    "ready": {"subjects": list},
+    "refused": {"message": str},
+    "evidence": _PLACE,
+    "unwritten": {**_PLACE, "why": str},
+    "late": {**_PLACE, "steps": int, "stopped": bool},
+    "exit": {**_PLACE, "code": int, "steps": int, "evidence": bool, "out_of_memory": bool},
+    "left": _CHILD,
+    "gone": _CHILD,
+    "reaped": {**_PLACE, "pid": int, "code": int},
+    "raised": _PLACE,
+    "listens": {"port": int},
+    "reached": {"failed": dict},
+    "port": {"port": int},
+}
+"""The fields of each event, beside ``at``: when it happened, in seconds of the monotonic clock."""
+
+
+class NoEventError(ValueError):
+    """A line says nothing that a fork server would say."""
+
+
+def event_of(line: bytes) -> dict[str, Any]:
+    """Return the event that a line says.
+
+    Raises:
+        NoEventError: it says none; the sentence tells what is missing.
+    """
+    try:
+        event = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise NoEventError(f"{line[:80]!r} is no event: {error}") from None
+    fields = _FIELDS.get(str(event.get("event"))) if isinstance(event, dict) else None
+    if fields is None:
+        raise NoEventError(f"{line[:80]!r} is no event")
+    for name, kind in {**fields, "at": float}.items():
+        if name not in event or not isinstance(event[name], kind):
+            raise NoEventError(f"{event['event']!r} has no right {name!r}")
+    if not math.isfinite(event["at"]):
+        raise NoEventError(f"{event['event']!r} happened at no time")
+    return event

@@ -1,0 +1,67 @@
+"""Whoever the injector starts does not outlive it for long, however it ends."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+CI = Path(__file__).parents[2] / "ci"
+MARK = "PLUMBLINE_TEST"
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+
+
+@pytest.fixture
+def mark():
+    """Return the value of a variable that marks what a test starts."""
+    return secrets.token_hex(8)
+
+
+def marked(mark, words=b""):
+    """Return the processes that inherited the mark, those whose command has some words."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            inherited = f"{MARK}={mark}".encode() in (place / "environ").read_bytes().split(b"\0")
+            if inherited and words in (place / "cmdline").read_bytes():
+                found.append(int(place.name))
+        except OSError:
+            continue
+    return found
+
+
+def waited_for(condition, seconds):
+    """Return whether a condition came true in time; it is looked at again and again."""
+    end = time.monotonic() + seconds
+    while not (true := condition()) and time.monotonic() < end:
+        threading.Event().wait(0.02)
+    return bool(true)
+
+
+@pytest.mark.parametrize("name", ["WAITS", "DEAF", "PARENT", "DAEMON", "BREEDS"])
+def test_who_is_left_behind_ends_by_itself(name, mark, monkeypatch):
+    monkeypatch.syspath_prepend(CI / "faults" / "subjects")
+    program = getattr(__import__("leaving"), name)
+    begun = subprocess.Popen([sys.executable, "-c", program, "0.5"], env={**os.environ, MARK: mark})
+    assert begun.wait(30) == 0
+    assert waited_for(lambda: not marked(mark), 30)
+
+
+def test_when_the_injector_is_killed_all_that_it_injected_ends(mark, tmp_path):
+    command = [sys.executable, str(CI / "faults.py"), "--only", "leaves-breeders", "--times", "1000"]
+    environment = {**os.environ, MARK: mark, "TMPDIR": str(tmp_path)}
+    injector = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        assert waited_for(lambda: marked(mark, b"os.setsid()"), 120), "nothing breeds"
+    finally:
+        injector.kill()
+        injector.wait()
+    # Its fork servers end all that is theirs; nobody has to come to the end of the life that it was given.
+    assert waited_for(lambda: not marked(mark), 20)
