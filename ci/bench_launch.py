@@ -1,20 +1,31 @@
-"""How long does one warm ddp cell take, from launch to verdict?
+"""How do a warm ddp cell's time, memory and connections grow with its ranks, from launch to verdict?
 
-    python ci/bench_launch.py            # 8, 32 and 96 ranks on simulated devices
-    python ci/bench_launch.py 2 8 32
+    python ci/bench_launch.py                            # 2 to 96 ranks on simulated devices, nodes of 8
+    python ci/bench_launch.py 64 96 --figures PIECES     # a piece; the table is that of all pieces in the file
 
-Prints seconds for launching and training (six steps of `mlp`, evidence on disk) and for judging, median and range
-over a few runs. The pool is warm: its interpreter has torch imported, as in a run of more than one cell.
+Seconds are those of launching and training (six steps of `mlp`, evidence on disk) and of judging, median and range over
+a few runs. The pool is warm: its interpreter has torch imported, as in a run of more than one cell. Descriptors are the
+most, and memory the median, of many looks while one more launch trained, which is not timed. PSS counts a page that
+several processes share to each in part, so a sum of PSS is what the machine really holds; the ranks' is that of eight
+of them, times their number. An exponent is the slope of the least-squares line through the logarithms: 1 grows
+linearly, 2 with the square.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy
 import torch
 
 from harness.core.cell import Cell
@@ -26,44 +37,173 @@ from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 
+RANKS = (2, 4, 8, 16, 32, 64, 96)
+GPUS = 8
+"""Devices of a simulated node."""
+
+_SAMPLE = 8
+"""Of so many ranks the memory is looked at: of all of them it takes as long as the launch."""
+
+FROM = 16
+"""A second exponent is fitted from so many ranks on, where what is the same for all of them counts for less."""
+
+COLUMNS = {
+    "launch + train, s": "trained",
+    "judge, s": "judged",
+    "parent, MiB": "parent",
+    "server + ranks, MiB": "ranks",
+    "evidence, KiB": "evidence",
+    "descriptors of the parent": "parent_files",
+    "descriptors of the server": "server_files",
+    "descriptors of a rank": "rank_files",
+    "threads of a rank": "rank_threads",
+}
+
 
 def main() -> None:
-    """Time each number of ranks in turn."""
+    """Measure each number of ranks in turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ranks", nargs="*", type=int, default=[8, 32, 96])
+    parser.add_argument("ranks", nargs="*", type=int, default=RANKS)
     parser.add_argument("--subject", default="reference")
     parser.add_argument("--workload", default="mlp", choices=sorted(WORKLOADS))
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument(
+        "--figures", type=Path, help="a file to which the figures are added, and from which they are read"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    figures = []
+    if arguments.figures and arguments.figures.exists():
+        figures = [json.loads(line) for line in arguments.figures.read_text().splitlines()]
     pool = Pool(arguments.subject)
     try:
         name = pool.subjects[0]["name"]
-        time_cell(pool, Cell(name, arguments.workload, "ddp", Topology(1, 2), "32", "cpu"))  # warms the judge
-        print(f"{'ranks':>5}  {'launch + train, s':>24}  {'judge, s':>24}  {'together, s':>24}  verdict")
+        timed(pool, Cell(name, arguments.workload, "ddp", Topology(1, 2), "32", "cpu"))  # warms the judge
         for ranks in arguments.ranks:
-            cell = Cell(name, arguments.workload, "ddp", Topology(1, ranks), "32", "cpu")
-            timed = [time_cell(pool, cell) for _ in range(arguments.runs)]
-            trained, judged = [t[0] for t in timed], [t[1] for t in timed]
-            together = [a + b for a, b in zip(trained, judged, strict=True)]
-            print(f"{ranks:>5}  {spread(trained):>24}  {spread(judged):>24}  {spread(together):>24}  {timed[-1][2]}")
+            topology = Topology(ranks // GPUS, GPUS) if ranks > GPUS else Topology(1, ranks)
+            cell = Cell(name, arguments.workload, "ddp", topology, "32", "cpu")
+            figures.append(figures_of(pool, cell, arguments.runs))
+            if arguments.figures:
+                arguments.figures.write_text("".join(f"{json.dumps(one)}\n" for one in figures))
     finally:
         pool.close()
+    print(table(sorted(figures, key=lambda one: one["processes"])))
 
 
-def time_cell(pool: Pool, cell: Cell) -> tuple[float, float, str]:
-    """Return seconds of training and of judging, and the outcome."""
+def figures_of(pool: Pool, cell: Cell, runs: int) -> dict[str, Any]:
+    """Return what a cell takes: lists of seconds, numbers of the other kinds."""
+    times = [timed(pool, cell) for _ in range(runs)]
+    with tempfile.TemporaryDirectory() as folder, Watcher(pool.server, cell.processes) as watcher:
+        trace = launch(pool, cell, Path(folder), Settings(300))
+        outcome = worst(finding.outcome for finding in judge(trace, WORKLOADS[cell.workload], cell)).value
+        evidence = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) / 1024
+        parent = status(os.getpid(), "VmRSS") / 1024
+        parent_files = len(os.listdir("/proc/self/fd"))
+    return {
+        "processes": cell.processes,
+        "trained": [trained for trained, _ in times],
+        "judged": [judged for _, judged in times],
+        "evidence": evidence,
+        "parent": parent,
+        "parent_files": parent_files,
+        **watcher.largest,
+        "ranks": watcher.memory,
+        "steps": len(trace.ranks[0].steps),
+        "outcome": outcome,
+    }
+
+
+def timed(pool: Pool, cell: Cell) -> tuple[float, float]:
+    """Return seconds of training and of judging."""
     with tempfile.TemporaryDirectory() as folder:
         started = time.perf_counter()
         trace = launch(pool, cell, Path(folder), Settings(300))
         trained = time.perf_counter()
-        findings = judge(trace, WORKLOADS[cell.workload], cell)
-        return trained - started, time.perf_counter() - trained, worst(f.outcome for f in findings).value
+        judge(trace, WORKLOADS[cell.workload], cell)
+        return trained - started, time.perf_counter() - trained
 
 
-def spread(values: list[float]) -> str:
-    """Write median and range."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} … {max(values):.3f})"
+class Watcher:
+    """Looks at a fork server and its ranks again and again, and remembers the largest figures."""
+
+    def __init__(self, server: int, count: int) -> None:
+        self.largest = {"server_files": 0, "rank_files": 0, "rank_threads": 0}
+        self._count = count
+        self._memory: list[float] = []
+        self._server = server
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    @property
+    def memory(self) -> float:
+        """The server's and all ranks' memory in MiB: the median of the looks at which all of them were there."""
+        return statistics.median(self._memory)
+
+    def _watch(self) -> None:
+        while not self._end.wait(0.02):
+            below = [int(pid) for pid in Path(f"/proc/{self._server}/task/{self._server}/children").read_text().split()]
+            seen = {"server_files": len(os.listdir(f"/proc/{self._server}/fd"))}
+            for pid in below[:: max(1, len(below) - 1)]:  # the first and the last
+                with suppress(OSError, StopIteration):  # it has just ended
+                    seen["rank_files"] = max(seen.get("rank_files", 0), len(os.listdir(f"/proc/{pid}/fd")))
+                    seen["rank_threads"] = max(seen.get("rank_threads", 0), status(pid, "Threads"))
+            found = []
+            for pid in below[:: max(1, len(below) // _SAMPLE)]:
+                with suppress(OSError, IndexError, StopIteration):
+                    found.append(pss(pid) / 1024)
+            if found and len(below) == self._count:
+                memory = pss(self._server) / 1024 + statistics.fmean(found) * len(below)
+                self._memory.append(memory)
+            self.largest = {name: max(value, seen.get(name, 0)) for name, value in self.largest.items()}
+
+
+def pss(pid: int) -> int:
+    """Return the memory of a process in KiB, shared pages in part."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def status(pid: int, name: str) -> int:
+    """Return a number from a process' status."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def table(figures: Sequence[Mapping[str, Any]]) -> str:
+    """Return the figures as Markdown, a row a number of ranks, and the exponents below."""
+    lines = [f"| ranks | {' | '.join(COLUMNS)} | verdict |", f"|{' --: |' * (len(COLUMNS) + 1)} --- |"]
+    for one in figures:
+        lines.append(
+            f"| {one['processes']} | {' | '.join(written(one[key]) for key in COLUMNS.values())} | {one['outcome']} |"
+        )
+    for least in (0, FROM):
+        some = [one for one in figures if one["processes"] >= least]
+        if len(some) > 1:
+            slopes = [f"{exponent(some, key):.2f}" for key in COLUMNS.values()]
+            first, last = some[0]["processes"], some[-1]["processes"]
+            lines.append(f"| exponent, {first} … {last} | {' | '.join(slopes)} | |")
+    return "\n".join(lines)
+
+
+def exponent(figures: Sequence[Mapping[str, Any]], key: str) -> float:
+    """Return the slope of the logarithms of a figure over those of the ranks."""
+    values = [statistics.median(one[key]) if isinstance(one[key], list) else one[key] for one in figures]
+    return float(numpy.polyfit(numpy.log([one["processes"] for one in figures]), numpy.log(values), 1)[0])
+
+
+def written(value: float | list[float]) -> str:
+    """Write a number, or median and range of several."""
+    if isinstance(value, list):
+        return f"{statistics.median(value):.2f} ({min(value):.2f} … {max(value):.2f})"
+    return f"{value:.0f}"
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from harness.core.cell import Cell
+from harness.core.diagnosis import UNEXPLAINED, diagnosis
 from harness.core.errors import SubjectError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
@@ -34,7 +35,6 @@ from harness.core.software import Software
 from harness.core.topology import Topology
 from harness.examine import examine
 from harness.expectations import FOLDER, expected, known_of, read_expectations
-from harness.core.diagnosis import UNEXPLAINED, diagnosis
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.report.text import markdown, shortened

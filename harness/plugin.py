@@ -10,8 +10,9 @@ travel to it with the test reports.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Set
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     add("--seed", type=int, metavar="N", help="other weights, data and order than the workloads' own")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device")
-    add("--launcher", default="local", metavar="NAME", help="where ranks live: local, or slurm: this job's nodes")
+    add(
+        "--launcher",
+        default="local",
+        metavar="NAME",
+        help="where ranks live: local, torchrun, slurm (the nodes of this job), hosts (see --node-command)",
+    )
+    add(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="with --launcher torchrun: listen there, and say what is to be run on each node",
+    )
+    add(
+        "--node-command",
+        metavar="COMMAND",
+        help="with --launcher hosts: what leads to node {node}, as in 'ip netns exec plumbline-{node}'",
+    )
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device (gloo)")
     add(
         "--sketch-above",
@@ -153,12 +169,12 @@ def pytest_testnodedown(node: Any) -> None:
         raise pytest.UsageError(refusal)
 
 
-def _begin(config: pytest.Config, session: Session, chosen: Collection[str]) -> None:
+def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
     """Begin the run on disk for the cells that were ``chosen``, and show on a terminal how far it is."""
     with _usage_errors():
         session.begin(chosen, _command(config))
     cells = [one.cell for one in session.planned if one.cell.id in chosen]
-    if set(chosen) - {cell.id for cell in cells}:  # elsewhere than on one machine nothing can be measured
+    if chosen - {cell.id for cell in cells}:  # elsewhere than on one machine nothing can be measured
         cells += [one.cell for one in session.to_measure if one.cell.id in chosen]
     follow(config, {cell.id: cell.processes for cell in cells})
 
@@ -169,7 +185,7 @@ def _session(config: pytest.Config, suite: Path) -> Session:
         with _usage_errors():
             from harness.session import Session
 
-            session = Session(vars(config.option), config.rootpath, suite)
+            session = Session(vars(config.option), config.rootpath, suite, partial(_say, config))
         config.stash[SESSION] = session
         config.pluginmanager.register(session, "plumbline-session")
     return config.stash[SESSION]
@@ -184,6 +200,13 @@ def _usage_errors() -> Iterator[None]:
         yield
     except PlumblineError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _say(config: pytest.Config, text: str) -> None:
+    """Tell the user something at once, whatever is captured at the moment."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled() if capture else nullcontext():
+        print(f"\nplumbline: {text}", file=sys.stderr, flush=True)
 
 
 def _command(config: pytest.Config) -> list[str]:

@@ -29,6 +29,8 @@ def explain(end: RankEnd, assignment: Assignment, time_limit: float) -> Exit:
         place = Path(assignment.evidence).parent
         way_out = f"make room in {place}, or name another folder with the variable TMPDIR"
         return Exit(Outcome.ERRORED, f"its evidence cannot be written ({end.unwritten}): {way_out}", end.steps)
+    if end.silent is not None:
+        return Exit(Outcome.CRASHED, end.silent, end.steps, said=_tail(Path(assignment.log), _LAST_WORDS))
     return Exit(
         Outcome.TIMED_OUT if late else Outcome.CRASHED,
         _late(end, time_limit) if late else f"{_died(end)} before its evidence was complete",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 import socket
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,8 +96,8 @@ def start(
         raise LaunchError(f"{cell.subject} starts its ranks by itself: they can be recorded, but not timed yet")
     for left in folder.glob("*.safetensors") if whole_nodes else ():
         left.unlink()  # nobody's but this launch's may be found there
-    store = None if whole_nodes else _store(pool.listens_on)
-    port = store.port if store else _free_port()
+    store = None if whole_nodes else new_store(pool.listens_on)
+    meeting = {"MASTER_PORT": str(store.port)} if store else pool.meeting_point()
     number = pool.next_launch()
     comm = "nccl" if cell.accelerator == "cuda" and not settings.oversubscribe else "gloo"
     assignments = tuple(
@@ -109,8 +107,9 @@ def start(
             rank=rank,
             comm=comm,
             devices=_devices(cell, rank, settings.oversubscribe, whole_nodes),
-            environment=_environment(cell, rank, port, whole_nodes)
-            | pool.variables(cell, rank, settings.oversubscribe),
+            environment=_environment(cell, rank, whole_nodes)
+            | pool.variables(cell, rank, settings.oversubscribe)
+            | meeting,
             evidence=str(folder / f"rank-{rank}.safetensors"),
             log=str(folder / f"rank-{rank}.log"),
             checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
@@ -131,7 +130,7 @@ def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
     return start(pool, cell, folder, settings).trace()
 
 
-def _store(address: str) -> torch.distributed.TCPStore:
+def new_store(address: str) -> torch.distributed.TCPStore:
     """Return a store for one launch's rendezvous. Ranks join it as they join the one that torchrun's agent holds.
 
     The socket listens, on ``address``, before anybody is told the port: nobody can take it in between. It is an IPv4
@@ -152,18 +151,6 @@ def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
     return any(declared["launch"] == "node" and cell.backend in declared["backends"] for declared in own)
 
 
-def _free_port() -> int:
-    """Return a TCP port on which a process of the subject's can listen soon.
-
-    Nobody holds it until then. It is none of those that the system gives to whoever asks for any, and a random one.
-    """
-    while True:
-        port = random.SystemRandom().randrange(10_000, 32_768)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("", port))
-            return port
-
-
 def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tuple[str, ...]:
     """Return the names under which this rank, or all of its node, finds its devices."""
     spread = cell.topology.gpus if whole_node else cell.contract.devices_per_process(cell.topology)
@@ -176,13 +163,12 @@ def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tu
     return tuple(f"cuda:{first + i}" for i in range(spread))
 
 
-def _environment(cell: Cell, rank: int, port: int, whole_node: bool) -> dict[str, str]:
+def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:
     """Return the variables that torchrun sets for this rank wherever it lives, or that it is told of a whole node."""
     local_world = cell.contract.processes_per_node(cell.topology)
     node = {
         "GROUP_RANK": rank // local_world,
         "GROUP_WORLD_SIZE": cell.topology.num_nodes,
-        "MASTER_PORT": port,
         "OMP_NUM_THREADS": 1,
     }
     own = {
@@ -193,10 +179,6 @@ def _environment(cell: Cell, rank: int, port: int, whole_node: bool) -> dict[str
         "LOCAL_WORLD_SIZE": local_world,
         "ROLE_WORLD_SIZE": cell.processes,
         "ROLE_NAME": "default",
-        "TORCHELASTIC_RUN_ID": "plumbline",
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     variables = node | ({"NODE_RANK": rank // local_world} if whole_node else own)
     return {name: str(value) for name, value in variables.items()}

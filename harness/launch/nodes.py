@@ -38,7 +38,7 @@ def gather(
     origin = _first_to_fail(ends)
     for node, end in zip(started, ends, strict=True):
         said = _returned(node, end)
-        if said is None and not end.evidence and end.code is not None and origin is None:
+        if end.silent or (said is None and not end.evidence and end.code is not None and origin is None):
             # It died in the middle of everything: what a rank left until then is not evidence of a whole training.
             exits[node.rank] = explain(end, node, time_limit)
             found.pop(node.rank, None)

@@ -11,6 +11,17 @@ import torch
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError
 
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+"""What tells ranks that somebody else holds the store in which they meet."""
+
+ELASTIC = {
+    "TORCHELASTIC_RUN_ID": "plumbline",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_MAX_RESTARTS": "0",
+    **AGENT_STORE,
+}
+"""What torchrun says of itself, where there is none."""
+
 _LOOPBACKS = (("127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6))
 
 
@@ -32,15 +43,19 @@ def loopback() -> str:
 
 
 def variables(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-    """Return what ranks need that share this machine.
-
-    Each node sees its own CUDA devices only, as a machine of its own would.
-    """
-    found = {
+    """Return what ranks need that share this machine."""
+    return {
+        **ELASTIC,
         "MASTER_ADDR": loopback(),
         # Names of network interfaces are the machine's affair; ranks on one machine meet on loopback.
         "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+        **own_devices(cell, rank, oversubscribe),
     }
+
+
+def own_devices(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
+    """Return what lets each node see its own CUDA devices only, as a machine of its own would."""
+    found = {}
     if cell.accelerator == "cuda" and cell.topology.num_nodes > 1 and not oversubscribe:
         every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
         if every == [""]:

@@ -20,8 +20,11 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
 from harness.launch import one_machine
 from harness.launch.children import PATIENCE, ChildEnd, Children
+from harness.launch.events import NoEventError, event_of
 from harness.launch.marks import MARK, end_marked
+from harness.worker import descendants
 from harness.worker.assignment import Assignment
+from harness.worker.reach import free_port
 
 START_LIMIT = 300.0
 """Seconds for importing torch and the subject's library, on a machine that has other things to do."""
@@ -54,7 +57,8 @@ main()
 class RankEnd:
     """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
 
-    ``unwritten`` says why its evidence could not be written, None where that was not the matter.
+    ``unwritten`` says why its evidence could not be written, and ``silent`` why nothing was heard of it any more, None
+    where that was not the matter.
     ``steps`` is how many it had done, as far as it is known. ``limit_reached``: it was ended because the launch took
     too long; else because others were gone. ``stopped``: it was found stopped by a signal. ``children`` are the
     processes that the subject started by itself, in the order in which they ended, and ``raised`` says that its call,
@@ -70,6 +74,7 @@ class RankEnd:
     stopped: bool = False
     out_of_memory: bool = False
     unwritten: str | None = None
+    silent: str | None = None
     raised: bool = False
     children: tuple[ChildEnd, ...] = ()
 
@@ -145,6 +150,10 @@ class Pool:
         """Return the environment that a rank of ``cell`` needs where it lives, beside torchrun's for every place."""
         return one_machine.variables(cell, rank, oversubscribe)
 
+    def meeting_point(self) -> dict[str, str]:
+        """Return where the ranks of a launch meet that a subject starts by itself, in torchrun's variables."""
+        return {"MASTER_ADDR": one_machine.loopback(), "MASTER_PORT": str(free_port())}
+
     def next_launch(self) -> int:
         """Return a number for a launch, its own in this pool."""
         self._launches += 1
@@ -211,6 +220,7 @@ class Pool:
                     stopped=rank in late and late[rank]["stopped"],
                     out_of_memory=event["out_of_memory"],
                     unwritten=unwritten.get(rank),
+                    silent=event.get("silent"),
                     raised=children.above_raised(rank),
                     children=children.of(rank),
                 )
@@ -227,7 +237,7 @@ class Pool:
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
-            self._process.wait(timeout=GRACE)
+            self._process.wait(timeout=descendants.PATIENCE + GRACE)  # it ends whoever is below it first
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.wait()
@@ -261,8 +271,8 @@ class Pool:
                 raise self._lost("died")
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             try:
-                self._queue.extend([json.loads(line) for line in whole])
-            except ValueError as error:
+                self._queue.extend(map(event_of, whole))
+            except NoEventError as error:
                 if self._subjects is None:
                     return None  # what was started is no Python, or not ours
                 raise self._lost(f"talks nonsense ({error})") from error

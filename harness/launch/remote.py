@@ -3,77 +3,75 @@
 from __future__ import annotations
 
 import contextlib
-import hmac
+import errno
 import json
 import os
-import secrets
 import selectors
 import socket
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import harness
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
-from harness.launch.pool import GRACE, SERVER_ENVIRONMENT, START_LIMIT, Pool
-from harness.worker.node import PATIENCE, TOKEN
+from harness.launch.admission import Node, cut_off, differing
+from harness.launch.events import event_of
+from harness.launch.one_machine import ELASTIC
+from harness.launch.pool import GRACE, SERVER_ENVIRONMENT, START_LIMIT, Pool, Running
+from harness.launch.reception import FAREWELL, Reception
+from harness.launch.starters import Starters
+from harness.worker.assignment import Assignment
+from harness.worker.node import PATIENCE, SILENCE, TOKEN
 
 WORKER = Path(harness.__file__).parent / "worker" / "__main__.py"
 """What a node runs. By its path, because the subject's environment need not have Plumbline."""
 
-_LONGEST_HELLO = 4096
+WAYS_LIMIT = 5.0
+"""Seconds in which each node must reach every other, before the first cell."""
 
-
-@dataclass
-class Node:
-    """One node's connection. ``ahead`` is how far this process' monotonic clock is ahead of the node's, in seconds."""
-
-    connection: socket.socket
-    host: str
-    launcher: str
-    interface: str
-    ahead: float
-    rest: bytes = b""
+_CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
+"""How a connection ends behind which nobody is left to end it."""
 
 
 class RemotePool(Pool):
     """Launches ranks of one subject on ``nodes`` nodes, a node's ranks where the node is.
 
-    ``starter`` makes, of the port that this process listens on, the command that starts ``WORKER`` on every node
-    and ends when they have ended.
+    ``starter`` makes, of the port that this process listens on, the commands that start ``WORKER`` on every node, and
+    end when it has ended; none, where somebody else starts the nodes. ``place`` is where this process listens, and
+    ``token`` the secret by which nodes show that they are its own.
     """
 
     listens_on = ""
 
-    def __init__(self, locator: str, nodes: int, starter: Callable[[int], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        locator: str,
+        nodes: int,
+        starter: Callable[[int], Sequence[Sequence[str]]],
+        place: tuple[str, int] = ("", 0),
+        token: str | None = None,
+    ) -> None:
         self.locator = locator
         self._count = nodes
         self._nodes: dict[int, Node] = {}
+        self._lines: dict[int, socket.socket] = {}
+        self._rests: dict[int, bytes] = {}
         self._queue: list[dict[str, Any]] = []
         self._launches = 0
+        self._launched: dict[int, set[int]] = {}
         self._subjects: list[dict[str, Any]] | None = None
         self._broken = False
-        self._token = secrets.token_hex(32)
-        self._listener = socket.create_server(("", 0), backlog=max(128, nodes))
-        self._errors = os.memfd_create("plumbline")
+        self._reception = Reception(place, token)
+        self.token = self._reception.token
+        environment = {**os.environ, **SERVER_ENVIRONMENT, TOKEN: self.token}
         try:
-            self._starter = subprocess.Popen(
-                [*starter(self._listener.getsockname()[1])],
-                stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                env={**os.environ, **SERVER_ENVIRONMENT, TOKEN: self._token},
-                # Ctrl-C is for this process, which ends the nodes in order.
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._listener.close()
-            os.close(self._errors)
-            raise LaunchError(f"the nodes cannot be started: {error}") from error
+            self._starters = Starters(starter(self._reception.port), environment)
+        except LaunchError:
+            self._reception.close()
+            raise
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
@@ -81,7 +79,7 @@ class RemotePool(Pool):
 
         Raises:
             SubjectError: the locator names none, or it cannot be imported on a node.
-            LaunchError: a node did not come up.
+            LaunchError: a node did not come up, cannot take part, or cannot reach another.
         """
         if self._subjects is None:
             try:
@@ -92,80 +90,71 @@ class RemotePool(Pool):
         return self._subjects
 
     def _warm(self, deadline: float) -> list[dict[str, Any]]:
-        self._gather(deadline)
-        said: dict[int, list[dict[str, Any]]] = {}
-        while len(said) < self._count:
-            event = self._next(deadline)
-            if event is None:
-                late = ", ".join(node.host for number, node in self._nodes.items() if number not in said)
-                raise LaunchError(f"{late} did not import {self.locator} in {START_LIMIT:.0f} s: {self._said()}")
-            if event["event"] == "refused":
-                host = self._nodes[event["node"]].host
-                raise SubjectError(f"--subject {self.locator}: on {host}: {event['message'].strip()}")
-            said[event["node"]] = event["subjects"]
-        for number, declared in said.items():
-            if declared != said[0]:
+        for number, (node, line) in enumerate(self._reception.receive(self._count, self._starters, deadline)):
+            self._nodes[number], self._lines[number], self._rests[number] = node, line, b""
+        ready = self._answers("ready", deadline, f"did not import {self.locator} in {START_LIMIT:.0f} s")
+        for number, said in ready.items():
+            if said["subjects"] != ready[0]["subjects"]:
                 first, other = self._nodes[0].host, self._nodes[number].host
                 raise SubjectError(
                     f"--subject {self.locator} is not the same on {first} and {other}: are the checkout and the "
                     "environment on a file system that both see?"
                 )
-        return said[0]
+            self._nodes[number] = replace(self._nodes[number], software=said)
+        if reason := differing(self.nodes):
+            raise LaunchError(reason)
+        if self._count > 1:
+            self._call_roll()
+        return list(ready[0]["subjects"])
 
-    def _gather(self, deadline: float) -> None:
-        """Wait until every node has connected and shown the token."""
-        while len(self._nodes) < self._count:
-            # Looked at often enough to say at once that a starter ended before its nodes came.
-            self._listener.settimeout(min(0.2, max(0.0, deadline - time.monotonic())) or 0.01)
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                ended = self._starter.poll()
-                if ended is None and time.monotonic() < deadline:
-                    continue
-                how = f"ended with exit code {ended}" if ended is not None else f"waited {START_LIMIT:.0f} s"
-                raise LaunchError(
-                    f"{len(self._nodes)} of {self._count} nodes came up; {self._starter.args[0]} {how}: {self._said()}"
-                ) from None
-            self._meet(connection)
-        self._listener.close()
+    def _call_roll(self) -> None:
+        """See to it that every node can reach every other, as their ranks will have to.
 
-    def _meet(self, connection: socket.socket) -> None:
-        """Take a node in if it shows the token; anybody else is sent away."""
-        connection.settimeout(PATIENCE)
-        line = b""
-        try:
-            while not line.endswith(b"\n") and len(line) < _LONGEST_HELLO:
-                byte = connection.recv(1)
-                if not byte:
-                    break
-                line += byte
-            hello = json.loads(line)
-            known = hmac.compare_digest(str(hello["token"]), self._token)
-        except (OSError, ValueError, LookupError, TypeError):
-            known = False
-        if not known:
-            connection.close()
-            return
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for option, value in (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-            # A node that vanished says no farewell.
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        ahead = time.monotonic() - hello["at"]
-        self._nodes[hello["node"]] = Node(connection, hello["host"], hello["launcher"], hello["interface"], ahead)
+        Raises:
+            LaunchError: one cannot.
+        """
+        deadline = time.monotonic() + START_LIMIT
+        for number in self._lines:
+            self._write(number, {"command": "listen", "address": self._nodes[number].address})
+        ports = {number: said["port"] for number, said in self._answers("listens", deadline, "does not answer").items()}
+        for number in self._lines:
+            peers = {str(other): (self._nodes[other].address, port) for other, port in ports.items() if other != number}
+            self._write(number, {"command": "reach", "peers": peers, "seconds": WAYS_LIMIT})
+        answers = self._answers("reached", deadline, "does not answer")
+        failed = [(who, int(whom), why) for who, said in answers.items() for whom, why in said["failed"].items()]
+        if reason := cut_off(self._nodes, failed):
+            raise LaunchError(reason)
+
+    def _answers(self, kind: str, deadline: float, otherwise: str) -> dict[int, dict[str, Any]]:
+        """Return what each node answers."""
+        said: dict[int, dict[str, Any]] = {}
+        while len(said) < self._count:
+            event = self._next(deadline)
+            if event is None:
+                late = ", ".join(node.host for number, node in self._nodes.items() if number not in said)
+                raise LaunchError(f"{late} {otherwise}: {self._starters.said}")
+            if event["event"] == "refused":
+                host = self._nodes[event["node"]].host
+                raise SubjectError(f"--subject {self.locator}: on {host}: {event['message'].strip()}")
+            if event["event"] == kind:
+                said[event["node"]] = event
+        return said
 
     @property
     def alive(self) -> bool:
         """Whether every node's server is still there."""
-        return not self._broken and self._starter.poll() is None
+        return not self._broken and self._starters.ended is None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes, in their order."""
+        return tuple(self._nodes[number] for number in range(self._count))
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """The names of the nodes, in their order; waits for them to be warm."""
         assert self.subjects
-        return tuple(self._nodes[number].host for number in range(self._count))
+        return tuple(node.host for node in self.nodes)
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         """Return how a rank of ``cell`` on its node reaches the others.
@@ -175,50 +164,68 @@ class RemotePool(Pool):
         """
         assert self.subjects
         node = self._nodes[rank // cell.contract.processes_per_node(cell.topology)]
-        gloo = os.environ.get("GLOO_SOCKET_IFNAME") or node.interface
-        return {"MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": gloo}
+        return {**ELASTIC, "MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": node.interface}
+
+    def meeting_point(self) -> dict[str, str]:
+        """Return where ranks meet that a subject starts by itself: on the first node, for it is there that they listen.
+
+        Raises:
+            LaunchError: it is gone.
+        """
+        assert self.subjects
+        self._write(0, {"command": "port"})
+        event = None
+        while event is None or event["event"] != "port":
+            event = self._next(time.monotonic() + PATIENCE)
+            if event is None:
+                raise self._lost(0, "it does not answer")
+        return {"MASTER_ADDR": self._nodes[0].address, "MASTER_PORT": str(event["port"])}
+
+    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> Running:
+        """Begin one launch, as every pool does.
+
+        Raises:
+            LaunchError: a node's server is gone.
+        """
+        self._launched = {number: {a.rank for a in assignments if a.node_rank == number} for number in self._nodes}
+        return super().begin(subject, assignments, time_limit)
 
     def close(self) -> None:
-        """End every node's server, with all of its ranks, and what started them."""
-        self._listener.close()
-        for node in self._nodes.values():
-            node.connection.close()
-        self._nodes.clear()
-        if self._errors is None:
-            return
-        try:
-            # The servers end by themselves when they are left alone; where none ever came, nobody will.
-            self._starter.wait(timeout=GRACE if self._subjects is not None else 0)
-        except subprocess.TimeoutExpired:
-            self._starter.terminate()
-            try:
-                self._starter.wait(timeout=10 * GRACE)
-            except subprocess.TimeoutExpired:
-                self._starter.kill()
-                self._starter.wait()
-        os.close(self._errors)
-        self._errors = None
+        """End every node's server, with all of its ranks, and what started them.
+
+        Where one is lost the others are left without a farewell: what started them by hand may start them again.
+        """
+        self._reception.close()
+        for number in list(self._lines):
+            with contextlib.suppress(OSError):
+                if not self._broken:
+                    self._lines[number].sendall(FAREWELL)
+            self._lines.pop(number).close()
+        self._launched = {}
+        self._broken = True
+        # The servers end by themselves when they are left alone; where none ever came, nobody will.
+        self._starters.close(GRACE if self._subjects is not None else 0)
 
     def _send(self, command: dict[str, Any]) -> None:
-        for number, node in list(self._nodes.items()):
+        for number in list(self._lines):
             mine = command
             if command["command"] == "launch":
-                mine = {**command, "assignments": [v for v in command["assignments"] if self._place(v) == number]}
-            try:
-                node.connection.sendall(json.dumps(mine).encode() + b"\n")
-            except OSError as error:
-                raise self._lost(number, str(error)) from error
+                here = [values for values in command["assignments"] if values["rank"] in self._launched[number]]
+                mine = {**command, "assignments": here}
+            self._write(number, mine)
 
-    @staticmethod
-    def _place(assignment: dict[str, Any]) -> int:
-        return int(assignment["environment"]["GROUP_RANK"])
+    def _write(self, number: int, command: dict[str, Any]) -> None:
+        try:
+            self._lines[number].sendall(json.dumps(command).encode() + b"\n")
+        except OSError as error:
+            self._fail(number, error)
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
         """Return the next event of any node, or None when the deadline passes."""
         while not self._queue:
             with selectors.DefaultSelector() as selector:
-                for number, node in self._nodes.items():
-                    selector.register(node.connection, selectors.EVENT_READ, number)
+                for number, line in self._lines.items():
+                    selector.register(line, selectors.EVENT_READ, number)
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
@@ -227,28 +234,44 @@ class RemotePool(Pool):
         return self._queue.pop(0)
 
     def _read(self, number: int) -> None:
-        node = self._nodes[number]
         try:
-            chunk = node.connection.recv(1 << 16)
+            chunk = self._lines[number].recv(1 << 16)
         except OSError as error:
-            raise self._lost(number, str(error)) from error
+            self._fail(number, error)
+            return
         if not chunk:
             raise self._lost(number, "it is gone")
-        *whole, node.rest = (node.rest + chunk).split(b"\n")
+        *whole, self._rests[number] = (self._rests[number] + chunk).split(b"\n")
         for line in whole:
             try:
-                event = json.loads(line)
+                event = event_of(line)
             except ValueError as error:
                 raise self._lost(number, f"it talks nonsense ({error})") from error
-            self._queue.append({**event, "node": number, "at": event["at"] + node.ahead})
+            if event["event"] == "exit":
+                self._launched.get(number, set()).discard(event["rank"])
+            self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].ahead})
+
+    def _fail(self, number: int, error: OSError) -> None:
+        """Make of a broken connection the ends of the ranks behind it, where the network was cut while they trained.
+
+        Raises:
+            LaunchError: there were none, or it is no network that was cut.
+        """
+        if error.errno not in _CUT or not self._launched.get(number):
+            raise self._lost(number, str(error)) from error
+        why = (
+            f"its node {self._nodes[number].place} has been silent for {SILENCE} s: is its network cut, or is it down?"
+        )
+        left = {"code": None, "steps": None, "evidence": False, "out_of_memory": False}
+        for rank in sorted(self._launched.pop(number)):
+            event = {"event": "exit", "launch": self._launches, "rank": rank, **left, "silent": why}
+            self._queue.append({**event, "node": number, "at": time.monotonic()})
+        self._broken = True
+        self._lines.pop(number).close()
 
     def _lost(self, number: int, why: str) -> LaunchError:
-        node = self._nodes.pop(number)
-        node.connection.close()
+        self._lines.pop(number).close()
         self._broken = True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._starter.wait(timeout=GRACE)  # what it has to say of the node comes when it ends
-        return LaunchError(f"the fork server of {self.locator} on {node.host}: {why}: {self._said()}")
-
-    def _said(self) -> str:
-        return self._stderr_tail().strip() or "it said nothing"
+        self._starters.wait_for_words(GRACE)
+        host = self._nodes[number].host
+        return LaunchError(f"the fork server of {self.locator} on {host}: {why}: {self._starters.said}")

@@ -40,7 +40,7 @@ class SlurmPool(RemotePool):
     """Launches ranks of one subject on the nodes of this job."""
 
     def __init__(self, locator: str, python: str | None, nodes: int) -> None:
-        super().__init__(locator, nodes, lambda port: srun(locator, python or sys.executable, nodes, port))
+        super().__init__(locator, nodes, lambda port: [srun(locator, python or sys.executable, nodes, port)])
 
     def finish(self, running: Running) -> list[RankEnd]:
         """Follow a launch to its end, as every pool does; what SLURM ended is no finding about a trainer.
@@ -102,6 +102,6 @@ def srun(locator: str, python: str, nodes: int, port: int) -> list[str]:
     return [
         *("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *("--export=ALL", "--mpi=none", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1", "--quiet"),
-        *(python, str(WORKER), "--connect", f"${{SLURM_LAUNCH_NODE_IPADDR}}:{port}", "--node", "${SLURM_NODEID}"),
+        *(python, str(WORKER), "--connect", f"${{SLURM_LAUNCH_NODE_IPADDR}}:{port}", "--as-node", "${SLURM_NODEID}"),
         locator,
     ]

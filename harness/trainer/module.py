@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.rendezvous import rendezvous
 
 from harness.trainer.backends import split
+from harness.trainer.environments.roll_call import meet
 
 _connections = itertools.count()
 
@@ -72,7 +72,7 @@ class Module(nn.Module):
     def init_ddp_connection(self, proc_rank: int, world_size: int) -> None:
         """Open the process group; MASTER_ADDR and MASTER_PORT are set."""
         backend = "nccl" if self.trainer.device.type == "cuda" else "gloo"
-        store, _, _ = next(rendezvous("env://", proc_rank, world_size))
+        store = meet(proc_rank, world_size, self.trainer.plan.num_nodes)
         # torchrun's store outlives a process group: a second fit that read the first one's keys would hang.
         store = dist.PrefixStore(f"connection-{next(_connections)}", store)
         dist.init_process_group(backend, store=store, rank=proc_rank, world_size=world_size)

@@ -21,6 +21,7 @@ from harness.worker import evidence
 from harness.worker.assignment import Assignment
 from harness.worker.joining import lead
 from harness.worker.rank import set_the_scene
+from harness.worker.registry import Address
 
 FROM_OTHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
@@ -33,12 +34,12 @@ def run(
     assignment: Assignment,
     subject: Subject,
     announce: Callable[[dict[str, Any]], None],
-    port: int,
+    address: Address,
     scratch: str,
 ) -> None:
     """Train with all ranks of a node. Does not return: the process ends here.
 
-    ``port`` is where the fork server hears of processes below this one; ``scratch`` is a folder for their temporary
+    ``address`` is where the fork server hears of processes below this one; ``scratch`` is a folder for their temporary
     files, which goes when they have gone.
     """
     status = 1
@@ -48,7 +49,7 @@ def run(
         _use_for_temporary_files(scratch)
         _let_scripts_import_the_harness()
         _tell_how_children_end(assignment, announce)
-        here = lead(assignment, port)
+        here = lead(assignment, address)
         raised = None
         try:
             subject.train(here.job)

@@ -35,11 +35,10 @@ from harness.worker.assignment import Assignment
 from harness.worker.job import Job
 from harness.worker.raised import calls_in, in_words
 from harness.worker.recorder import Recorder
+from harness.worker.registry import Address, connect
 
 VARIABLE = "PLUMBLINE_ASSIGNMENT"
 """What a child must know, as JSON: the assignment of its node, and how to reach its first process and the server."""
-
-LOOPBACK = "127.0.0.1"
 
 _AT_ONCE = 1000
 """Priority of what multiprocessing does where a child ends: before everything that has one."""
@@ -64,11 +63,11 @@ def member() -> Member:
     return _member
 
 
-def lead(assignment: Assignment, port: int) -> Member:
+def lead(assignment: Assignment, address: Address) -> Member:
     """Return this process as the first of its node, after which every other one comes."""
     global _member
-    os.environ[VARIABLE] = json.dumps({"assignment": assignment.to_json(), "port": port, "first": os.getpid()})
-    _member = Member(assignment, port, os.getpid())
+    os.environ[VARIABLE] = json.dumps({"assignment": assignment.to_json(), "address": address, "first": os.getpid()})
+    _member = Member(assignment, address, os.getpid())
     _member.watch_forks()
     return _member
 
@@ -128,12 +127,12 @@ class _Counter:
 class Member:
     """One process of a node whose subject starts its ranks by itself."""
 
-    def __init__(self, assignment: Assignment, port: int, first: int) -> None:
+    def __init__(self, assignment: Assignment, address: Address, first: int) -> None:
         self.assignment = assignment
         self.recorder = JoiningRecorder(assignment.sketch_above, self.tell)
         self.job = Job(assignment, self.recorder)
         self.recorder.install()
-        self._port = port
+        self._address = address
         self._first = first
         self._place: int | None = None
         self._direct = False
@@ -148,7 +147,7 @@ class Member:
         assignment = Assignment.from_json(values["assignment"])
         if "RANK" in os.environ:
             assignment = assignment.as_rank(int(os.environ["RANK"]))
-        member = cls(assignment, values["port"], values["first"])
+        member = cls(assignment, values["address"], values["first"])
         atexit.register(member._end)
         member.watch_forks()
         member._begin()
@@ -173,7 +172,7 @@ class Member:
         # Without a server there is nobody left to whom it matters.
         with suppress(OSError):
             if self._line is None:
-                self._line = socket.create_connection((LOOPBACK, self._port))
+                self._line = connect(self._address)
                 self._say_where_it_is_when_asked()
                 values = {**self._introduction(), **values}
             self._line.sendall(json.dumps(values).encode() + b"\n")

@@ -50,6 +50,11 @@ class Log:
         self._write(bytes(self._end))
         os.close(self._file)
 
+    def let_go(self) -> None:
+        """Let go of it in a process that was forked, and has nothing to do with it."""
+        os.close(self.source)
+        os.close(self._file)
+
     def _take(self, chunk: bytes) -> None:
         beginning, rest = chunk[: self._room], chunk[self._room :]
         self._room -= len(beginning)

@@ -10,6 +10,7 @@ import struct
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 TOKEN = "PLUMBLINE_TOKEN"
 """The variable with the secret by which a launcher knows its own nodes."""
@@ -17,34 +18,42 @@ TOKEN = "PLUMBLINE_TOKEN"
 PATIENCE = 30.0
 """Seconds in which the launcher must answer a connection."""
 
+SILENCE = 15
+"""Seconds after which a connection whose other end does not even answer the kernel's probes is given up."""
+
+FORSAKEN = 3
+"""The exit code of a server whose launcher went without a farewell. torchrun takes it for a reason to start again."""
+
 _SIOCGIFADDR = 0x8915
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Connect, say who this is, then serve until the connection ends; return the exit code."""
     options = _options(arguments)
-    host, _, port = os.path.expandvars(options.connect).rpartition(":")
-    node = os.path.expandvars(options.node)
+    places = [os.path.expandvars(place).rpartition(":")[::2] for place in options.connect]
+    node = os.path.expandvars(options.as_node)
     token = os.environ.pop(TOKEN, "")
-    if not (host and port.isdecimal() and node.isdecimal() and token):
-        said = f"--connect {host}:{port} --node {node}, {TOKEN} {'set' if token else 'not set'}"
+    if not (all(host and port.isdecimal() for host, port in places) and node.isdecimal() and token):
+        at = " ".join(f"--connect {host}:{port}" for host, port in places)
+        said = f"{at} --as-node {node}, {TOKEN} {'set' if token else 'not set'}"
         print(f"harness.worker: a launcher's address, a node's number and a token are needed, not {said}")
         return 4
     try:
-        connection = socket.create_connection((host, int(port)), PATIENCE)
+        connection, host = _connect([(host, int(port)) for host, port in places])
     except OSError as error:
-        print(f"harness.worker: {socket.gethostname()} cannot reach the launcher at {host}:{port}: {error}")
+        named = " or ".join(f"{host}:{port}" for host, port in places)
+        print(f"harness.worker: {socket.gethostname()} cannot reach the launcher at {named}: {error}")
         return 2
     connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    notice_silence(connection)
     hello = {
         "event": "hello",
         "token": token,
         "node": int(node),
         "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "launcher": host,
-        "interface": interface_of(connection.getsockname()[0]),
+        **_way_to_others(connection),
+        **_told(),
         "at": time.monotonic(),
     }
     connection.sendall(json.dumps(hello).encode() + b"\n")
@@ -56,31 +65,121 @@ def main(arguments: Sequence[str] | None = None) -> int:
     events = os.dup(commands)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    Server(options.subject, commands, events).serve()
-    return 0
+    return 0 if Server(options.subject, commands, events, describe=_software_and_devices).serve() else FORSAKEN
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """See to it that a connection breaks when the other end vanished: it says no farewell.
+
+    Probes find out where nothing is under way, and where something is, the kernel's patience with it.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE // 3),
+        ("TCP_KEEPINTVL", SILENCE // 3),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", 1000 * SILENCE),
+    ):
+        if hasattr(socket, name):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def addresses() -> dict[str, str]:
+    """Return the IPv4 address of each network interface that has one, by its name."""
+    if sys.platform != "linux":
+        return {}
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found[name] = socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+            except OSError:  # an interface without an address
+                continue
+    return found
 
 
 def interface_of(address: str) -> str:
     """Return the name of the network interface with this IPv4 address, "" where none has it."""
-    if sys.platform != "linux":
-        return ""
-    import fcntl
+    here = addresses()
+    if address.startswith("127.") and "lo" in here:
+        return "lo"
+    return next((name for name, own in here.items() if own == address), "")
 
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
+
+def _connect(places: Sequence[tuple[str, int]]) -> tuple[socket.socket, str]:
+    """Return a connection to the first place that answers, and its host; a launcher may come a little later than we."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        refused = False
+        for place in places:
             try:
-                request = struct.pack("256s", name.encode()[:15])
-                found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(found) == address or (name == "lo" and address.startswith("127.")):
-                return name
-    return ""
+                return socket.create_connection(place, PATIENCE / len(places)), place[0]
+            except ConnectionRefusedError as error:
+                refused, last = True, error
+            except OSError as error:
+                last = error
+        if not refused or time.monotonic() > deadline:
+            raise last
+        time.sleep(0.2)
+
+
+def _way_to_others(connection: socket.socket) -> dict[str, Any]:
+    """Return by which interface, and at which address, the ranks of other nodes reach those of this one.
+
+    It is the one that leads to the launcher, unless the user named another to gloo. "" where it has no address.
+    """
+    own = connection.getsockname()[0]
+    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not named:
+        return {"interface": interface_of(own), "address": own, "named": False}
+    return {"interface": named, "address": addresses().get(named.split(",")[0], ""), "named": True}
+
+
+def _told() -> dict[str, int | None]:
+    """Return how many there are by the word of what started this process: nodes, and servers on this one."""
+    nodes, beside = (
+        next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
+        for names in (("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"), ("LOCAL_WORLD_SIZE",))
+    )
+    return {"nodes": nodes, "beside": beside}
+
+
+def _software_and_devices() -> dict[str, Any]:
+    import torch
+
+    python = ".".join(map(str, sys.version_info[:2]))
+    return {"torch": torch.__version__, "python": python, "devices": _cuda_devices()}
+
+
+def _cuda_devices() -> int:
+    """Return how many CUDA devices a rank of this node sees. A child counts them: CUDA does not survive a fork."""
+    import torch
+
+    if not torch.backends.cuda.is_built():
+        return 0
+    source, sink = os.pipe()
+    pid = os.fork()
+    if not pid:
+        count = 0
+        try:
+            count = torch.cuda.device_count()
+        finally:
+            os.write(sink, str(count).encode())
+            os._exit(0)
+    os.close(sink)
+    os.waitpid(pid, 0)
+    with open(source, encoding="ascii") as told:
+        return int(told.read() or 0)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="harness.worker", description=__doc__)
-    parser.add_argument("--connect", required=True, metavar="HOST:PORT", help="where the launcher listens")
-    parser.add_argument("--node", required=True, metavar="N", help="which of the launcher's nodes this is, from 0")
+    at = "where the launcher listens; of several, the first that answers"
+    parser.add_argument("--connect", required=True, action="append", metavar="HOST:PORT", help=at)
+    parser.add_argument("--as-node", required=True, metavar="N", help="which of the launcher's nodes this is, from 0")
     parser.add_argument("subject", help="the subject's locator")
     return parser.parse_args(arguments)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-LOOPBACK = "127.0.0.1"
+Address = str | list[Any]
+"""Where a registry is found: a name, or host and port. It travels as JSON."""
 
 _SAID = ("below", "pid", "rank", "steps", "evidence", "failed", "idle", "unwritten")
 
@@ -52,15 +56,38 @@ class Child:
         return bool(chunk)
 
 
+def listen() -> tuple[socket.socket, Address]:
+    """Return a socket on which a process hears others of its node, and where they find it.
+
+    It is a name that no file stands for, where there are such names: a node may be a network namespace, or a container,
+    in which nobody has brought up the loopback interface.
+    """
+    if sys.platform != "linux":
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        return listener, list(listener.getsockname())
+    listener, name = socket.socket(socket.AF_UNIX), f"plumbline-{secrets.token_hex(16)}"
+    listener.bind(f"\0{name}")
+    listener.listen(1024)
+    return listener, name
+
+
+def connect(address: Address) -> socket.socket:
+    """Return a line to the registry at ``address``."""
+    if not isinstance(address, str):
+        return socket.create_connection((address[0], address[1]))
+    line = socket.socket(socket.AF_UNIX)
+    line.connect(f"\0{address}")
+    return line
+
+
 class Registry:
     """Hears of children in the order in which things happen to them, and passes it on."""
 
     def __init__(self, tell: Callable[[Child, bool], None]) -> None:
         """``tell`` is called with a child that left evidence or, and then with True, has ended."""
         self._tell = tell
-        self._listener = socket.create_server((LOOPBACK, 0), backlog=1024)
+        self._listener, self.address = listen()
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 

@@ -2,35 +2,40 @@
 
 It reads commands, one JSON line each, from its standard input, and answers with events on the descriptor that its
 standard output was. Ranks write their own events there too: a line is shorter than PIPE_BUF, so lines stay whole.
-When its input ends, because the parent closed it or died, it ends every rank and itself. What ranks start becomes
-its own when they end, and goes with the launch; what they print goes through it into their logs.
+When its input ends, because the parent closed it or died, or at SIGTERM, it ends every rank and itself. What ranks
+start becomes its own when they end, and goes with the launch; what they print goes through it into their logs.
 
 CUDA and threads must not be touched here: neither survives a fork.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import mmap
 import os
 import selectors
-import shutil
 import signal
 import sys
-import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.core.errors import PlumblineError
 from harness.worker import descendants
 from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
 from harness.worker.log import Log
+from harness.worker.preload import preload
+from harness.worker.reach import Ways
 from harness.worker.registry import Child, Registry
+from harness.worker.scratch import NODE, Scratch
+
+
+class Forsaken(Exception):  # noqa: N818
+    """There is nobody any more to be told anything."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ class Forked:
     log: Log
     done: mmap.mmap
     kills: int
-    scratch: str | None = None
+    scratch: Scratch | None = None
 
     @property
     def steps(self) -> int:
@@ -57,13 +62,16 @@ class Forked:
     def tidy_up(self) -> None:
         """Remove the folder for temporary files, when those that could write to it are gone."""
         if self.scratch:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch.leave(remove=True)
 
 
 class Server:
     """Forks ranks on command and reports what becomes of them."""
 
-    def __init__(self, locator: str, commands: int, events: int) -> None:
+    def __init__(self, locator: str, commands: int, events: int, describe: Callable[[], dict[str, Any]] = dict):
+        """``describe`` returns what else the parent is to know of this place, when torch has been imported."""
+        self._describe = describe
+        self._ways = Ways()
         self._locator = locator
         self._commands = commands
         self._events = events
@@ -74,33 +82,45 @@ class Server:
         self._spared: frozenset[int] = frozenset()
         self._subjects: list[Any] = []
 
-    def serve(self) -> None:
-        """Announce the subjects, then follow commands until they end."""
-        from harness.core.errors import PlumblineError
-
+    def serve(self) -> bool:
+        """Announce the subjects, then follow commands until they end; return whether that was said before."""
         parent = os.getppid()
         descendants.adopt()
         die_with(parent)  # while it imports it hears of nobody's end
         try:
-            self._preload()
+            self._subjects = preload(self._locator)
         except PlumblineError as error:
             self._announce({"event": "refused", "message": str(error)})
-            return
+            return True
         except Exception:
             self._announce({"event": "refused", "message": traceback.format_exc()[-3000:]})
-            return
+            return True
         die_with(parent, number=0)
         self._spared = descendants.present()  # a library may have begun something when it was imported
         declared = [found.declaration() for found in self._subjects]
-        self._announce({"event": "ready", "subjects": declared, "pid": os.getpid()})
+        self._announce({"event": "ready", "subjects": declared, "pid": os.getpid(), **self._describe()})
         wake, wake_write = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wake_write, False)
         signal.set_wakeup_fd(wake_write)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us in order.
         self._selector.register(wake, selectors.EVENT_READ)
         self._selector.register(self._commands, selectors.EVENT_READ)
+        try:
+            return self._obey(wake)
+        except Forsaken:
+            return False
+        finally:
+            for pid in self._ranks:
+                signal_session(pid, signal.SIGKILL)
+            descendants.end_all(self._spared)
+            for forked in self._ranks.values():
+                forked.tidy_up()
+
+    def _obey(self, wake: int) -> bool:
+        """Follow commands until they end; return whether that was said before."""
         lines = self._lines()
         while True:
             chosen = [key for key, _ in self._selector.select()]
@@ -109,40 +129,22 @@ class Server:
                 if key.data is not None and not key.data.read():
                     self._selector.unregister(key.fd)
             if wake in ready:
-                os.read(wake, 4096)
+                if signal.SIGTERM in os.read(wake, 4096):
+                    return True
                 self._reap()
             if self._commands in ready:
                 for command in next(lines):
-                    if command is None:
-                        for pid in self._ranks:
-                            signal_session(pid, signal.SIGKILL)
-                        descendants.end_all(self._spared)
-                        for forked in self._ranks.values():
-                            forked.tidy_up()
-                        return
+                    if command is None or command["command"] == "end":
+                        return command is not None
                     self._follow(command)
-
-    def _preload(self) -> None:
-        """Import what every rank would otherwise import for itself (about two seconds each)."""
-        import torch
-        import torch._dynamo  # the first DistributedDataParallel(...) imports it
-        import torch.distributed
-        import torch.nn.parallel
-
-        from harness.subjects.load import load
-
-        torch.set_num_threads(1)
-        self._subjects = load(self._locator)
-        import harness.worker.rank  # noqa: F401
-
-        # What is imported stays. A rank that collects garbage need not walk through it, nor copy its pages.
-        gc.collect()
-        gc.freeze()
 
     def _lines(self) -> Iterator[list[dict[str, Any] | None]]:
         rest = b""
         while True:
-            chunk = os.read(self._commands, 1 << 20)
+            try:
+                chunk = os.read(self._commands, 1 << 20)
+            except OSError as error:  # a network that was cut
+                raise Forsaken from error
             if not chunk:
                 yield [None]
                 continue
@@ -151,12 +153,15 @@ class Server:
 
     def _follow(self, command: dict[str, Any]) -> None:
         if command["command"] == "launch":
+            self._ways.close()
             for values in command["assignments"]:
                 self._fork(command["subject"], values)
         elif command["command"] == "signal":
             for pid, forked in self._ranks.items():
                 if forked.launch == command["launch"]:
                     self._tell(pid, forked, command["signal"])
+        else:
+            self._announce(self._ways.answer(command))
 
     def _tell(self, pid: int, forked: Forked, number: int) -> None:
         """Signal a rank; one that was stopped goes on, or it could not say where it is."""
@@ -178,7 +183,7 @@ class Server:
         server = os.getpid()
         Path(values["evidence"]).unlink(missing_ok=True)  # nobody's but this rank's may be found there
         log, done = Log(values["log"]), mmap.mmap(-1, 8)
-        scratch = tempfile.mkdtemp(prefix="pl-") if values["whole_node"] else None
+        scratch = Scratch.new(NODE) if values["whole_node"] else None
         if scratch and self._registry is None:
             self._registry = Registry(self._hear)
             self._selector.register(self._registry, selectors.EVENT_READ, self._registry)
@@ -193,13 +198,15 @@ class Server:
         try:
             for descriptor in (1, 2):
                 os.dup2(log.sink, descriptor)
-            for descriptor in (log.source, log.sink, *(other.log.source for other in self._ranks.values())):
-                os.close(descriptor)
+            os.close(log.sink)
+            for one in (log, *(other.log for other in self._ranks.values())):
+                one.let_go()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.close(self._commands)
-            port = self._registry.port if self._registry else 0
+            address = self._registry.address if self._registry else ""
             if self._registry:
                 self._registry.close()
             die_with(server)
@@ -210,7 +217,7 @@ class Server:
             assignment = Assignment.from_json(values)
             declared = declared_for(subject, assignment.cell.backend, self._subjects)
             if scratch:
-                first.run(assignment, declared, self._announce, port, scratch)
+                first.run(assignment, declared, self._announce, address, scratch.path)
             else:
                 rank.run(assignment, declared, self._announce, done)
         except BaseException:
@@ -274,7 +281,10 @@ class Server:
         if os.fstat(self._events).st_ino != self._pipe:
             raise OSError("the descriptor of the fork server's events is another file's now")
         # The clock is the machine's: the parent may read this later than it happened.
-        os.write(self._events, json.dumps({"at": time.monotonic(), **event}).encode() + b"\n")
+        try:
+            os.write(self._events, json.dumps({"at": time.monotonic(), **event}).encode() + b"\n")
+        except OSError as error:
+            raise Forsaken from error
 
 
 def main() -> None:

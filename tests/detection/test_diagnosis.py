@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
+from harness.core.diagnosis import ORDER, UNEXPLAINED, diagnosis
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.checks import CHECKS
-from harness.core.diagnosis import ORDER, UNEXPLAINED, diagnosis
 
 
 def bad(check, cause=None):

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness.core.diagnosis import diagnosis
 from harness.core.outcome import Outcome, worst
 from harness.core.sketch import Sketch
-from harness.core.diagnosis import diagnosis
 from harness.judge.follow import followed
 from harness.judge.follow.projection import Projection, correction, lift, sample
 from harness.judge.judge import judge

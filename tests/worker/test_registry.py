@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from harness.worker.registry import LOOPBACK, Registry
+from harness.worker.registry import Registry, connect
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def registry(heard):
 
 
 def line_to(registry, **values):
-    line = socket.create_connection((LOOPBACK, registry.port))
+    line = connect(registry.address)
     line.sendall(json.dumps(values).encode() + b"\n")
     return line
 
@@ -62,7 +62,7 @@ def test_a_line_may_come_in_pieces(registry):
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b"7\n", b"[1]\n", b""])
 def test_strangers_are_not_listened_to(registry, heard, said):
-    with socket.create_connection((LOOPBACK, registry.port)) as stranger, line_to(registry, below=1, pid=7):
+    with connect(registry.address) as stranger, line_to(registry, below=1, pid=7):
         stranger.sendall(said)
         stranger.shutdown(socket.SHUT_WR)
         registry.read()

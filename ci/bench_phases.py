@@ -1,0 +1,105 @@
+"""Where does the time of one warm ddp cell go, and which part of it grows faster than the number of ranks?
+
+    python ci/bench_phases.py                # 16, 32, 64 and 96 ranks on simulated devices, nodes of 8
+    python ci/bench_phases.py --unreduced    # what of it is left when gradients are not averaged
+
+Each phase ends when the last rank has come to its end; seconds of each phase are medians of a few runs. The subject is
+the one at the end of this file, which says when it was where. `cpu` is the processor time of a rank, in seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy
+import torch
+import torch.distributed
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness import subject
+
+GPUS = 8
+"""Devices of a simulated node."""
+
+UNREDUCED = "PLUMBLINE_BENCH_UNREDUCED"
+
+PHASES = ("forked", "process group", "DDP object", "trained", "evidence read")
+
+
+def main() -> None:
+    """Measure each number of ranks in turn, and print Markdown."""
+    from harness.core.cell import Cell
+    from harness.core.topology import Topology
+    from harness.launch.local import launch
+    from harness.launch.pool import Pool
+    from harness.launch.settings import Settings
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ranks", nargs="*", type=int, default=[16, 32, 64, 96])
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--unreduced", action="store_true", help="train without averaging, inside no_sync()")
+    arguments = parser.parse_args()
+    os.environ[UNREDUCED] = "1" if arguments.unreduced else ""
+    torch.set_num_threads(1)
+    pool = Pool(__file__)
+    rows = []
+    assert pool.subjects  # warm
+    try:
+        for ranks in arguments.ranks:
+            topology = Topology(ranks // GPUS, GPUS) if ranks > GPUS else Topology(1, ranks)
+            cell = Cell("says-when", "mlp", "ddp", topology, "32", "cpu")
+            runs = []
+            for _ in range(arguments.runs):
+                with tempfile.TemporaryDirectory() as folder:
+                    begun = time.time()
+                    launch(pool, cell, Path(folder), Settings(300))
+                    ended = time.time()
+                    said = [times(Path(folder) / f"rank-{rank}.log") for rank in range(ranks)]
+                *ends, cpu = (max(phase) for phase in zip(*said, strict=True))
+                runs.append([*numpy.diff([begun, *ends, ended]), cpu])
+            rows.append([statistics.median(phase) for phase in zip(*runs, strict=True)])
+    finally:
+        pool.close()
+    print(f"| ranks | {' | '.join(PHASES)} | cpu |\n|{' --: |' * (len(PHASES) + 2)}")
+    for ranks, row in zip(arguments.ranks, rows, strict=True):
+        print(f"| {ranks} | {' | '.join(f'{seconds:.2f}' for seconds in row)} |")
+    slopes = [numpy.polyfit(numpy.log(arguments.ranks), numpy.log(phase), 1)[0] for phase in zip(*rows, strict=True)]
+    print(f"| exponent | {' | '.join(f'{slope:.2f}' for slope in slopes)} |")
+
+
+def times(log: Path) -> list[float]:
+    """Return what a rank said: when it was where, then its processor time."""
+    line = next(line for line in log.read_text().splitlines() if line.startswith("phases "))
+    return [float(word) for word in line.split()[1:]]
+
+
+@subject(name="says-when", backends=["ddp"])
+def train(job):
+    """Train as anybody would, and say when each phase has ended."""
+    ends = [time.time()]
+    torch.distributed.init_process_group(job.comm)
+    ends.append(time.time())
+    model = DistributedDataParallel(job.model())
+    ends.append(time.time())
+    optimizer = job.optimizer(model.parameters())
+    sampler = DistributedSampler(job.dataset, shuffle=job.shuffle, seed=job.seed)
+    with model.no_sync() if os.environ[UNREDUCED] else nullcontext():
+        for epoch in range(job.epochs):
+            sampler.set_epoch(epoch)
+            for batch in DataLoader(job.dataset, job.batch_size, sampler=sampler):
+                job.loss(model(batch), batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    ends.append(time.time())
+    print("phases", *ends, time.process_time(), flush=True)
+
+
+if __name__ == "__main__":
+    main()

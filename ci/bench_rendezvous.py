@@ -1,0 +1,133 @@
+"""What does it cost that many ranks, or nodes, meet? Each part alone, without a training around it.
+
+    python ci/bench_rendezvous.py                   # 125, 250, 500 and 1000
+
+Three parts, median and range of a few runs: so many processes that join one launch's store and wait until all are
+there; a node's part of the roll call among so many nodes (all on this
+machine: no network is in the way); and what the launcher sends to all nodes for one launch of so many ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.launch import one_machine
+from harness.launch.local import new_store
+from harness.launch.pool import SERVER_ENVIRONMENT
+from harness.worker.assignment import Assignment
+from harness.worker.reach import Ways, reach
+
+_PORT = 5
+"""Digits of a port."""
+
+GPUS = 8
+"""Devices of a node."""
+
+
+def main() -> None:
+    """Measure each number in turn, and print Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("counts", nargs="*", type=int, default=[125, 250, 500, 1000])
+    parser.add_argument("--runs", type=int, default=3)
+    arguments = parser.parse_args()
+    os.environ.update(SERVER_ENVIRONMENT)  # as ranks have it
+    print(
+        "| processes | meet in a store, s | descriptors of the store's process | reach as many nodes, s | sent, KiB |"
+    )
+    print("| --: | --: | --: | --: | --: |")
+    for count in arguments.counts:
+        met, reached = (several(lambda part=part: part(count), arguments.runs) for part in (meet, reach_all))  # noqa: B023
+        files = max(files for _, files in met)
+        print(f"| {count} | {spread([s for s, _ in met])} | {files} | {spread(reached)} | {sent(count) / 1024:.0f} |")
+
+
+def several(part: Callable[[], object], runs: int) -> list:
+    """Return what a part says each time."""
+    return [part() for _ in range(runs)]
+
+
+def meet(count: int) -> tuple[float, int]:
+    """Return the seconds from when there is a store until all have met, and this process' descriptors then."""
+    (wait, go), (heard, said) = os.pipe(), os.pipe()
+    below = []
+    for _ in range(count):  # before there is a store, whose thread may hold a lock that nobody gives back in a child
+        pid = os.fork()
+        if not pid:
+            try:
+                join(int(os.read(wait, _PORT)), count, said)
+            finally:
+                os._exit(0)
+        below.append(pid)
+    os.close(said)
+    store = new_store(one_machine.loopback())
+    started = time.perf_counter()
+    os.write(go, f"{store.port:0{_PORT}}".encode() * count)
+    here = b""
+    while len(here) < count and (more := os.read(heard, count)):
+        here += more
+    seconds, files = time.perf_counter() - started, len(os.listdir("/proc/self/fd"))
+    store.set("end", "")
+    for pid in below:
+        os.waitpid(pid, 0)
+    for descriptor in (wait, go, heard):
+        os.close(descriptor)
+    assert len(here) == count, f"{count - len(here)} of {count} did not come"
+    return seconds, files
+
+
+def join(port: int, count: int, said: int) -> None:
+    """Join the store as a rank does, wait until all are there, say so, and stay until the end."""
+    patience = timedelta(seconds=120)
+    mine = torch.distributed.TCPStore(
+        one_machine.loopback(), port, is_master=False, wait_for_workers=False, timeout=patience
+    )
+    if mine.add("arrived", 1) == count:
+        mine.set("complete", "")
+    mine.wait(["complete"])
+    os.write(said, b".")
+    mine.wait(["end"])
+
+
+def reach_all(count: int) -> float:
+    """Return the seconds in which one node reaches ``count`` others."""
+    nodes = [Ways() for _ in range(count)]
+    address = one_machine.loopback()
+    ports = [node.answer({"command": "listen", "address": address})["port"] for node in nodes]
+    started = time.perf_counter()
+    failed = reach({str(number): (address, port) for number, port in enumerate(ports)}, 5.0)
+    seconds = time.perf_counter() - started
+    assert not failed, failed
+    for node in nodes:
+        node.close()
+    return seconds
+
+
+def sent(count: int) -> int:
+    """Return the bytes of the assignments of so many ranks."""
+    cell = Cell("reference", "mlp", "ddp", Topology(max(1, count // GPUS), min(count, GPUS)), "32", "cpu")
+    folder = "/a/folder/that/all/nodes/see/plumbline-run-00000000/cell-00000000"
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+    environment = {**one_machine.ELASTIC, **dict.fromkeys(names, "100"), "MASTER_ADDR": "10.100.100.100"}
+    one = Assignment(
+        1, cell, 100, "gloo", ("cpu",), environment, f"{folder}/rank-100.safetensors", f"{folder}/rank-100.log"
+    )
+    return count * len(json.dumps(one.to_json()))
+
+
+def spread(values: list[float]) -> str:
+    """Write median and range."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} … {max(values):.3f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Which nodes may take part: what each says of itself is looked at before anything trains there. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_MOST_PAIRS = 4
+"""Of so many ways that lead nowhere each is named; the others are counted."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One node, as it said that it is.
+
+    ``launcher`` is the address under which it found this process. ``interface`` and ``address`` are those by which
+    other nodes reach its ranks; ``named``: the user wants that interface. ``nodes`` and ``beside`` are how many nodes
+    there are, and servers on this one, by the word of what started it, None where that says nothing. ``ahead`` is how
+    far this process' monotonic clock is ahead of the node's, in seconds.
+    """
+
+    number: int
+    host: str
+    launcher: str
+    interface: str
+    address: str
+    named: bool
+    nodes: int | None
+    beside: int | None
+    ahead: float
+    software: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, hello: Mapping[str, Any], now: float) -> Node:
+        """Take over what a node said in the first line on its connection, at ``now``.
+
+        Raises:
+            LookupError: something is missing.
+        """
+        names = ("host", "launcher", "interface", "address", "named", "nodes", "beside")
+        return cls(number=hello["node"], ahead=now - hello["at"], **{name: hello[name] for name in names})
+
+    @property
+    def place(self) -> str:
+        """The host, and where on it."""
+        return f"{self.host} ({self.address}{f' on {self.interface}' if self.interface else ''})"
+
+
+def why_not(node: Node, count: int, present: Mapping[int, Node]) -> str | None:
+    """Return why a node cannot be one of ``count``, of which some are ``present``; None: it can."""
+    if node.beside not in (None, 1):
+        return (
+            f"{node.host}: {node.beside} processes were started there (LOCAL_WORLD_SIZE), and Plumbline wants one, "
+            "which forks the node's ranks itself: take --nproc-per-node 1"
+        )
+    if node.nodes not in (None, count):
+        return (
+            f"{node.host} was started as one of {node.nodes} nodes, and Plumbline was asked for {count}: "
+            f"make --nodes {node.nodes} of it, or --nnodes {count} of the other"
+        )
+    if node.number >= count:
+        return f"{node.host} says that it is node {node.number}, and there are {count}: count nodes from 0"
+    if node.number in present:
+        return (
+            f"{present[node.number].place} and {node.place} both say that they are node {node.number}: "
+            "give each a number of its own"
+        )
+    if not node.address:
+        return (
+            f"{node.host} has no network interface {node.interface} with an IPv4 address: "
+            "name another one in GLOO_SOCKET_IFNAME, or leave it out"
+        )
+    return None
+
+
+def differing(nodes: Sequence[Node]) -> str | None:
+    """Return which two nodes run other software, None if all run the same."""
+    for node in nodes[1:]:
+        both = [(one.software["torch"], one.software["python"]) for one in (nodes[0], node)]
+        if both[0] != both[1]:
+            said = [
+                f"{one.host} has torch {has[0]} and Python {has[1]}"
+                for one, has in zip((nodes[0], node), both, strict=True)
+            ]
+            return f"{' and '.join(said)}: ranks of one training need the same, so take one environment for all nodes"
+    return None
+
+
+def too_few_devices(nodes: Sequence[Node], wanted: int) -> str | None:
+    """Return which nodes have fewer CUDA devices than ``wanted``, None if none has."""
+    if all(node.software["devices"] >= wanted for node in nodes):
+        return None
+    counts = ", ".join(f"{node.host} {node.software['devices']}" for node in nodes)
+    least = min(node.software["devices"] for node in nodes)
+    way = f"take --gpus {least}, or leave out who has too few" if least else "leave out who has none"
+    return f"cells of {wanted} gpus a node were asked for, and there are, of CUDA devices: {counts}: {way}"
+
+
+def cut_off(nodes: Mapping[int, Node], failed: Collection[tuple[int, int, str]]) -> str | None:
+    """Return which nodes cannot reach which, of triples of who, whom, and why; None if there are none."""
+    if not failed:
+        return None
+    pairs = [f"{nodes[who].host} cannot reach {nodes[whom].place}: {why}" for who, whom, why in sorted(failed)]
+    more = f"; and {len(pairs) - _MOST_PAIRS} more" if len(pairs) > _MOST_PAIRS else ""
+    loopback = [nodes[whom] for _, whom, _ in failed if nodes[whom].address.startswith("127.")]
+    way = "is there a firewall, or no route?"
+    if loopback:
+        named = "GLOO_SOCKET_IFNAME" if loopback[0].named else "the way to the launcher"
+        way = (
+            f"{named} is {loopback[0].interface} on {loopback[0].host}, and its address leads every host to itself: "
+            "name the interface that leads to the others in GLOO_SOCKET_IFNAME"
+        )
+    return f"{'; '.join(pairs[:_MOST_PAIRS])}{more}: {way}"

@@ -1,0 +1,22 @@
+"""A trainer whose second host pretends, when it is imported there, to be another machine than the first."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch
+
+from harness import subject
+
+second = socket.gethostname() == "host-1"
+if os.environ["PLUMBLINE_TEST_PRETENDS"] == "devices":
+    torch.backends.cuda.is_built = lambda: True
+    torch.cuda.device_count = lambda: 4 if second else 8
+elif second:
+    torch.__version__ = "2.4.0"
+
+
+@subject(name="pretends", backends=["ddp"])
+def train(job):
+    job.model()

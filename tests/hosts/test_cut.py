@@ -1,0 +1,204 @@
+"""A network that breaks between hosts is found within a bounded time, named, and leaves nothing running."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.core.errors import LaunchError
+from harness.judge.judge import judge
+from harness.launch.hosts import HostsPool
+from harness.launch.local import start
+from harness.launch.remote import WORKER, RemotePool
+from harness.launch.settings import Settings
+from harness.store.run import read_run
+from harness.trainer.environments.plain import free_port
+from harness.worker.node import FORSAKEN, SILENCE, TOKEN
+from harness.workloads import WORKLOADS
+
+ROOT = Path(__file__).parents[2]
+TRAINING = Path(__file__).parent / "subjects" / "training.py"
+A_LITTLE = 12.0
+"""Seconds for noticing, ending and judging, on a machine that has other things to do."""
+
+
+def all_have_stepped(folder):
+    """Whether each rank of a 2 × 2 cell has done its first step."""
+    return all((folder / f"reached-{rank}").exists() for rank in range(4))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """The judge's tensors are small."""
+
+
+@pytest.fixture
+def cable(hosts):
+    """The second host's cable; it is plugged in again at the end."""
+    yield lambda: hosts.pull(1)
+    hosts.plug_in(1)
+
+
+@pytest.fixture
+def started(hosts, hosts_pool, cell_of, tmp_path, monkeypatch):
+    """Start a 2 × 2 cell that stands still after its first step; return it, and its pool."""
+    monkeypatch.setenv("PLUMBLINE_TEST_FOLDER", str(tmp_path))
+
+    def started(time_limit):
+        pool = hosts_pool(TRAINING)
+        cell = cell_of("mlp", "ddp", "2x2", subject="waits-in-the-middle")
+        launched = start(pool, cell, tmp_path / "evidence", Settings(time_limit))
+        assert hosts.until(lambda: all_have_stepped(tmp_path), 60)
+        return launched, cell, pool
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("time_limit", "at_most"), [(120.0, SILENCE), (8.0, 8.0 + SILENCE)], ids=["before the limit", "at the limit"]
+)
+def test_a_cable_pulled_in_the_middle_names_rank_and_node(
+    hosts, cable, started, tmp_path, time_limit, at_most, hosts_pool
+):
+    launched, cell, pool = started(time_limit)
+    cable()
+    (tmp_path / "go-on").touch()
+    begun = time.monotonic()
+    trace = launched.trace()
+    assert time.monotonic() - begun < at_most + A_LITTLE
+    findings = judge(trace, WORKLOADS["mlp"], cell)
+    assert [finding.check for finding in findings] == ["launch"], "nothing is said of what was computed"
+    assert findings[0].outcome.value == "crashed"
+    assert findings[0].rank == 2
+    assert f"rank 2: its node host-1 ({hosts.address(1)} on eth0) has been silent" in findings[0].message
+    assert not pool.alive
+    pool.close()
+    with pytest.raises(LaunchError, match=r"1 of 2 nodes came up.*host-1 cannot reach the launcher"):
+        _ = hosts_pool(TRAINING).subjects
+
+
+def test_a_run_whose_cable_is_pulled_goes_on_and_says_of_each_cell_what_was_the_matter(hosts, cable, tmp_path):
+    asked = ["--nodes", "2", "--gpus", "2", "--workloads", "mlp,contrastive", "--precisions", "32", "--backends", "ddp"]
+    where = ["--launcher", "hosts", "--node-command", hosts.command, "--report-dir", tmp_path, "-k", "2x2"]
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "suites" / "conformance"]
+    run = subprocess.Popen(
+        [*pytest_, *asked, *where, "--subject", f"{TRAINING}::waits-in-the-middle"],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"PLUMBLINE_TEST_FOLDER": str(tmp_path)},
+    )  # fmt: skip
+    assert hosts.until(lambda: all_have_stepped(tmp_path) or run.poll() is not None, 120)
+    assert run.poll() is None, run.communicate()[0]
+    cable()
+    (tmp_path / "go-on").touch()
+    said, _ = run.communicate(timeout=240)
+    assert run.returncode == 1, said
+    found = read_run(tmp_path / "latest")
+    assert not found.incomplete, said
+    first, second = ([r for r in found.results if r.cell == planned.cell] for planned in found.header.planned)
+    assert [(r.check, r.outcome.value, r.rank) for r in first] == [("launch", "crashed", 2)]
+    assert "host-1" in first[0].message
+    assert [(r.check, r.outcome.value) for r in second] == [("launch", "errored")]
+    assert "host-1 cannot reach the launcher" in second[0].message
+
+
+def test_a_server_behind_a_cut_notices_by_itself_and_ends_its_ranks(hosts, cable, cell_of, tmp_path, monkeypatch):
+    """As where nobody on this machine holds its process: started by hand, or by SLURM."""
+    monkeypatch.setenv("PLUMBLINE_TEST_FOLDER", str(tmp_path))
+    servers = []
+
+    def by_hand(port):
+        for node in range(2):
+            where = ("--connect", f"{hosts.launcher}:{port}", "--as-node", node, TRAINING)
+            servers.append(hosts.start(node, sys.executable, WORKER, *where, **{TOKEN: "ours"}))
+        return []
+
+    pool = RemotePool(str(TRAINING), 2, by_hand, token="ours")
+    try:
+        cell = cell_of("mlp", "ddp", "2x2", subject="waits-in-the-middle")
+        launched = start(pool, cell, tmp_path / "evidence", Settings(120))
+        assert hosts.until(lambda: all_have_stepped(tmp_path), 60)
+        assert len(hosts.processes(1)) >= 3, "a server and two ranks"
+        cable()
+        assert servers[1].wait(timeout=SILENCE + A_LITTLE) == FORSAKEN
+        assert not hosts.processes(1)
+        assert not launched.trace().is_whole
+    finally:
+        pool.close()
+        assert [server.wait(timeout=30) for server in servers] == [FORSAKEN] * 2
+
+
+SCRIPT = """
+    import sys
+    from datetime import timedelta
+    import torch
+    from harness import Module, Trainer
+    from harness.trainer.environments import roll_call
+
+    roll_call.LOOPBACK_PATIENCE = timedelta(seconds=6)
+
+    class Line(Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+        def forward(self, x):
+            return self.layer(x)
+        def training_step(self, batch, batch_nb):
+            return {"loss": self(batch[0]).sum()}
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+        def train_dataloader(self):
+            data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+            return torch.utils.data.DataLoader(data, batch_size=2)
+
+    Trainer(gpus=1, num_nodes=2, distributed_backend="ddp", accelerator="cpu", max_epochs=1).fit(Line())
+"""
+
+
+@pytest.mark.parametrize("started_by", ["torchrun", "nobody"])
+def test_a_main_address_on_loopback_is_an_error_and_no_hang(hosts, tmp_path, started_by):
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    port = free_port()
+    begun = time.monotonic()
+    running = []
+    for node in range(2):
+        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT)}
+        if started_by == "torchrun":
+            told |= {"RANK": str(node), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "GROUP_RANK": str(node)}
+        else:
+            told |= {"NODE_RANK": str(node)}
+        running.append(hosts.start(node, sys.executable, script, **told))
+    for process in running:
+        said, _ = process.communicate(timeout=90)
+        assert process.returncode == 1, said
+        assert "127.0.0.1 leads every host to itself" in said
+        assert "set MASTER_ADDR to an address by which they reach the first node" in said
+    assert time.monotonic() - begun < 60
+
+
+def test_a_main_address_that_all_reach_trains(hosts, tmp_path):
+    """The same script, which is what it takes for the test above to say anything."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    told = {"MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29511", "PYTHONPATH": str(ROOT)}
+    told |= {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "eth0"}
+    running = [hosts.start(n, sys.executable, script, RANK=str(n), GROUP_RANK=str(n), **told) for n in range(2)]
+    for process in running:
+        said, _ = process.communicate(timeout=90)
+        assert process.returncode == 0, said
+
+
+def test_a_pool_whose_hosts_are_all_cut_off_leaves_nobody(hosts, cable):
+    pool = HostsPool(str(TRAINING), None, 2, hosts.command)
+    assert pool.subjects
+    cable()
+    begun = time.monotonic()
+    pool.close()
+    assert time.monotonic() - begun < A_LITTLE
+    assert not hosts.processes(1)
