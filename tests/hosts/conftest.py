@@ -107,7 +107,11 @@ class Hosts:
         ip("link", "set", self.cable(node), "down")
 
     def plug_in(self, node):
+        """Plug the cable in again; both ends forget that they could not reach the other."""
         ip("link", "set", self.cable(node), "up")
+        assert until(lambda: "LOWER_UP" in self.inside(node, "link", "show", "eth0"), 10.0)
+        self.inside(node, "neigh", "flush", "dev", "eth0")
+        ip("neigh", "flush", "dev", self.tag)
 
     def start(self, node, *words, **variables):
         """Start a command on a host."""

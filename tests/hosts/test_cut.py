@@ -130,7 +130,8 @@ def test_a_server_behind_a_cut_notices_by_itself_and_ends_its_ranks(hosts, cable
         assert not launched.trace().is_whole
     finally:
         pool.close()
-        assert [server.wait(timeout=30) for server in servers] == [FORSAKEN] * 2
+        codes = [server.wait(timeout=60) for server in servers]
+    assert codes == [FORSAKEN] * 2
 
 
 SCRIPT = """
