@@ -81,11 +81,11 @@ def shard(model, mesh):
 
 
 def only_called(model):
-    """Yield layers of which nothing but the forward is used: they are gathered one by one.
+    """Yield layers of which nothing but the forward is used, inner ones first: they are gathered one by one.
 
     The weights of others may be used by the model itself: they are gathered with it.
     """
-    for module in model.modules():
+    for module in reversed(list(model.modules())):
         if isinstance(module, nn.Sequential):
             yield from (layer for layer in module if list(layer.parameters()))
 
