@@ -1,23 +1,24 @@
-"""Does a run's throughput agree with a stopwatch held by hand? Measures its cells again, with none of the harness.
+"""Do the figures agree with a stopwatch held by hand? Measures the same cells with and without the harness, in turns.
 
-    pytest suites/performance --gpus 2 --subject torch && python ci/speed_by_hand.py reports/latest
+    python ci/speed_by_hand.py                     # torch's own loop, three workloads, on one device and on two
+    python ci/speed_by_hand.py --subject torch --launches 10 --workloads perf-gpt
 
-For each cell of the backends `none` and `ddp` in float32 on simulated devices: processes of torch.multiprocessing, a
-loop as torch's tutorial has it, one clock around all steps after the warm-up, as many launches as the run had. Only the
-model, the data and the number of steps are those of the workload. The machine has to be as quiet as it was for the run,
-and the trainer of the run should be a plain one. Exits with 1 where a difference is more than both figures' spread
-explains (95 %).
+By hand: processes of torch.multiprocessing, a loop as torch's tutorial has it, one clock around all steps after the
+warm-up. Only the model, the data and the number of steps are those of the workload; the subject should be a plain
+loop too. A launch of the harness and one by hand take turns, since a machine that others use as well has slow minutes
+and fast ones, and half an hour apart both would be measured rightly and differ. Float32, simulated devices. Exits with
+1 where the ratio's interval (95 %, over launches) leaves out 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import math
 import os
 import sys
 import tempfile
 import time
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -25,43 +26,69 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.launch.pool import Pool
+from harness.launch.settings import Settings
 from harness.measure.estimate import Estimate, estimate
-from harness.store.records import Measurement
-from harness.store.run import read_run
+from harness.measure.figures import Launch
+from harness.measure.group import Group
+from harness.measure.records import measurements
 from harness.workloads import PERFORMANCE
 
 
 def main() -> int:
-    """Measure each cell of the run by hand and print both figures."""
+    """Measure each cell both ways and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path)
-    run = read_run(parser.parse_args().run)
-    figures = [
-        one
-        for one in run.measurements
-        if one.metric == "throughput"
-        and one.backend in ("none", "ddp")
-        and (one.precision, one.accelerator) == ("32", "cpu")
+    parser.add_argument("--subject", default="torch")
+    parser.add_argument("--launches", type=int, default=7)
+    parser.add_argument("--workloads", default="perf-mlp,perf-resnet,perf-gpt")
+    asked = parser.parse_args()
+    cells = [
+        Cell(asked.subject, workload, backend, Topology(1, gpus), "32", "cpu")
+        for workload in asked.workloads.split(",")
+        for backend, gpus in (("none", 1), ("ddp", 2))
     ]
-    print(f"{'cell':42} {'run: samples/s (95 %)':>32} {'by hand: samples/s (95 %)':>32} {'ratio':>8}")
-    missed = [figure.cell for figure in figures if not agrees(figure)]
-    print(f"{len(figures) - len(missed)} of {len(figures)} agree" + (f"; not: {', '.join(missed)}" if missed else ""))
+    print(f"{'cell':32} {'harness: samples/s (95 %)':>32} {'by hand: samples/s (95 %)':>32} {'ratio (95 %)':>24}")
+    missed = [cell.id for cell in cells if not agrees(cell, asked.launches)]
+    print(f"{len(cells) - len(missed)} of {len(cells)} agree" + (f"; not: {', '.join(missed)}" if missed else ""))
     return 1 if missed else 0
 
 
-def agrees(figure: Measurement) -> bool:
-    """Print a cell's figure beside that by hand; return whether their difference is within what both may err by."""
-    by_hand = estimate([launch(figure.workload, figure.num_nodes * figure.gpus) for _ in figure.samples])
-    run = estimate(figure.samples)
-    print(f"{figure.cell:42} {told(run):>32} {told(by_hand):>32} {by_hand.value / run.value:>8.3f}", flush=True)
-    middles = [math.log(one.low * one.high) / 2 for one in (run, by_hand)]
-    halves = [math.log(one.high / one.low) / 2 for one in (run, by_hand)]
-    return abs(middles[0] - middles[1]) <= math.hypot(*halves)
+def agrees(cell: Cell, launches: int) -> bool:
+    """Print a cell's figures; return whether their ratio may be 1."""
+    measured: list[Launch] = []
+    by_hand: list[float] = []
+    for number in range(launches):
+        for turn in (0, 1) if number % 2 else (1, 0):
+            if turn:
+                measured.append(by_harness(cell))
+            else:
+                by_hand.append(launch(cell.workload, cell.topology.devices))
+    (figure,) = (one for one in measurements(cell, measured, "") if one.metric == "throughput")
+    ratio = estimate([hand / own for hand, own in zip(by_hand, figure.samples, strict=True)])
+    print(
+        f"{cell.id:32} {told(estimate(figure.samples)):>32} {told(estimate(by_hand)):>32} {told(ratio):>24}", flush=True
+    )
+    return ratio.low <= 1 <= ratio.high
+
+
+def by_harness(cell: Cell) -> Launch:
+    """Return one launch of a server of its own, as suites/performance has them, without a loop beside it."""
+    with tempfile.TemporaryDirectory() as folder, closing(Pool(cell.subject)) as pool:
+        assert pool.subjects
+        own = Path(folder, "launch")
+        own.mkdir()
+        with closing(Group.begin(pool, cell, own, Settings())) as group:
+            for _ in range(PERFORMANCE[cell.workload].rounds):
+                group.round()
+            group.look()
+            return Launch(group.end())
 
 
 def told(one: Estimate) -> str:
     """Write a figure with its bounds."""
-    return f"{one.value:,.5g} ({one.low:,.5g} … {one.high:,.5g})"
+    return f"{one.value:,.4g} ({one.low:,.4g} … {one.high:,.4g})"
 
 
 def launch(workload: str, world: int) -> float:
