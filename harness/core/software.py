@@ -22,7 +22,7 @@ class Software:
         return cls(library, library and _version(library), _version("torch"), platform.python_version())
 
     def __str__(self) -> str:
-        library = f"{self.library} {self.version or ''}".strip() if self.library else None
+        library = f"{self.library} {self.version or ''}".strip() if self.library not in (None, "torch") else None
         parts = (library, self.torch and f"torch {self.torch}", self.python and f"python {self.python}")
         return ", ".join(part for part in parts if part)
 

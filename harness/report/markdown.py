@@ -82,9 +82,10 @@ def _facts(run: Run) -> str:
         "commit": markdown_code(machine.commit or "unknown"),
         "command": markdown_code(" ".join(header.command) or "unknown"),
         "software": markdown(software_in_words(run)),
+        "subjects": markdown("; ".join(f"{name}: {what}" for name, what in header.subjects.items() if what.library)),
         "machine": markdown(machine_in_words(machine)),
     }
-    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items() if value)
 
 
 def _devices(run: Run, table: pd.DataFrame) -> str:
