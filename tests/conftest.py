@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             place = item.path.relative_to(HERE)
             group = place.parts[0] if place.parts[0] in ONE_OF_EACH else str(place)
             item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_worker_to_those_it_starts():
+    """Let whatever a test starts begin as if no xdist were around it."""
+    with pytest.MonkeyPatch.context() as environment:
+        for name in [name for name in os.environ if name.startswith("PYTEST_XDIST_")]:
+            environment.delenv(name)
+        yield
 
 
 @pytest.fixture(scope="session")
