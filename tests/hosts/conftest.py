@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -52,13 +53,24 @@ def until(holds, seconds):
     return true
 
 
+def remove_those_of_the_killed():
+    """Remove hosts whose pytest is gone, and was given no time to remove them."""
+    for tag, pid, node in re.findall(r"^(pl(\d+))-(\d+)", ip("netns", "list"), re.MULTILINE):
+        if not Path("/proc", pid).exists():
+            for process in ip("netns", "pids", f"{tag}-{node}", check=False).split():
+                os.kill(int(process), signal.SIGKILL)
+            ip("netns", "del", f"{tag}-{node}", check=False)
+            ip("link", "del", f"{tag}v{node}", check=False)
+            ip("link", "del", tag, check=False)
+
+
 class Hosts:
     """So many hosts. ``command`` leads to each of them; this machine is at the bridge between them, as one more."""
 
     until = staticmethod(until)
 
     def __init__(self, count):
-        self.tag = f"pl{os.getpid() % 100_000}"
+        self.tag = f"pl{os.getpid()}"
         taken = {tuple(address.split(".")[:3]) for address in addresses().values()}
         self._net = next(f"10.213.{n}" for n in range(1, 255) if ("10", "213", str(n)) not in taken)
         self.count = count
@@ -67,6 +79,7 @@ class Hosts:
         self.launcher = f"{self._net}.254"
 
     def __enter__(self):
+        remove_those_of_the_killed()
         ip("link", "add", self.tag, "type", "bridge")
         ip("addr", "add", f"{self.launcher}/24", "dev", self.tag)
         ip("link", "set", self.tag, "up")
