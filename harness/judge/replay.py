@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from harness.core.trace import RankTrace
+from harness.core.trace import RankTrace, Tensors
 from harness.judge.examination import Examination
 from harness.judge.noise import distance, in_noise, rounding_unit
 from harness.judge.oracle import Optimizers, Oracle
@@ -26,15 +26,13 @@ def replay(trace: RankTrace, examination: Examination, meddle: Meddling | None =
     for index, step in enumerate(trace.steps):
         if step.skipped:
             continue
-        for oracle, optimizer in replays:
-            if meddle is not None:
+        if meddle is not None:
+            for oracle, optimizer in replays:
                 meddle(index, oracle, optimizer)
-            oracle.load(step.before)
-            oracle.set_gradients(step.gradients)
-            # The subject's own rate: whether that is right is a question of its own.
-            set_learning_rates(optimizer, step.learning_rates)
-            optimizer.step()
-        right, rounded = exact.weights(), rough.weights()
+        right, rounded = (
+            stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+            for oracle, optimizer in replays
+        )
         for name, value in step.after.items():
             if name not in right:
                 continue  # the subject's own addition to the model: not the job's, so not judged
@@ -45,7 +43,18 @@ def replay(trace: RankTrace, examination: Examination, meddle: Meddling | None =
             yield Deviation(in_noise(error, noise), index, name, trace.rank)
 
 
-def set_learning_rates(optimizer: Optimizers, rates: tuple[float, ...]) -> None:
+def stepped(
+    oracle: Oracle, optimizer: Optimizers, before: Tensors, gradients: Tensors, rates: tuple[float, ...]
+) -> Tensors:
+    """Return what a step makes of weights and gradients, at the subject's rate: whether that is right is not asked."""
+    oracle.load(before)
+    oracle.set_gradients(gradients)
+    _set_learning_rates(optimizer, rates)
+    optimizer.step()
+    return oracle.weights()
+
+
+def _set_learning_rates(optimizer: Optimizers, rates: tuple[float, ...]) -> None:
     """Give each parameter group the rate that the subject's optimizer had; nothing where they do not correspond."""
     if len(rates) == len(optimizer.param_groups):
         for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -17,7 +17,7 @@ from harness.core.trace import RankTrace, Tensors
 from harness.judge.causes.cause import Cause
 from harness.judge.examination import Examination
 from harness.judge.oracle import Oracle
-from harness.judge.replay import set_learning_rates
+from harness.judge.replay import stepped
 
 _NEAR = 0.01
 """A weight moved k times by its update if it is no further from that than this part of one update."""
@@ -79,11 +79,8 @@ def _moves(trace: RankTrace, examination: Examination) -> Iterator[_Move]:
         assert step is not None
         update = none
         if not step.skipped:
-            oracle.load(step.before)
-            oracle.set_gradients(step.gradients)
-            set_learning_rates(optimizer, step.learning_rates)
-            optimizer.step()
-            update = {name: value - step.before[name].double() for name, value in oracle.weights().items()}
+            weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+            update = {name: value - step.before[name].double() for name, value in weights.items()}
         # Where a step computes its own gradients, as closures do, it begins before the others' last steps have ended.
         yield _Move(step.before, step.after, update, earlier, apart=False)
         later = trace.final if following is None else following.before

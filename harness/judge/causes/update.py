@@ -12,7 +12,7 @@ from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.examination import Examination
 from harness.judge.noise import norm
 from harness.judge.oracle import Oracle
-from harness.judge.replay import set_learning_rates
+from harness.judge.replay import stepped
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:
@@ -25,24 +25,21 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     for index, step in enumerate(trace.steps[: finding.step + 1]):
         if step.skipped:
             continue
-        oracle.load(step.before)
-        oracle.set_gradients(step.gradients)
-        set_learning_rates(optimizer, step.learning_rates)
-        optimizer.step()
+        weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
         if index != finding.step:
             continue
         if not all(bool(value.isfinite().all()) for value in step.gradients.values()):
             look = "the step was taken on a gradient that is not finite: were infinities looked for on every rank?"
             return _caused(finding, "not-finite", "amp", look)
         names = [name for name in step.after if name in oracle.parameters]
-        right = torch.cat([(oracle.weights()[n] - step.before[n].double()).flatten() for n in names])
+        right = torch.cat([(weights[n] - step.before[n].double()).flatten() for n in names])
         made = torch.cat([(step.after[n].double() - step.before[n].double()).flatten() for n in names])
         if norm(made) == 0:
             return _caused(finding, "no-update", "optimizer", "the weights did not move: was the step undone?")
         if norm(right) == 0:
             return finding
         factor = float(made @ right / (right @ right))
-        part = _only_its_share(examination, index, finding.rank or 0, oracle.weights())
+        part = _only_its_share(examination, index, finding.rank or 0, weights)
         if part is not None:
             return _caused(finding, "stepped-in-part", "sync", part)
         # Rounding of the weights limits how well the factor is known.

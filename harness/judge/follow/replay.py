@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.core.cell import Cell
 from harness.core.trace import Step, Tensors
 from harness.judge.oracle import Optimizers, Oracle
-from harness.judge.replay import set_learning_rates
+from harness.judge.replay import stepped
 from harness.workloads import Workload
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -78,7 +78,7 @@ class Replay:
         """Return the weights that the step would make, in float64, as if it had not been taken."""
         oracle, optimizers = self._exact
         states = [copy.deepcopy(list(optimizer.state.values())) for optimizer in optimizers.every]
-        weights = _step(oracle, optimizers, before, gradients, rates)
+        weights = stepped(oracle, optimizers, before, gradients, rates)
         for optimizer, state in zip(optimizers.every, states, strict=True):
             keys = list(optimizer.state)
             optimizer.state.clear()
@@ -87,8 +87,8 @@ class Replay:
 
     def step(self, before: Tensors, gradients: Tensors, rates: tuple[float, ...]) -> Tensors:
         """Return the weights that the step makes in the cell's storage precision."""
-        _step(*self._exact, before, gradients, rates)
-        return _step(*self._rough, before, gradients, rates)
+        stepped(*self._exact, before, gradients, rates)
+        return stepped(*self._rough, before, gradients, rates)
 
     def variants(self, steps: Sequence[Step]) -> Iterator[Tensors]:
         """Yield the weights after the last of ``steps`` for other optimizers, other options, or another history."""
@@ -120,7 +120,7 @@ class Replay:
                     for state in optimizer.state.values():
                         mishap(state)
             if not step.skipped:
-                weights = _step(oracle, optimizers, step.before, step.gradients, step.learning_rates)
+                weights = stepped(oracle, optimizers, step.before, step.gradients, step.learning_rates)
         return weights
 
 
@@ -133,13 +133,3 @@ def _told(options: dict[str, Any], oracle: Oracle) -> Optimizers:
 
 def _another(make: Callable[..., torch.optim.Optimizer], rate: float, oracle: Oracle) -> Optimizers:
     return Optimizers([make(oracle.model.parameters(), lr=rate)])
-
-
-def _step(
-    oracle: Oracle, optimizer: Optimizers, before: Tensors, gradients: Tensors, rates: tuple[float, ...]
-) -> Tensors:
-    oracle.load(before)
-    oracle.set_gradients(gradients)
-    set_learning_rates(optimizer, rates)
-    optimizer.step()
-    return oracle.weights()
