@@ -71,7 +71,7 @@ def test_ranks_know_their_host_and_meet_at_an_address_that_all_reach(hosts, host
 def test_a_trainer_that_starts_its_own_ranks_meets_on_the_first_host(hosts_pool, cell_of, tmp_path, name):
     cell = cell_of("mlp", "ddp", "2x2", subject=name)
     trace = launch(hosts_pool(STARTERS), cell, tmp_path, Settings(90))
-    assert trace.is_whole, trace.exits
+    assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
     findings = findings_of(trace, cell)
     assert {finding.outcome.value for finding in findings.values()} == {"passed"}, findings
 

@@ -51,7 +51,7 @@ def test_ranks_are_told_what_torchrun_would_tell_them(pool, cell_of, tmp_path):
         trace = launch(
             pool, cell_of("mlp", "ddp", f"{nodes}x{gpus}", subject="says-what-it-was-told"), folder, Settings(60)
         )
-        assert trace.is_whole, trace.exits
+        assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
         for rank, told in enumerate(what_ranks_were_told(folder, nodes * gpus)):
             node, local = divmod(rank, gpus)
             assert told["RANK"] == told["ROLE_RANK"] == str(rank)
@@ -129,7 +129,7 @@ def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
     pool.close()
     pool = by_hand.pool()
     trace = launch(pool, cell, tmp_path / "again", Settings(60))
-    assert trace.is_whole, trace.exits
+    assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
     assert {finding.outcome.value for finding in findings_of(trace, cell).values()} == {"passed"}
     pool.close()
     assert [agent.wait(timeout=60) for agent in (first, second)] == [0, 0]

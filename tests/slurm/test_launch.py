@@ -36,7 +36,7 @@ def test_ranks_live_on_their_nodes_and_are_told_by_both_names(slurm_pool, cell_o
         folder = tmp_path / f"{nodes}x{gpus}"
         cell = cell_of("mlp", "ddp", f"{nodes}x{gpus}", subject="says-what-it-was-told")
         trace = launch(pool, cell, folder, Settings(60))
-        assert trace.is_whole, trace.exits
+        assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
         for rank in range(nodes * gpus):
             told = json.loads((folder / f"rank-{rank}.log").read_text().splitlines()[0])
             node, local = divmod(rank, gpus)

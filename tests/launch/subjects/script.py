@@ -24,3 +24,4 @@ for epoch in range(job.epochs):
             from starters import WAYS_TO_END
 
             WAYS_TO_END[sys.argv[1]]()
+torch.distributed.destroy_process_group()
