@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from io import StringIO
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from rich import box
-from rich.console import Console
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from harness.compare.comparison import Comparison
 from harness.compare.ends import Verdict
 from harness.compare.lines import LEGEND, Line, lines_of
 from harness.compare.words import ends, headline, machines_in_words, reasons, remarks
+from harness.report.console import rendered
 from harness.report.text import printable
 
 MOST_LINES: Final = 40
@@ -24,28 +24,20 @@ _COLOURS = {Verdict.WORSE: "bold red", Verdict.BETTER: "green", Verdict.SAME: "d
 
 def for_terminal(comparison: Comparison, width: int = 100, *, colour: bool = False) -> str:
     """Return the comparison in lines of at most ``width``; 100 columns hold every figure whole."""
-    console = Console(
-        file=StringIO(),
-        width=width,
-        force_terminal=colour,
-        color_system="standard" if colour else None,
-        force_jupyter=False,
-        legacy_windows=False,
-        highlight=False,
-    )
-    with console.capture() as capture:
-        console.print(Text(headline(comparison), style="bold"))
-        for sentence in comparison.incomplete:
-            console.print(Text(f"INCOMPLETE: {printable(sentence)}", style="bold red"))
-        if comparison.machine:
-            console.print(Text(machines_in_words(comparison), style="yellow"))
-        if comparison.outcomes:
-            console.print(_outcomes(comparison))
-        if comparison.figures and not comparison.machine:
-            console.print(_figures(lines_of(comparison.figures)))
-        for line in _closing(comparison):
-            console.print(Text(line))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+    return rendered(*_parts(comparison), width=width, colour=colour)
+
+
+def _parts(comparison: Comparison) -> Iterator[RenderableType]:
+    yield Text(headline(comparison), style="bold")
+    for sentence in comparison.incomplete:
+        yield Text(f"INCOMPLETE: {printable(sentence)}", style="bold red")
+    if comparison.machine:
+        yield Text(machines_in_words(comparison), style="yellow")
+    if comparison.outcomes:
+        yield _outcomes(comparison)
+    if comparison.figures and not comparison.machine:
+        yield _figures(lines_of(comparison.figures))
+    yield from map(Text, _closing(comparison))
 
 
 def _table() -> Table:

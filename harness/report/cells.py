@@ -7,6 +7,7 @@ from typing import Final
 import pandas as pd
 
 from harness.core.outcome import Outcome
+from harness.report.once import once_for_a_run
 from harness.store.records import PERFORMANCE, CellRecord, Coordinates, Result, ending
 from harness.store.run import Run
 
@@ -34,6 +35,7 @@ CELL_COLUMNS: Final = (
 _MEASURED = (Outcome.PASSED, Outcome.DEVIATES, Outcome.FAILED)
 
 
+@once_for_a_run
 def cell_table(run: Run) -> pd.DataFrame:
     """Return one row a cell, planned cells first and in their order; columns are ``CELL_COLUMNS``.
 

@@ -8,6 +8,7 @@ from typing import Final
 
 from harness.core.outcome import Outcome
 from harness.report.cells import DECLINED, cell_table
+from harness.report.once import once_for_a_run
 from harness.report.support import mark
 from harness.store.records import Coordinates, Measurement
 from harness.store.run import Run
@@ -127,6 +128,7 @@ def _is_worse(one: Measurement, other: Measurement) -> bool:
     return one.value < other.value if one.better == "higher" else one.value > other.value
 
 
+@once_for_a_run
 def conformance_of(run: Run) -> Callable[[Coordinates], Conformance]:
     """Return what says of a cell's configuration, whatever the workload, how it was found in the same run."""
     table = cell_table(run)

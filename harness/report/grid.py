@@ -12,8 +12,9 @@ from harness.core.diagnosis import told_first
 from harness.core.outcome import Outcome
 from harness.report.cells import CELL_COLUMNS, cell_table
 from harness.report.failures import is_wrong
+from harness.report.once import once_for_a_run
 from harness.report.summary import counts_in_words
-from harness.report.support import NOT_TRIED, Configuration, mark, reading_order
+from harness.report.support import Configuration, mark, passed_of_tried, reading_order
 from harness.store.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result
 from harness.store.run import Run
 
@@ -115,6 +116,7 @@ class Grid:
     counts: str
 
 
+@once_for_a_run
 def grids(run: Run) -> list[Grid]:
     """Return a grid for each subject and accelerator, in the order of the run."""
     rows = cell_table(run).to_dict("records")
@@ -164,17 +166,11 @@ def _square(configuration: Configuration, topology: tuple[int, int], cells: Sequ
         nodes,
         gpus,
         _mark(cells),
-        *passed_of_tried(cells),
+        *passed_of_tried(cell.outcome for cell in cells),
         counts_in_words(cell.outcome for cell in cells),
         whole.command({gpus}, {nodes}),
         tuple(sorted(cells, key=lambda cell: not cell.bad)),
     )
-
-
-def passed_of_tried(cells: Iterable[GridCell]) -> tuple[int, int]:
-    """Return how many cells passed, and how many were tried."""
-    outcomes = [cell.outcome for cell in cells if cell.outcome not in NOT_TRIED]
-    return outcomes.count(Outcome.PASSED.value), len(outcomes)
 
 
 def _mark(cells: Sequence[GridCell]) -> str:

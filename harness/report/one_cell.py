@@ -13,13 +13,13 @@ from rich.text import Text
 
 from harness.core.diagnosis import told_first
 from harness.core.outcome import Outcome
+from harness.report.console import rendered
 from harness.report.facts import seed_in_words
 from harness.report.failures import is_wrong, outcome_in_words
 from harness.report.figures import conformance_of
 from harness.report.parameters import parameter_table
 from harness.report.scales import between, in_words
 from harness.report.summary import SIMULATED, devices
-from harness.report.terminal import rendered
 from harness.report.text import compact, printable, printable_lines
 from harness.store.logs import log_tails, trace_folder
 from harness.store.records import PERFORMANCE, CellRecord, Measurement, Result, ending

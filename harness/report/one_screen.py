@@ -9,10 +9,10 @@ from harness.report.charts import configuration_of
 from harness.report.facts import backend_in_words, facts
 from harness.report.failures import Group, failures, what_it_says
 from harness.report.figures import NOT_EXAMINED, Measured, measured_cells
-from harness.report.grid import Grid, Row, grids, passed_of_tried
+from harness.report.grid import Grid, Row, grids
 from harness.report.scales import between, in_words
 from harness.report.summary import SIMULATED, computed_by, counts_in_words, what_is_missing
-from harness.report.support import IN_A_WORD
+from harness.report.support import IN_A_WORD, passed_of_tried
 from harness.report.text import compact, markdown, markdown_code, shortened
 from harness.report.verdict import verdict_of
 from harness.store.run import Run
@@ -67,7 +67,7 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
 
 
 def _square(row: Row) -> str:
-    passed, tried = passed_of_tried(row.cells)
+    passed, tried = passed_of_tried(cell.outcome for cell in row.cells)
     return f"{row.mark} {passed}/{tried}"
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Final
 
 import pandas as pd
 
-from harness.core.outcome import Outcome
 from harness.report.cells import cell_table
 from harness.report.facts import backend_in_words
-from harness.report.support import NOT_TRIED, configurations, mark, reading_order
+from harness.report.support import configurations, mark, passed_of_tried, reading_order
 from harness.store.run import Run
 
 ROW_COLUMNS: Final = ("Backend", "Nodes × gpus", "Precision")
@@ -39,7 +37,6 @@ def side_by_side(run: Run) -> pd.DataFrame | None:
 
 
 def _square(cells: pd.DataFrame) -> str:
-    outcomes = Counter(cells["outcome"])
-    tried = outcomes.total() - sum(outcomes[name] for name in NOT_TRIED)
-    shown = mark(outcomes, has_failed=bool(cells["has_failed"].any()))
-    return f"{shown} {outcomes[Outcome.PASSED.value]}/{tried}" if tried else shown
+    passed, tried = passed_of_tried(cells["outcome"])
+    shown = mark(cells["outcome"], has_failed=bool(cells["has_failed"].any()))
+    return f"{shown} {passed}/{tried}" if tried else shown

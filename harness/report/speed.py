@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.report.charts import configuration_of
+from harness.report.console import rendered
 from harness.report.figures import EFFICIENCY, MEMORY, measured_cells
 from harness.report.scales import in_words
 from harness.report.summary import SIMULATED, computed_by
 from harness.report.support import IN_A_WORD
-from harness.report.terminal import rendered
 from harness.report.text import printable
 from harness.store.records import Measurement
 from harness.store.run import Run

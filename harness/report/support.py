@@ -156,8 +156,8 @@ def support_table(run: Run) -> pd.DataFrame:
 
 def configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
     """Return the cells of each configuration, in the order in which the plan has them."""
-    cells["several_nodes"] = cells["num_nodes"] > 1
-    cells["several_devices"] = cells["several_nodes"] | (cells["gpus"] > 1)
+    several_nodes = cells["num_nodes"] > 1
+    cells = cells.assign(several_nodes=several_nodes, several_devices=several_nodes | (cells["gpus"] > 1))
     return {
         Configuration(*cast("tuple[str, str, bool, bool, str, str]", key)): behind
         for key, behind in cells.groupby(list(Configuration.__dataclass_fields__), sort=False)
@@ -171,16 +171,22 @@ def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[st
     return {
         **{column: shown if column in described else "" for column in MARK_COLUMNS},
         "Command": configuration.command(set(cells["gpus"]), set(cells["num_nodes"])),
-        "Cells passed": _passed_of_tried(outcomes),
+        "Cells passed": _share(outcomes),
         "Deviates": outcomes[Outcome.DEVIATES.value],
         "Worst × noise": float(cells["error_x_noise"].max()),
         "Devices": devices(run, configuration.accelerator),
     }
 
 
-def _passed_of_tried(outcomes: Counter[str]) -> str:
-    tried = outcomes.total() - sum(outcomes[name] for name in NOT_TRIED)
-    share = f"{outcomes[Outcome.PASSED.value]}/{tried}"
+def passed_of_tried(outcomes: Iterable[str]) -> tuple[int, int]:
+    """Return how many cells passed, and how many were tried."""
+    tried = [outcome for outcome in outcomes if outcome not in NOT_TRIED]
+    return tried.count(Outcome.PASSED.value), len(tried)
+
+
+def _share(outcomes: Counter[str]) -> str:
+    passed, tried = passed_of_tried(outcomes.elements())
+    share = f"{passed}/{tried}"
     besides = ", ".join(f"{outcomes[name]} {name}" for name in (KNOWN, *NOT_TRIED) if outcomes[name])
     return f"{share} ({besides})" if besides else share
 

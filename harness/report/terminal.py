@@ -1,16 +1,14 @@
-"""What a terminal shows of a run: the support table at the end of pytest's output, and what any part is drawn with."""
+"""What a terminal shows of a run: the support table at the end of pytest's output."""
 
 from __future__ import annotations
 
-from io import StringIO
-
 import pandas as pd
 from rich import box
-from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from harness.report.cells import cell_table
+from harness.report.console import rendered
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
 from harness.report.summary import computed_by, counts_in_words, what_is_missing
 from harness.report.support import IN_A_WORD, MARK_COLUMNS, support_table
@@ -91,20 +89,3 @@ def _closing_lines(run: Run, *, several: bool) -> list[Text]:
     if missing := what_is_missing(run, cells):
         lines.append(Text(missing, style="bold red"))
     return lines
-
-
-def rendered(*parts: RenderableType, width: int, colour: bool) -> str:
-    """Return what rich makes of the parts, without blanks at the ends of lines."""
-    console = Console(
-        file=StringIO(),
-        width=width,
-        force_terminal=colour,
-        color_system="standard" if colour else None,
-        force_jupyter=False,
-        legacy_windows=False,
-        highlight=False,
-    )
-    with console.capture() as capture:
-        for part in parts:
-            console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
