@@ -14,13 +14,6 @@ import pytest
 HERE = Path(__file__).parent.resolve()
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave this folder out unless the command line names it or something in it."""
-    base = config.invocation_params.dir
-    named = [(base / argument.partition("::")[0]).resolve() for argument in config.args]
-    return None if any(path == HERE or HERE in path.parents for path in named) else True
-
-
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Close the output with the score."""
     reports = [report for kind in terminalreporter.stats.values() for report in kind]

@@ -1,0 +1,19 @@
+"""``pytest suites/`` asks whether a trainer is right. Suites that ask something else run by their own path alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+ONLY_BY_NAME = tuple(Path(__file__).parent.resolve() / name for name in ("detection", "performance"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave those folders out unless the command line names them or something in them."""
+    folder = next((one for one in ONLY_BY_NAME if one in (collection_path, *collection_path.parents)), None)
+    if folder is None:
+        return None
+    base = config.invocation_params.dir
+    named = [(base / argument.partition("::")[0]).resolve() for argument in config.args]
+    return None if any(folder in (path, *path.parents) for path in named) else True
