@@ -61,15 +61,13 @@ class Recording:
         command: list[str],
         subjects: Mapping[str, Software],
     ) -> None:
-        """Open the run for these cells; once is enough.
+        """Open the run for these cells.
 
         Raises:
             PlanError: the run that is gone on with does not know one of them.
             NothingToResume: or was begun with other versions of the subjects' libraries.
             StoreError: nothing can be written there.
         """
-        if self._writer is not None:
-            return
         if self._resumed is not None:
             self._go_on(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects)
             return

@@ -111,8 +111,8 @@ class Session:
         return plan(self._options.matrix, self._declarations, PERFORMANCE)
 
     def begin(self, chosen: Set[str], command: list[str]) -> None:
-        """Open the run on disk for the cells whose ids were ``chosen``."""
-        if not chosen:
+        """Open the run on disk for the cells whose ids were ``chosen``; once is enough."""
+        if not chosen or self._recording.path is not None:
             return
         examined = [planned.cell for planned in self.planned if planned.cell.id in chosen]
         rest = chosen - {cell.id for cell in examined}
