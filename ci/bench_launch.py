@@ -80,14 +80,18 @@ def main() -> None:
         name = pool.subjects[0]["name"]
         timed(pool, Cell(name, arguments.workload, "ddp", Topology(1, 2), "32", "cpu"))  # warms the judge
         for ranks in arguments.ranks:
-            topology = Topology(ranks // GPUS, GPUS) if ranks > GPUS else Topology(1, ranks)
-            cell = Cell(name, arguments.workload, "ddp", topology, "32", "cpu")
+            cell = Cell(name, arguments.workload, "ddp", topology(ranks), "32", "cpu")
             figures.append(figures_of(pool, cell, arguments.runs))
             if arguments.figures:
                 arguments.figures.write_text("".join(f"{json.dumps(one)}\n" for one in figures))
     finally:
         pool.close()
     print(table(sorted(figures, key=lambda one: one["processes"])))
+
+
+def topology(ranks: int) -> Topology:
+    """Return full nodes, or one that is not."""
+    return Topology(ranks // GPUS, GPUS) if ranks > GPUS else Topology(1, ranks)
 
 
 def figures_of(pool: Pool, cell: Cell, runs: int) -> dict[str, Any]:
@@ -184,19 +188,27 @@ def table(figures: Sequence[Mapping[str, Any]]) -> str:
         lines.append(
             f"| {one['processes']} | {' | '.join(written(one[key]) for key in COLUMNS.values())} | {one['outcome']} |"
         )
-    for least in (0, FROM):
-        some = [one for one in figures if one["processes"] >= least]
-        if len(some) > 1:
-            slopes = [f"{exponent(some, key):.2f}" for key in COLUMNS.values()]
-            first, last = some[0]["processes"], some[-1]["processes"]
-            lines.append(f"| exponent, {first} … {last} | {' | '.join(slopes)} | |")
+    ranks = [one["processes"] for one in figures]
+    lines += exponents(ranks, [[middle(one[key]) for one in figures] for key in COLUMNS.values()])
     return "\n".join(lines)
 
 
-def exponent(figures: Sequence[Mapping[str, Any]], key: str) -> float:
-    """Return the slope of the logarithms of a figure over those of the ranks."""
-    values = [statistics.median(one[key]) if isinstance(one[key], list) else one[key] for one in figures]
-    return float(numpy.polyfit(numpy.log([one["processes"] for one in figures]), numpy.log(values), 1)[0])
+def exponents(ranks: Sequence[int], columns: Sequence[Sequence[float]]) -> list[str]:
+    """Return rows of a table with the slope of each column's logarithms over those of the ranks."""
+    rows = []
+    for least in (0, FROM):
+        among = [place for place, number in enumerate(ranks) if number >= least]
+        if len(among) > 1:
+            over = numpy.log([ranks[place] for place in among])
+            slopes = [numpy.polyfit(over, numpy.log([column[place] for place in among]), 1)[0] for column in columns]
+            first, last = ranks[among[0]], ranks[among[-1]]
+            rows.append(f"| exponent, {first} … {last} | {' | '.join(f'{slope:.2f}' for slope in slopes)} |")
+    return rows
+
+
+def middle(value: float | list[float]) -> float:
+    """Return a number, or the median of several."""
+    return statistics.median(value) if isinstance(value, list) else value
 
 
 def written(value: float | list[float]) -> str:

@@ -1,10 +1,11 @@
 """Where does the time of one warm ddp cell go, and which part of it grows faster than the number of ranks?
 
-    python ci/bench_phases.py                # 16, 32, 64 and 96 ranks on simulated devices, nodes of 8
+    python ci/bench_phases.py                # 2 to 96 ranks on simulated devices, nodes of 8
     python ci/bench_phases.py --unreduced    # what of it is left when gradients are not averaged
 
-Each phase ends when the last rank has come to its end; seconds of each phase are medians of a few runs. The subject is
-the one at the end of this file, which says when it was where. `cpu` is the processor time of a rank, in seconds.
+Each phase ends when the last rank has come to its end; seconds of each phase are medians of a few runs. `launched` is
+all before the first step: ranks forked, their process group made, their models wrapped. The subject is the one at the
+end of this file, which says when it was where. `cpu` is the processor time of a rank, in seconds.
 """
 
 from __future__ import annotations
@@ -25,24 +26,22 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness import subject
 
-GPUS = 8
-"""Devices of a simulated node."""
-
 UNREDUCED = "PLUMBLINE_BENCH_UNREDUCED"
 
-PHASES = ("forked", "process group", "DDP object", "trained", "evidence read")
+PHASES = ("launched", "forked", "process group", "DDP object", "trained", "evidence read", "cpu")
 
 
 def main() -> None:
     """Measure each number of ranks in turn, and print Markdown."""
+    from bench_launch import RANKS, exponents, topology
+
     from harness.core.cell import Cell
-    from harness.core.topology import Topology
     from harness.launch.local import launch
     from harness.launch.pool import Pool
     from harness.launch.settings import Settings
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ranks", nargs="*", type=int, default=[16, 32, 64, 96])
+    parser.add_argument("ranks", nargs="*", type=int, default=RANKS)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--unreduced", action="store_true", help="train without averaging, inside no_sync()")
     arguments = parser.parse_args()
@@ -53,8 +52,7 @@ def main() -> None:
     assert pool.subjects  # warm
     try:
         for ranks in arguments.ranks:
-            topology = Topology(ranks // GPUS, GPUS) if ranks > GPUS else Topology(1, ranks)
-            cell = Cell("says-when", "mlp", "ddp", topology, "32", "cpu")
+            cell = Cell("says-when", "mlp", "ddp", topology(ranks), "32", "cpu")
             runs = []
             for _ in range(arguments.runs):
                 with tempfile.TemporaryDirectory() as folder:
@@ -63,15 +61,15 @@ def main() -> None:
                     ended = time.time()
                     said = [times(Path(folder) / f"rank-{rank}.log") for rank in range(ranks)]
                 *ends, cpu = (max(phase) for phase in zip(*said, strict=True))
-                runs.append([*numpy.diff([begun, *ends, ended]), cpu])
+                forked, grouped, wrapped, *rest = numpy.diff([begun, *ends, ended])
+                runs.append([forked + grouped + wrapped, forked, grouped, wrapped, *rest, cpu])
             rows.append([statistics.median(phase) for phase in zip(*runs, strict=True)])
     finally:
         pool.close()
-    print(f"| ranks | {' | '.join(PHASES)} | cpu |\n|{' --: |' * (len(PHASES) + 2)}")
+    print(f"| ranks | {' | '.join(PHASES)} |\n|{' --: |' * (len(PHASES) + 1)}")
     for ranks, row in zip(arguments.ranks, rows, strict=True):
         print(f"| {ranks} | {' | '.join(f'{seconds:.2f}' for seconds in row)} |")
-    slopes = [numpy.polyfit(numpy.log(arguments.ranks), numpy.log(phase), 1)[0] for phase in zip(*rows, strict=True)]
-    print(f"| exponent | {' | '.join(f'{slope:.2f}' for slope in slopes)} |")
+    print("\n".join(exponents(arguments.ranks, list(zip(*rows, strict=True)))))
 
 
 def times(log: Path) -> list[float]:
