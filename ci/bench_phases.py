@@ -2,6 +2,7 @@
 
     python ci/bench_phases.py                # 2 to 96 ranks on simulated devices, nodes of 8
     python ci/bench_phases.py --unreduced    # what of it is left when gradients are not averaged
+    python ci/bench_phases.py --alone        # and when ranks do not even meet: what Plumbline does for a launch
 
 Each phase ends when the last rank has come to its end; seconds of each phase are medians of a few runs. `launched` is
 all before the first step: ranks forked, their process group made, their models wrapped. The subject is the one at the
@@ -26,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness import subject
 
-UNREDUCED = "PLUMBLINE_BENCH_UNREDUCED"
+LEFT_OUT = "PLUMBLINE_BENCH_LEFT_OUT"
 
 PHASES = ("launched", "forked", "process group", "DDP object", "trained", "evidence read", "cpu")
 
@@ -43,9 +44,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", nargs="*", type=int, default=RANKS)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--unreduced", action="store_true", help="train without averaging, inside no_sync()")
+    less = parser.add_mutually_exclusive_group()
+    less.add_argument("--unreduced", action="store_true", help="train without averaging, inside no_sync()")
+    less.add_argument("--alone", action="store_true", help="train without a process group")
     arguments = parser.parse_args()
-    os.environ[UNREDUCED] = "1" if arguments.unreduced else ""
+    os.environ[LEFT_OUT] = "averaging" if arguments.unreduced else "meeting" if arguments.alone else ""
     torch.set_num_threads(1)
     pool = Pool(__file__)
     rows = []
@@ -81,14 +84,18 @@ def times(log: Path) -> list[float]:
 @subject(name="says-when", backends=["ddp"])
 def train(job):
     """Train as anybody would, and say when each phase has ended."""
+    left_out = os.environ[LEFT_OUT]
     ends = [time.time()]
-    torch.distributed.init_process_group(job.comm)
+    if left_out != "meeting":
+        torch.distributed.init_process_group(job.comm)
     ends.append(time.time())
-    model = DistributedDataParallel(job.model())
+    model = job.model()
+    if left_out != "meeting":
+        model = DistributedDataParallel(model)
     ends.append(time.time())
     optimizer = job.optimizer(model.parameters())
-    sampler = DistributedSampler(job.dataset, shuffle=job.shuffle, seed=job.seed)
-    with model.no_sync() if os.environ[UNREDUCED] else nullcontext():
+    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed)
+    with model.no_sync() if left_out == "averaging" else nullcontext():
         for epoch in range(job.epochs):
             sampler.set_epoch(epoch)
             for batch in DataLoader(job.dataset, job.batch_size, sampler=sampler):
