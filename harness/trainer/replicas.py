@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,32 +36,48 @@ def replicate(module: nn.Module, count: int) -> list[nn.Module]:
     The first has the module's own buffers too, so what it does to one in place stays; the others begin with copies of
     these. What a forward assigns to an attribute is lost with its replica, as with DataParallel.
     """
-    layers = list(_layers(module, {}).values())
-    replicas = [_replica(layers, {})]
+    layers: dict[int, nn.Module] = {}
+    _note_changeable(module, layers, set())
+    replicas = [_replica(module, layers, {})]
     for _ in range(count - 1):
-        copies = {id(one): one.clone() for layer in layers for one in layer._buffers.values() if one is not None}
-        replicas.append(_replica(layers, copies))
+        buffers = (one for layer in layers.values() for one in layer._buffers.values() if one is not None)
+        replicas.append(_replica(module, layers, {id(one): one.clone() for one in buffers}))
     return replicas
 
 
-def _layers(module: nn.Module, found: dict[int, nn.Module]) -> dict[int, nn.Module]:
-    """Return the module, and all below it, by their ids."""
-    if id(module) not in found:
-        found[id(module)] = module
-        for child in module._modules.values():
-            if child is not None:
-                _layers(child, found)
-    return found
+def _note_changeable(layer: nn.Module, found: dict[int, nn.Module], seen: set[int]) -> bool:
+    """Note, by their ids, the layers that a forward may change, and those above them; say whether this is one.
+
+    Of torch's own those are the ones with buffers, recurrent ones, and where a hook could do anything.
+    """
+    if id(layer) not in seen:
+        seen.add(id(layer))
+        changeable = [_note_changeable(child, found, seen) for child in layer._modules.values() if child is not None]
+        if (
+            any(changeable)
+            or not type(layer).__module__.startswith("torch.nn.modules.")
+            or layer._buffers
+            or layer._forward_hooks
+            or layer._forward_pre_hooks
+            or _replicates_by_itself(layer)
+        ):
+            found[id(layer)] = layer
+    return id(layer) in found
 
 
-def _replica(layers: list[nn.Module], copies: dict[int, Tensor]) -> nn.Module:
-    """Return a shallow copy of the first layer, which has the others below it, with ``copies`` of buffers by id."""
-    made = {id(layer): _shallow(layer, copies) for layer in layers}
-    for layer in layers:
+def _replicates_by_itself(layer: nn.Module) -> bool:
+    return type(layer)._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+
+
+def _replica(module: nn.Module, layers: dict[int, nn.Module], copies: dict[int, Tensor]) -> nn.Module:
+    """Return a shallow copy with copies of these layers below it, and of the buffers that ``copies`` has by id."""
+    made = {key: _shallow(layer, copies) for key, layer in layers.items()}
+    for key, layer in layers.items():
         if layer._modules:
-            below = {name: child if child is None else made[id(child)] for name, child in layer._modules.items()}
-            made[id(layer)].__dict__["_modules"] = below
-    return made[id(layers[0])]
+            made[key].__dict__["_modules"] = {
+                name: made.get(id(child), child) for name, child in layer._modules.items()
+            }
+    return made.get(id(module), module)
 
 
 def _shallow(layer: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
@@ -70,7 +86,7 @@ def _shallow(layer: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
         "_buffers": {name: copies.get(id(one), one) for name, one in layer._buffers.items()},
         "_is_replica": True,
     }
-    if type(layer)._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
+    if _replicates_by_itself(layer):
         # Recurrent layers keep their weights in a list as well.
         replica = layer._replicate_for_data_parallel()
         replica.__dict__.update(own)
@@ -81,7 +97,7 @@ def _shallow(layer: nn.Module, copies: dict[int, Tensor]) -> nn.Module:
     return replica
 
 
-def scatter(inputs: Any, count: int) -> list[Any]:
+def scatter(inputs: Any, count: int) -> Sequence[Any]:
     """Split nested ``inputs`` along dim 0 of their tensors into at most ``count`` chunks.
 
     0-d tensors and everything that is not a tensor go to each chunk whole, as with DataParallel.
@@ -90,18 +106,8 @@ def scatter(inputs: Any, count: int) -> list[Any]:
         ValueError: The tensors of one batch fall into different numbers of chunks.
 
     """
-    chunks = {_chunks(len(tensor), count) for tensor in _tensors(inputs)}
-    if len(chunks) > 1:
-        raise ValueError(
-            f"The tensors of a batch fall into {' and '.join(map(str, sorted(chunks)))} chunks over {count} "
-            "devices: give all of them the same length in dim 0, the batch."
-        )
-    return _scatter(inputs, count, chunks.pop() if chunks else 1)
-
-
-def _chunks(length: int, count: int) -> int:
-    """Return into how many chunks ``torch.chunk`` cuts a tensor: all but the last are of one size."""
-    return -(-length // -(-length // count)) if length else len(torch.empty(0).chunk(count))
+    first = next(_tensors(inputs), None)
+    return _scatter(inputs, count, 1 if first is None else len(first.chunk(count)))
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -116,9 +122,15 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _scatter(value: Any, count: int, chunks: int) -> list[Any]:
+def _scatter(value: Any, count: int, chunks: int) -> Sequence[Any]:
     if isinstance(value, Tensor) and value.dim():
-        return list(value.chunk(count))
+        parts = value.chunk(count)
+        if len(parts) != chunks:
+            raise ValueError(
+                f"The tensors of a batch fall into {min(chunks, len(parts))} and {max(chunks, len(parts))} chunks over "
+                f"{count} devices: give all of them the same length in dim 0, the batch."
+            )
+        return parts
     if isinstance(value, dict):
         parts = (
             zip(*(_scatter(item, count, chunks) for item in value.values()), strict=True) if value else [()] * chunks

@@ -88,6 +88,29 @@ def test_a_hook_fires_once_a_replica_and_a_short_batch_uses_fewer(batch, calls):
     assert seen == calls == [len(chunk) for chunk in torch.ones(batch).chunk(4)]
 
 
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain = nn.Linear(3, 2)
+        self.hooked = nn.Linear(2, 2)
+        self.hooked.register_forward_hook(lambda layer, _, output: setattr(layer, "last", output))
+        self.last = None
+
+    def forward(self, inputs):
+        assert self.last is None
+        self.last = self.hooked(self.plain(inputs))
+        return self.last
+
+
+def test_what_a_forward_or_a_hook_assigns_is_lost_with_its_replica():
+    module = Remembering()
+    for _ in range(2):
+        Replicas(module, 2)(torch.ones(4, 3)).sum().backward()
+    assert module.last is None
+    assert not hasattr(module.hooked, "last")
+    assert module.plain.weight.grad is not None
+
+
 def test_no_gradients_are_kept_without_grad_mode():
     with torch.no_grad():
         assert not Replicas(nn.Linear(3, 2), 2)(torch.ones(4, 3)).requires_grad
