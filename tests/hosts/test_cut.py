@@ -23,7 +23,7 @@ from harness.worker.node import FORSAKEN, SILENCE, TOKEN
 from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
-TRAINING = Path(__file__).parent / "subjects" / "training.py"
+ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
 A_LITTLE = 12.0
 """Seconds for noticing, ending and judging, on a machine that has other things to do."""
 
@@ -51,7 +51,7 @@ def started(hosts, hosts_pool, cell_of, tmp_path, monkeypatch):
     monkeypatch.setenv("PLUMBLINE_TEST_FOLDER", str(tmp_path))
 
     def started(time_limit):
-        pool = hosts_pool(TRAINING)
+        pool = hosts_pool(ON_NODES)
         cell = cell_of("mlp", "ddp", "2x2", subject="waits-in-the-middle")
         launched = start(pool, cell, tmp_path / "evidence", Settings(time_limit))
         assert hosts.until(lambda: all_have_stepped(tmp_path), 60)
@@ -80,7 +80,7 @@ def test_a_cable_pulled_in_the_middle_names_rank_and_node(
     assert not pool.alive
     pool.close()
     with pytest.raises(LaunchError, match=r"1 of 2 nodes came up.*host-1 cannot reach the launcher"):
-        _ = hosts_pool(TRAINING).subjects
+        _ = hosts_pool(ON_NODES).subjects
 
 
 def test_a_run_whose_cable_is_pulled_goes_on_and_says_of_each_cell_what_was_the_matter(hosts, cable, tmp_path):
@@ -88,7 +88,7 @@ def test_a_run_whose_cable_is_pulled_goes_on_and_says_of_each_cell_what_was_the_
     where = ["--launcher", "hosts", "--node-command", hosts.command, "--report-dir", tmp_path, "-k", "2x2"]
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "suites" / "conformance"]
     run = subprocess.Popen(
-        [*pytest_, *asked, *where, "--subject", f"{TRAINING}::waits-in-the-middle"],
+        [*pytest_, *asked, *where, "--subject", f"{ON_NODES}::waits-in-the-middle"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=os.environ | {"PLUMBLINE_TEST_FOLDER": str(tmp_path)},
     )  # fmt: skip
@@ -114,11 +114,11 @@ def test_a_server_behind_a_cut_notices_by_itself_and_ends_its_ranks(hosts, cable
 
     def by_hand(port):
         for node in range(2):
-            where = ("--connect", f"{hosts.launcher}:{port}", "--as-node", node, TRAINING)
+            where = ("--connect", f"{hosts.launcher}:{port}", "--as-node", node, ON_NODES)
             servers.append(hosts.start(node, sys.executable, WORKER, *where, **{TOKEN: "ours"}))
         return []
 
-    pool = RemotePool(str(TRAINING), 2, by_hand, token="ours")
+    pool = RemotePool(str(ON_NODES), 2, by_hand, token="ours")
     try:
         cell = cell_of("mlp", "ddp", "2x2", subject="waits-in-the-middle")
         launched = start(pool, cell, tmp_path / "evidence", Settings(120))
@@ -196,7 +196,7 @@ def test_a_main_address_that_all_reach_trains(hosts, tmp_path):
 
 
 def test_a_pool_whose_hosts_are_all_cut_off_leaves_nobody(hosts, cable):
-    pool = HostsPool(str(TRAINING), None, 2, hosts.command)
+    pool = HostsPool(str(ON_NODES), None, 2, hosts.command)
     assert pool.subjects
     cable()
     begun = time.monotonic()

@@ -22,7 +22,7 @@ from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 PRETENDS = Path(__file__).parent / "subjects" / "pretends.py"
-TRAINING = Path(__file__).parent / "subjects" / "training.py"
+ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
 STARTERS = ROOT / "tests" / "launch" / "subjects" / "starters.py"
 
 
@@ -56,9 +56,9 @@ def test_cells_are_judged_as_on_one_machine_for_the_same_gradients(hosts_pool, w
 
 
 def test_ranks_know_their_host_and_meet_at_an_address_that_all_reach(hosts, hosts_pool, cell_of, tmp_path):
-    pool = hosts_pool(TRAINING)
+    pool = hosts_pool(ON_NODES)
     assert pool.hosts == ("host-0", "host-1")
-    cell = cell_of("mlp", "ddp", "2x2", subject="says-where-it-is")
+    cell = cell_of("mlp", "ddp", "2x2", subject="says-what-it-was-told")
     assert launch(pool, cell, tmp_path, Settings(60)).is_whole
     for rank in range(4):
         said = json.loads((tmp_path / f"rank-{rank}.log").read_text().splitlines()[0])
@@ -80,13 +80,13 @@ def test_loopback_as_gloo_s_interface_is_refused_with_node_and_interface(hosts_p
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     said = r"host-0 cannot reach host-1 \(127\.0\.0\.1 on lo\).*GLOO_SOCKET_IFNAME is lo on host-\d"
     with pytest.raises(LaunchError, match=said):
-        _ = hosts_pool(TRAINING).subjects
+        _ = hosts_pool(ON_NODES).subjects
 
 
 def test_an_interface_that_is_not_there_is_refused_with_the_node(hosts_pool, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     with pytest.raises(LaunchError, match=r"host-\d has no network interface eth7"):
-        _ = hosts_pool(TRAINING).subjects
+        _ = hosts_pool(ON_NODES).subjects
 
 
 @pytest.mark.parametrize("how", ["no route", "packets get lost"])
@@ -100,10 +100,10 @@ def test_hosts_that_cannot_reach_each_other_are_named_before_the_first_cell(host
     hosts.inside(0, *breaking)
     try:
         with pytest.raises(LaunchError, match=rf"host-0 cannot reach host-1 \({hosts.address(1)} on eth0\): "):
-            _ = hosts_pool(TRAINING).subjects
+            _ = hosts_pool(ON_NODES).subjects
     finally:
         hosts.inside(0, *mending)
-    assert hosts_pool(TRAINING).subjects
+    assert hosts_pool(ON_NODES).subjects
 
 
 def test_other_software_on_one_host_is_refused_with_both_names(hosts_pool, monkeypatch):

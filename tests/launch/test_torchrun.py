@@ -26,13 +26,13 @@ from harness.worker.node import TOKEN
 from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
-TOLD = Path(__file__).parent / "subjects" / "told.py"
+ON_NODES = Path(__file__).parent / "subjects" / "on_nodes.py"
 
 
 @pytest.fixture(scope="module")
 def pool():
     """Two nodes that Plumbline started."""
-    opened = TorchrunPool(str(TOLD), None, 2)
+    opened = TorchrunPool(str(ON_NODES), None, 2)
     yield opened
     opened.close()
 
@@ -82,7 +82,7 @@ def by_hand(monkeypatch):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
     class ByHand:
-        def pool(self, locator=TOLD):
+        def pool(self, locator=ON_NODES):
             pools.append(launcher.pool(str(locator), None))
             return pools[-1]
 

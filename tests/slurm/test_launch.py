@@ -17,7 +17,7 @@ from harness.launch.slurm import nodes_of_job
 from harness.store.run import read_run
 from harness.workloads import WORKLOADS
 
-TOLD = Path(__file__).parent / "subjects" / "told.py"
+ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def findings_of(trace, cell):
 
 def test_ranks_live_on_their_nodes_and_are_told_by_both_names(slurm_pool, cell_of, tmp_path, monkeypatch):
     monkeypatch.setenv("FROM_THE_USER", "is left")
-    pool = slurm_pool(TOLD)
+    pool = slurm_pool(ON_NODES)
     for nodes, gpus in ((2, 2), (1, 2), (2, 1)):
         folder = tmp_path / f"{nodes}x{gpus}"
         cell = cell_of("mlp", "ddp", f"{nodes}x{gpus}", subject="says-what-it-was-told")
@@ -54,7 +54,7 @@ def test_ranks_live_on_their_nodes_and_are_told_by_both_names(slurm_pool, cell_o
 
 
 def test_a_rank_that_dies_is_named_and_the_next_cell_finds_its_nodes_ready(slurm_pool, cell_of, tmp_path):
-    pool = slurm_pool(TOLD)
+    pool = slurm_pool(ON_NODES)
     cell = cell_of("mlp", "ddp", "2x2", subject="dies-on-the-second-node")
     found = findings_of(launch(pool, cell, tmp_path / "dies", Settings(60)), cell)["launch"]
     assert found.outcome.value == "crashed"
@@ -65,7 +65,7 @@ def test_a_rank_that_dies_is_named_and_the_next_cell_finds_its_nodes_ready(slurm
 
 
 def test_a_node_whose_server_is_gone_is_named(slurm_pool, cell_of, tmp_path):
-    pool = slurm_pool(TOLD)
+    pool = slurm_pool(ON_NODES)
     cell = cell_of("mlp", "ddp", "2x2", subject="takes-its-node-along")
     with pytest.raises(LaunchError, match=r"on node\d: it is gone"):
         launch(pool, cell, tmp_path, Settings(60))
@@ -79,7 +79,7 @@ def test_a_subject_that_is_not_there_is_refused_with_the_node(slurm_pool):
 
 def test_an_interpreter_that_is_not_there_is_said_in_srun_s_words(slurm_pool):
     with pytest.raises(LaunchError, match="0 of 2 nodes came up"):
-        _ = slurm_pool(TOLD, "/no/such/python").subjects
+        _ = slurm_pool(ON_NODES, "/no/such/python").subjects
 
 
 def test_without_a_job_it_says_how_to_get_one():
