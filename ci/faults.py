@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no fault has such a name: see --list")
         return 2
     alone = own_shared_memory()
+    # Who was started in the background may have been told to take no notice of Ctrl-C, and tell so whoever it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Ended by a time limit it clears up as if it had come to its end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     adopt()  # who loses its parent is ours to find

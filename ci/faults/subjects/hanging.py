@@ -31,6 +31,7 @@ def gathers(job):
 def stops(job):
     """Be stopped, as by Ctrl-Z or a debugger."""
     os.kill(os.getpid(), signal.SIGSTOP)
+    for_ever(job)  # a thread that is running elsewhere goes on for a moment
 
 
 def holds_the_lock(job):
