@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 CI = Path(__file__).parents[2] / "ci"
 MARK = "PLUMBLINE_TEST"
+PROGRAMS = ("WAITS", "DEAF", "PARENT", "DAEMON", "BREEDS")
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
 
@@ -45,11 +47,16 @@ def waited_for(condition, seconds):
     return bool(true)
 
 
-@pytest.mark.parametrize("name", ["WAITS", "DEAF", "PARENT", "DAEMON", "BREEDS"])
-def test_who_is_left_behind_ends_by_itself(name, mark, monkeypatch):
-    monkeypatch.syspath_prepend(CI / "faults" / "subjects")
-    program = getattr(__import__("leaving"), name)
-    begun = subprocess.Popen([sys.executable, "-c", program, "0.5"], env={**os.environ, MARK: mark})
+@pytest.fixture(scope="module")
+def programs():
+    """Read what is left behind in another process: other folders have modules of the same names."""
+    asked = f"import json, leaving; print(json.dumps({{name: getattr(leaving, name) for name in {PROGRAMS}}}))"
+    return json.loads(subprocess.check_output([sys.executable, "-c", asked], cwd=CI / "faults" / "subjects"))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_who_is_left_behind_ends_by_itself(name, mark, programs):
+    begun = subprocess.Popen([sys.executable, "-c", programs[name], "0.5"], env={**os.environ, MARK: mark})
     assert begun.wait(30) == 0
     assert waited_for(lambda: not marked(mark), 30)
 
