@@ -36,6 +36,8 @@ from scipy.stats import false_discovery_control  # type: ignore[import-untyped]
 from harness.compare.estimate import CONFIDENCE, Estimate
 
 FALSE_ALARMS: Final = 1 - CONFIDENCE
+MOST_LAUNCHES: Final = 1_000_000
+"""More than anybody would make: figures so far apart, or so near 0, that no number of launches would tell."""
 
 
 class Size(Enum):
@@ -69,13 +71,15 @@ class Case:
         low, high = self.estimate.interval
         return -self.least < low and high < self.least
 
-    def enough(self, launches: int) -> int:
+    def enough(self, launches: int) -> int | None:
         """Return about how many launches a side would show that nothing changed, if so, in four cases of five.
 
-        It goes by the noise of as many as were made.
+        It goes by the noise of as many as were made; None where nobody would make so many.
         """
         errors = float(ndtri((1 + CONFIDENCE) / 2) + ndtri(0.9))  # of an interval's half, and of its middle
-        return math.ceil(launches * (errors * self.estimate.error / self.least) ** 2)
+        times = errors * self.estimate.error / self.least
+        needed = launches * times * times  # a product becomes infinite where a power raises
+        return math.ceil(needed) if needed < MOST_LAUNCHES else None
 
 
 def sizes(cases: Sequence[Case]) -> list[Size]:

@@ -155,3 +155,8 @@ def test_so_many_launches_as_are_said_to_be_enough_are():
             Case(apart(*([noise.gauss(0, 0.08) for _ in range(many)] for _ in range(2))), LEAST, False).is_within
         )
     assert sum(told) / len(told) > 0.5
+
+
+@pytest.mark.parametrize("far", [1e30, 1e152])
+def test_no_number_of_launches_is_asked_for_that_nobody_would_make(far):
+    assert Case(apart([0.0, 0.0, 0.0], [0.0, 0.0, far]), LEAST, False).enough(3) is None
