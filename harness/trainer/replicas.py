@@ -54,7 +54,8 @@ def _note_changeable(layer: nn.Module, found: dict[int, nn.Module], seen: set[in
     key = id(layer)
     if key not in seen:
         seen.add(key)
-        changeable = _may_assign(type(layer)) or layer._buffers or layer._forward_hooks or layer._forward_pre_hooks
+        hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+        changeable = _may_assign(type(layer)) or layer._buffers or hooks
         for child in layer._modules.values():
             if child is not None and _note_changeable(child, found, seen):
                 changeable = True

@@ -94,11 +94,13 @@ class Remembering(nn.Module):
         self.plain = nn.Linear(3, 2)
         self.hooked = nn.Linear(2, 2)
         self.hooked.register_forward_hook(lambda layer, _, output: setattr(layer, "last", output))
+        self.behind = nn.Linear(2, 2)
+        self.behind.register_full_backward_hook(lambda layer, *_: setattr(layer, "last", True))
         self.last = None
 
     def forward(self, inputs):
         assert self.last is None
-        self.last = self.hooked(self.plain(inputs))
+        self.last = self.behind(self.hooked(self.plain(inputs)))
         return self.last
 
 
@@ -108,6 +110,7 @@ def test_what_a_forward_or_a_hook_assigns_is_lost_with_its_replica():
         Replicas(module, 2)(torch.ones(4, 3)).sum().backward()
     assert module.last is None
     assert not hasattr(module.hooked, "last")
+    assert not hasattr(module.behind, "last")
     assert module.plain.weight.grad is not None
 
 
