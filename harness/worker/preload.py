@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 from typing import Any
 
-from harness.worker.large_pages import gather_in_large_pages
-
 
 def preload(locator: str) -> list[Any]:
     """Import torch, the rank's own code, and the subjects behind ``locator``; return these.
@@ -29,5 +27,4 @@ def preload(locator: str) -> list[Any]:
     # What is imported stays. A rank that collects garbage need not walk through it, nor copy its pages.
     gc.collect()
     gc.freeze()
-    gather_in_large_pages()
     return subjects

@@ -27,6 +27,7 @@ from typing import Any
 from harness.core.errors import PlumblineError
 from harness.worker import descendants
 from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
+from harness.worker.large_pages import gather_in_large_pages
 from harness.worker.log import Log
 from harness.worker.preload import preload
 from harness.worker.reach import Ways
@@ -108,6 +109,7 @@ class Server:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us in order.
         self._selector.register(wake, selectors.EVENT_READ)
         self._selector.register(self._commands, selectors.EVENT_READ)
+        gather_in_large_pages()  # half a second, in which the parent makes its plan
         try:
             return self._obey(wake)
         except Forsaken:
