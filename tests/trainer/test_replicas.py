@@ -114,6 +114,33 @@ def test_what_a_forward_or_a_hook_assigns_is_lost_with_its_replica():
     assert module.plain.weight.grad is not None
 
 
+class Exchanging(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, inputs):
+        outputs = self.layer(inputs)
+        self.layer = nn.Identity()
+        assert self.layer is self._modules["layer"]
+        return self.layer(outputs)
+
+
+def test_a_layer_that_a_forward_exchanges_is_the_modules_own_again():
+    module = Exchanging()
+    for _ in range(2):
+        assert Replicas(module, 2)(torch.ones(4, 3)).shape == (4, 2)
+    assert isinstance(module.layer, nn.Linear)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("length", range(12))
+def test_a_batch_falls_into_as_many_chunks_as_torch_makes_of_it(length, count):
+    values = torch.arange(length)
+    chunks = [part for part, _ in scatter((values, "text"), count)]
+    assert [part.tolist() for part in chunks] == [part.tolist() for part in values.chunk(count)]
+
+
 def test_no_gradients_are_kept_without_grad_mode():
     with torch.no_grad():
         assert not Replicas(nn.Linear(3, 2), 2)(torch.ones(4, 3)).requires_grad
