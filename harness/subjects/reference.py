@@ -26,11 +26,11 @@ class _Adapter(Module):
         self.job = job
         self.model: nn.Module = job.model()
 
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Any]:
-        return {"outputs": self.model(batch), "batch": batch}
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        return self.model(batch)
 
-    def training_step_end(self, parts: dict[str, Any]) -> Tensor:
-        return self.job.loss(parts["outputs"], parts["batch"])
+    def training_step_end(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
+        return self.job.loss(outputs, batch)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         return {"val_loss": self.job.loss(self.model(batch), batch)}

@@ -21,9 +21,9 @@ from harness.trainer.checkpoint import State, capture, write
 from harness.trainer.data import batch_length, set_epoch
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
-from harness.trainer.optimizers import OnlyItsOwn
+from harness.trainer.optimizers import OnlyItsOwn, zeroing
 from harness.trainer.precision import map_tensors
-from harness.trainer.step import loss_function
+from harness.trainer.step import end_takes_batch, loss_function
 
 NOTHING = nullcontext()
 
@@ -50,6 +50,7 @@ class Turn:
 
     optimizer: Optimizer
     parameters: list[torch.Tensor]
+    zero_grad: Callable[[], None]
     context: Any
     arguments: tuple[int, ...]
 
@@ -76,10 +77,10 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
     plan, precision, forward = trainer.plan, state.precision, work.forward
     clip_norm, checkpoint_every = plan.clip_norm, plan.checkpoint_every
     loss_of = loss_function(state.module, precision, len(work.devices) > 1)
-    alone = not plan.backend.synchronises and len(work.devices) == 1
-    call = forward.forward if alone else forward  # nobody hooks the bare step: spare it the way through __call__
+    # Nobody hooks a step that DDP has not wrapped: spare it the way through __call__.
+    call = forward if plan.backend.synchronises else forward.forward
     turns = take_turns(state, work)
-    move = batch_mover(work.devices)
+    move = batch_mover(work.devices, whole=end_takes_batch(state.module))
     no_sync = getattr(forward, "no_sync", nullcontext)
     check_reduced = getattr(forward, "_check_reducer_finalized", None)
     max_steps = float("inf") if plan.max_steps is None else plan.max_steps
@@ -100,7 +101,7 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
                 batch = move(batch)
             for turn in turns:
                 with NOTHING if last else no_sync(), turn.context:
-                    loss = loss_of(call("training_step", batch, state.batches, *turn.arguments))
+                    loss = loss_of(call("training_step", batch, state.batches, *turn.arguments), batch)
                     precision.backward(loss if share == 1 else loss / share)
                 if last:
                     if check_reduced is not None:
@@ -109,7 +110,7 @@ def train_epoch(trainer: Any, state: State, work: Work) -> bool:
                     if clip_norm:
                         clip_grad_norm_(turn.parameters, clip_norm)
                     precision.step(turn.optimizer)
-                    turn.optimizer.zero_grad()
+                    turn.zero_grad()
             losses.append((loss.detach(), batch))
             state.batches += 1
             if last:
@@ -166,13 +167,17 @@ def take_turns(state: State, work: Work) -> list[Turn]:
         mine = {id(weight) for weight in own}
         others = [weight for weights in work.weights for weight in weights if id(weight) not in mine]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        turns.append(Turn(optimizer, parameters, OnlyItsOwn(others) if several else NOTHING, (number,) * told))
+        context = OnlyItsOwn(others) if several else NOTHING
+        turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * told))
     return turns
 
 
-def batch_mover(devices: list[torch.device]) -> Callable[[Any], Any] | None:
-    """Return what brings a batch to the device; None where it is there, or DataParallel spreads it itself."""
-    if devices[0].type == "cpu" or len(devices) > 1:
+def batch_mover(devices: list[torch.device], whole: bool = False) -> Callable[[Any], Any] | None:
+    """Return what brings a batch to the (first) device; None where it is there.
+
+    Over several devices DataParallel spreads it itself, unless it is needed ``whole`` as well.
+    """
+    if devices[0].type == "cpu" or (len(devices) > 1 and not whole):
         return None
     return partial(map_tensors, lambda tensor: tensor.to(devices[0], non_blocking=True))
 

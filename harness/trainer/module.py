@@ -32,11 +32,12 @@ class Module(nn.Module):
         """
         raise NotImplementedError
 
-    def training_step_end(self, outputs: Any) -> Any:
+    def training_step_end(self, outputs: Any, *batch: Any) -> Any:
         """Return the scalar loss, or a dict with it, of the outputs of ``training_step``.
 
-        They are gathered from all devices of this process: a loss over whole batches belongs here. By default
-        the devices' losses are averaged.
+        They are gathered from all devices of this process: a loss over whole batches belongs here. A second
+        argument, if there is one, is the batch, whole and on the first device: so labels need not be handed on by
+        ``training_step``, split and joined again. By default the devices' losses are averaged.
         """
         return outputs
 

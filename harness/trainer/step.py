@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -65,19 +66,35 @@ def scalar_loss(outputs: Any) -> Tensor:
     )
 
 
-def loss_function(module: Module, precision: Precision, splits: bool) -> Callable[[Any], Tensor]:
-    """Return what turns the gathered outputs of the training step into the loss."""
+def loss_function(module: Module, precision: Precision, splits: bool) -> Callable[[Any, Any], Tensor]:
+    """Return what turns the gathered outputs of a training step, and its whole batch, into the loss."""
     if not ends_itself(module):
-        return torch.mean if splits else lambda loss: loss
-    end = module.training_step_end
-    if not precision.autocasts:
-        return lambda outputs: scalar_loss(end(outputs))
+        return lambda outputs, batch: outputs.mean() if splits else outputs
+    end: Callable[..., Any] = module.training_step_end
+    if not end_takes_batch(module):
+        return in_precision(lambda outputs, batch: end(outputs), precision)
+    if precision.casts_batches:
+        return in_precision(lambda outputs, batch: end(outputs, cast(batch, precision.dtype)), precision)
+    return in_precision(end, precision)
 
-    def under_autocast(outputs: Any) -> Tensor:
+
+def in_precision(end: Callable[[Any, Any], Any], precision: Precision) -> Callable[[Any, Any], Tensor]:
+    """Return a function of outputs and batch: the loss in what ``end`` returns, under autocast where that is due."""
+    if not precision.autocasts:
+        return lambda outputs, batch: scalar_loss(end(outputs, batch))
+
+    def under_autocast(outputs: Any, batch: Any) -> Tensor:
         with precision.autocast():
-            return scalar_loss(end(outputs))
+            return scalar_loss(end(outputs, batch))
 
     return under_autocast
+
+
+def end_takes_batch(module: Module) -> bool:
+    """Say whether the user's ``training_step_end`` has a second argument: it is given the whole batch."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(module.training_step_end).parameters.values()
+    return sum(parameter.kind in positional for parameter in parameters) > 1
 
 
 def weighted(metrics: Any, samples: int, device_type: str) -> dict[str, Tensor]:

@@ -35,6 +35,55 @@ def test_weights_are_those_of_the_loop_by_hand(problem, gpus, accumulate, clip):
     assert trainer.global_step == 2 * -(-5 // accumulate)
 
 
+@pytest.mark.parametrize("gpus", [None, 1, 3])
+def test_training_step_end_may_ask_for_the_whole_batch(problem, gpus):
+    class Asking(problem.Regression):
+        def training_step(self, batch, batch_idx):
+            return self.net(batch["x"])
+
+        def training_step_end(self, outputs, batch):
+            assert len(outputs) == len(batch["x"])
+            return nn.functional.mse_loss(outputs, batch["y"])
+
+    module = Asking()
+    fit(module, gpus=gpus, accumulate_grad_batches=2)
+    assert problem.same_weights(module.net, problem.by_hand(accumulate=2))
+
+
+class Keeping(torch.optim.SGD):
+    def zero_grad(self, set_to_none=True):
+        """Count, and keep half of the gradients, as error feedback does."""
+        self.calls = getattr(self, "calls", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = parameter.grad / 2
+
+
+def test_an_optimizers_own_zero_grad_is_called(problem):
+    class Kept(problem.Regression):
+        def configure_optimizers(self):
+            return Keeping(self.parameters(), lr=0.01)
+
+    module = Kept()
+    trainer = fit(module)
+    assert trainer.optimizers[0].calls == trainer.global_step
+    assert all(parameter.grad is not None for parameter in module.parameters())
+
+
+def test_weights_that_join_an_optimizer_later_have_their_gradients_cleared_too(problem):
+    class Thawing(problem.Regression):
+        def on_metrics(self, metrics):
+            if self.trainer.current_epoch == 0:
+                self.trainer.optimizers[0].add_param_group({"params": list(self.net[-1].parameters())})
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.net[0].parameters(), lr=0.01)
+
+    module = Thawing()
+    fit(module)
+    assert [parameter.grad for parameter in module.parameters()] == [None] * len(list(module.parameters()))
+
+
 def test_without_training_step_end_the_replicas_losses_are_averaged(problem):
     module = problem.Regression()
     fit(module, gpus=3)

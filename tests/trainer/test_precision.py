@@ -163,6 +163,34 @@ def test_training_step_end_and_replicas_run_under_autocast(problem, gpus):
     assert dtypes == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("gpus", [None, 3])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"precision": 32}, torch.float32),
+        ({"precision": 64}, torch.float64),
+        ({"precision": "bf16", "amp_level": "O1"}, torch.float32),
+        ({"precision": "bf16", "amp_level": "O2"}, torch.bfloat16),
+        ({"precision": "bf16", "amp_level": "O3"}, torch.bfloat16),
+    ],
+)
+def test_the_batch_of_training_step_end_has_the_dtype_of_the_steps(problem, gpus, options, dtype):
+    dtypes = set()
+
+    class Looks(learner(problem)):
+        def training_step(self, batch, batch_idx):
+            dtypes.add(batch["x"].dtype)
+            return self.net(batch["x"])
+
+        def training_step_end(self, outputs, batch):
+            dtypes.add(batch["x"].dtype)
+            assert batch["index"].dtype is torch.int64
+            return nn.functional.mse_loss(outputs, batch["y"])
+
+    Trainer(accelerator="cpu", gpus=gpus, **options).fit(Looks(samples=24))
+    assert dtypes == {dtype}
+
+
 def test_64_bits_convert_module_and_batches(problem):
     class Looks(learner(problem)):
         def training_step(self, batch, batch_idx):
