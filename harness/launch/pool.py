@@ -136,6 +136,21 @@ class Pool:
             self._subjects = event["subjects"]
         return self._subjects
 
+    def settle(self) -> None:
+        """Wait until the server only waits for commands, and takes no more time from whatever is to be measured.
+
+        Raises:
+            SubjectError: as ``subjects``.
+            LaunchError: the server is gone.
+        """
+        assert self.subjects
+        self._send({"command": "port"})  # it answers in turn
+        deadline = time.monotonic() + START_LIMIT
+        while (event := self._next(deadline)) is not None:
+            if event["event"] == "port":
+                return
+        raise self._lost("does not answer")
+
     @property
     def alive(self) -> bool:
         """Whether the server is still there."""

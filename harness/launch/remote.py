@@ -89,6 +89,12 @@ class RemotePool(Pool):
                 raise
         return self._subjects
 
+    def settle(self) -> None:
+        """Wait until every node's server only waits for commands."""
+        assert self.subjects
+        self._send({"command": "port"})
+        self._answers("port", time.monotonic() + START_LIMIT, "does not answer")
+
     def _warm(self, deadline: float) -> list[dict[str, Any]]:
         for number, (node, line) in enumerate(self._reception.receive(self._count, self._starters, deadline)):
             self._nodes[number], self._lines[number], self._rests[number] = node, line, b""

@@ -21,10 +21,11 @@ class WarmPools:
         self._pools: dict[str, list[Pool]] = {}
 
     def several(self, locator: str, count: int) -> list[Pool]:
-        """Return so many pools of ``locator``, all of them alive, and warm: nothing is imported any more.
+        """Return so many pools of ``locator``, all of them alive and at rest: whatever they had to make ready is done.
 
         Raises:
             SubjectError: there is no such subject, or it cannot be imported.
+            LaunchError: one is gone.
         """
         found = self._pools.setdefault(locator, [])
         for dead in [pool for pool in found if not pool.alive]:
@@ -32,7 +33,7 @@ class WarmPools:
             found.remove(dead)
         found += [self._make(locator) for _ in range(count - len(found))]
         for pool in found:
-            assert pool.subjects
+            pool.settle()
         return found[:count]
 
     def close(self) -> None:

@@ -36,6 +36,15 @@ def test_there_are_as_many_interpreters_as_launches_and_they_are_kept(pools):
     assert children() == before
 
 
+def test_they_are_at_rest_when_something_is_to_be_measured(pools):
+    several = pools.several(TRAINERS, 3)
+    used = [sum(psutil.Process(pool.server).cpu_times()[:2]) for pool in several]
+    for pool in several:
+        pool.settle()  # it answers when it has done whatever it was at
+    more = [sum(psutil.Process(pool.server).cpu_times()[:2]) for pool in several]
+    assert max(after - before for before, after in zip(used, more, strict=True)) < 0.1
+
+
 def test_one_that_died_is_replaced(pools):
     before = children()
     first, second = pools.several(TRAINERS, 2)
