@@ -21,7 +21,8 @@ from harness.options import Options
 from harness.report.write import write_report
 from harness.store.errors import NothingToResume, StoreError
 from harness.store.fingerprint import take_fingerprint
-from harness.store.records import Footer, Header, Measurement, PlannedCell, Result, record_of
+from harness.store.lines import record_of
+from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
 from harness.store.run import LATEST, Run, RunWriter, read_run
 
 

@@ -9,8 +9,9 @@ from harness.core.cell import Cell
 from harness.core.errors import TraceError
 from harness.core.topology import Topology
 from harness.judge.judge import judge
+from harness.store.lines import line_of
 from harness.store.logs import trace_folder
-from harness.store.records import PlannedCell, Result, line_of
+from harness.store.records import PlannedCell, Result
 from harness.store.run import Run
 from harness.store.traces import read_trace
 from harness.workloads import WORKLOADS, find

@@ -23,7 +23,8 @@ from harness.report.support import support_table
 from harness.report.terminal import support_for_terminal
 from harness.store.errors import CorruptRecord, NewerSchema
 from harness.store.fingerprint import Fingerprint
-from harness.store.records import SCHEMA_VERSION, Footer, Header, Result, line_of
+from harness.store.lines import line_of
+from harness.store.records import SCHEMA_VERSION, Footer, Header, Result
 from harness.store.run import RESULTS, read_run
 from harness.store.traces import read_rank, read_trace
 

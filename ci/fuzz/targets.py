@@ -37,7 +37,8 @@ from harness.report.markdown import support_page
 from harness.report.support import support_table
 from harness.report.terminal import support_for_terminal
 from harness.store.fingerprint import Fingerprint
-from harness.store.records import Footer, Header, Result, line_of
+from harness.store.lines import line_of
+from harness.store.records import Footer, Header, Result
 from harness.store.run import RESULTS, read_run
 from harness.store.traces import read_rank
 from harness.subjects.locator import parse_subject

@@ -9,31 +9,19 @@ number is stored as ``"inf"`` too, because no multiple of noise explains it; a m
 
 from __future__ import annotations
 
-import math
-import re
 import secrets
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import (
-    AfterValidator,
-    AwareDatetime,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    PlainSerializer,
-    TypeAdapter,
-)
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.software import Software
+from harness.store.fields import AtLeastOne, Count, Figure, Plain, Text, UtcTime, XNoise
 from harness.store.fingerprint import Fingerprint, plumbline_version
 
 SCHEMA_VERSION = 1
@@ -50,51 +38,6 @@ PERFORMANCE: Final = "performance"
 
 Coordinates = tuple[str, str, str, int, int, str, str]
 """A cell as a key: subject, workload, backend, num_nodes, gpus, precision, accelerator."""
-
-
-def _encodable(value: object) -> object:
-    """Spell out lone surrogates, which come from bytes that were no UTF-8 and which JSON cannot hold."""
-    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
-
-
-def _not_a_number_is_infinite(value: float | None) -> float | None:
-    return math.inf if value is not None and math.isnan(value) else value
-
-
-def _number_or_word(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
-
-
-def _word_or_number(value: object) -> object:
-    return float(value) if value in ("inf", "-inf") and isinstance(value, str) else value
-
-
-def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-    def holds(part: JsonValue) -> bool:
-        if isinstance(part, dict):
-            return all(map(holds, part.values()))
-        if isinstance(part, list):
-            return all(map(holds, part))
-        return not isinstance(part, float) or math.isfinite(part)
-
-    if not holds(value):
-        raise ValueError("numbers in it must be finite")
-    return value
-
-
-Text = Annotated[str, BeforeValidator(_encodable)]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-"""Up to what every JSON reader keeps exactly."""
-AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
-UtcTime = Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(timezone.utc))]
-XNoise = Annotated[
-    float,
-    BeforeValidator(_word_or_number),
-    AfterValidator(_not_a_number_is_infinite),
-    PlainSerializer(_number_or_word, return_type=float | str),
-]
-Figure = Annotated[float, Field(allow_inf_nan=False)]
-Plain = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
 
 
 class Record(BaseModel):
@@ -337,38 +280,6 @@ class Footer(Record):
             unexpected_passes=ends.count(UNEXPECTED_PASS),
             exit_status=exit_status,
         )
-
-
-Line = Header | Result | Measurement | Footer
-"""What a line may hold."""
-
-_CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}\s*$')
-
-
-class ChecksumError(ValueError):
-    """A line is not what was written."""
-
-
-_RECORD: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="type")])
-
-
-def line_of(record: Line) -> bytes:
-    """Return the record as one line of UTF-8, its newline included; the last field is the others' CRC-32."""
-    body = record.model_dump_json().encode()
-    return body[:-1] + b',"crc32":"%08x"}\n' % zlib.crc32(body)
-
-
-def record_of(line: bytes) -> Line:
-    """Read one line back.
-
-    Raises:
-        pydantic.ValidationError: it is not JSON, or not a record of this schema version.
-        ChecksumError: it has a checksum, and was changed since it got that.
-
-    """
-    if (said := _CHECKSUM.search(line)) and zlib.crc32(line[: said.start()] + b"}") != int(said[1], 16):
-        raise ChecksumError("its checksum is another")
-    return _RECORD.validate_json(line, strict=True)
 
 
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:

@@ -23,19 +23,8 @@ from harness.store.errors import (
     RunTooLarge,
     StoreError,
 )
-from harness.store.records import (
-    SCHEMA_VERSION,
-    ChecksumError,
-    Coordinates,
-    Footer,
-    Header,
-    Line,
-    Measurement,
-    PlannedCell,
-    Result,
-    line_of,
-    record_of,
-)
+from harness.store.lines import ChecksumError, Line, line_of, record_of
+from harness.store.records import SCHEMA_VERSION, Coordinates, Footer, Header, Measurement, PlannedCell, Result
 
 RESULTS = "results.jsonl"
 LATEST = "latest"

@@ -9,17 +9,8 @@ from dataclasses import dataclass
 from harness.core.outcome import Outcome
 from harness.store.atomic import write_text
 from harness.store.errors import MissingHeader
-from harness.store.records import (
-    UNEXPECTED_PASS,
-    CellRecord,
-    Footer,
-    Header,
-    Measurement,
-    PlannedCell,
-    Result,
-    ending,
-    line_of,
-)
+from harness.store.lines import line_of
+from harness.store.records import UNEXPECTED_PASS, CellRecord, Footer, Header, Measurement, PlannedCell, Result, ending
 from harness.store.run import RESULTS, Run, read_run
 from harness.submit.submission import Submission
 

@@ -20,7 +20,8 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     lines = [line for handed in found if handed for line in json.loads(handed)["records"]]
     if not lines:
         return
-    from harness.store.records import Measurement, record_of
+    from harness.store.lines import record_of
+    from harness.store.records import Measurement
 
     sys.path.insert(0, str(HERE))
     from overhead import table

@@ -12,7 +12,8 @@ from harness.examine import examine
 from harness.launch.settings import Settings
 from harness.rejudge import rejudge
 from harness.store.fingerprint import Fingerprint
-from harness.store.records import Footer, Header, Result, line_of
+from harness.store.lines import line_of
+from harness.store.records import Footer, Header, Result
 from harness.store.run import RunWriter, read_run
 
 TRAINERS = Path(__file__).parent / "trainers.py"

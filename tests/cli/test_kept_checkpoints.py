@@ -9,7 +9,7 @@ import pytest
 
 from harness.cli import main
 from harness.rejudge import rejudge
-from harness.store.records import line_of
+from harness.store.lines import line_of
 from harness.store.run import read_run
 
 ROOT = Path(__file__).parents[2]

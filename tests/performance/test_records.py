@@ -12,7 +12,8 @@ from harness.measure.figures import Launch
 from harness.measure.group import Timed
 from harness.measure.records import measurements
 from harness.measure.scaling import scaling
-from harness.store.records import Measurement, line_of, record_of
+from harness.store.lines import line_of, record_of
+from harness.store.records import Measurement
 from harness.worker.timing import RankTiming, Round
 
 

@@ -12,7 +12,8 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.store.fingerprint import Fingerprint
-from harness.store.records import Expected, Footer, Header, Result, line_of, new_run_id, record_of
+from harness.store.lines import line_of, record_of
+from harness.store.records import Expected, Footer, Header, Result, new_run_id
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 

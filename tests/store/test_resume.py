@@ -14,7 +14,8 @@ from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.store.errors import NothingToResume
 from harness.store.fingerprint import Fingerprint
-from harness.store.records import Footer, Header, Result, line_of
+from harness.store.lines import line_of
+from harness.store.records import Footer, Header, Result
 from harness.store.run import RESULTS, RunWriter, read_run
 
 CELLS = [Cell("reference", "mlp", "ddp", Topology(1, gpus), "32", "cpu") for gpus in (2, 3, 4)]

@@ -25,7 +25,8 @@ from harness.store.errors import (
     StoreError,
 )
 from harness.store.fingerprint import Fingerprint
-from harness.store.records import SCHEMA_VERSION, Footer, Header, Result, line_of
+from harness.store.lines import line_of
+from harness.store.records import SCHEMA_VERSION, Footer, Header, Result
 from harness.store.run import RESULTS, Run, RunWriter, read_run
 
 CELLS = [Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu") for backend in ("dp", "ddp")]

@@ -1,0 +1,54 @@
+"""The kinds of field a record has: what JSON can hold of text, numbers and times, and what it becomes there."""
+
+from __future__ import annotations
+
+import math
+from datetime import timezone
+from typing import Annotated
+
+from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, JsonValue, PlainSerializer
+
+
+def _encodable(value: object) -> object:
+    """Spell out lone surrogates, which come from bytes that were no UTF-8 and which JSON cannot hold."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+
+def _not_a_number_is_infinite(value: float | None) -> float | None:
+    return math.inf if value is not None and math.isnan(value) else value
+
+
+def _number_or_word(value: float | None) -> float | str | None:
+    return value if value is None or math.isfinite(value) else str(value)
+
+
+def _word_or_number(value: object) -> object:
+    return float(value) if value in ("inf", "-inf") and isinstance(value, str) else value
+
+
+def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    def holds(part: JsonValue) -> bool:
+        if isinstance(part, dict):
+            return all(map(holds, part.values()))
+        if isinstance(part, list):
+            return all(map(holds, part))
+        return not isinstance(part, float) or math.isfinite(part)
+
+    if not holds(value):
+        raise ValueError("numbers in it must be finite")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(_encodable)]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+"""Up to what every JSON reader keeps exactly."""
+AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
+UtcTime = Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(timezone.utc))]
+XNoise = Annotated[
+    float,
+    BeforeValidator(_word_or_number),
+    AfterValidator(_not_a_number_is_infinite),
+    PlainSerializer(_number_or_word, return_type=float | str),
+]
+Figure = Annotated[float, Field(allow_inf_nan=False)]
+Plain = Annotated[dict[str, JsonValue], AfterValidator(_finite)]
