@@ -26,6 +26,7 @@ from harness.core.trace import RankTrace
 from harness.worker.assignment import Assignment
 from harness.worker.clock import clock_of
 from harness.worker.collectives import Collectives
+from harness.worker.cores import begin_on_core
 from harness.worker.gate import REPORT, Gate
 from harness.worker.memory import memory_of
 from harness.worker.tensors import TensorBytes
@@ -161,6 +162,8 @@ class Stopwatch:
             return
         if looked == 0:
             self._tensors.start()
+        if self._devices[0].type == "cpu":
+            begin_on_core(self._rank + len(self._rounds))  # whoever takes turns with this rank begins on the same one
         self._clock.rest()
         self._begun = self._clock.mark()
 
