@@ -64,6 +64,7 @@ class BenchmarkTest(CellTest):
         rounds = session.launches * each
         benchmark.group = f"{cell.workload} {cell.precision}"
         locator = session.locator_of(cell.subject)
+        session.drop_ahead()
         with have_alone():
             own = self._begins(session.warm.several(locator, session.launches), cell)
             with closing(Turns(own, self._yardstick(parse_subject(locator)[1]), each)) as turns:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,18 +13,11 @@ from harness.core.errors import LaunchError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.examine import Examined, verdict
+from harness.handover import hand_over, say_outcome
 from harness.plan import Planned
 from harness.report.parameters import parameter_table
+from harness.session import Session
 from harness.store.records import KNOWN, Measurement, Result, ending
-
-if TYPE_CHECKING:
-    from harness.session import Session
-
-PROPERTY = "plumbline"
-"""The test report's property that holds a cell's records."""
-
-OUTCOME = "plumbline-outcome"
-"""The one that holds the word for how it ended."""
 
 
 class CellTest:
@@ -97,11 +88,10 @@ class CellTest:
     def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
         end = ending(results)
         word = end.value if isinstance(end, Outcome) else end
-        self._item.user_properties.append((OUTCOME, word))
+        say_outcome(self._item, word)
         if not recorded:
             # Figures come first: with the last of its results a cell is whole.
-            records = [record.model_dump_json() for record in (*self._measurements, *results)]
-            self._item.user_properties.append((PROPERTY, json.dumps({"records": records, "evidence": self._evidence})))
+            hand_over(self._item, (*self._measurements, *results), self._evidence)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(results[0].message)
         said = [told(result) for result in results if result.outcome.is_bad or result.expected]

@@ -131,13 +131,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def plumbline_cell(request: pytest.FixtureRequest) -> CellTest:
     """One cell to examine."""
-    return _session(request.config, request.path).test(request.param, request.node)
+    from harness.cell_test import CellTest
+
+    return CellTest(_session(request.config, request.path), request.param, request.node)
 
 
 @pytest.fixture
 def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkTest:
     """One cell to measure."""
-    return _session(request.config, request.path).benchmark(request.param, request.node)
+    from harness.benchmark_test import BenchmarkTest
+
+    return BenchmarkTest(_session(request.config, request.path), request.param, request.node)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

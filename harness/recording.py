@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -11,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from harness.cell_test import PROPERTY
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.software import Software
+from harness.handover import handed
 from harness.launch.workspace import Workspace
 from harness.measure.scaling import scaling
 from harness.options import Options
 from harness.report.write import write_report
 from harness.store.errors import NothingToResume, StoreError
 from harness.store.fingerprint import take_fingerprint
-from harness.store.lines import record_of
 from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
 from harness.store.run import LATEST, Run, RunWriter, read_run
 
@@ -130,19 +128,15 @@ class Recording:
 
     def take(self, report: pytest.TestReport) -> None:
         """Write a cell's findings as soon as they are here, and keep its evidence if somebody may want it."""
-        found = dict(report.user_properties).get(PROPERTY)
-        if report.when != "call" or found is None or self._writer is None:
+        found = handed(report)
+        if found is None or self._writer is None:
             return
-        values = json.loads(str(found))
-        records = [record_of(line.encode()) for line in values["records"]]
-        results = [record for record in records if isinstance(record, Result)]
-        measurements = [record for record in records if isinstance(record, Measurement)]
-        self._results += results
-        self._measurements += measurements
+        self._results += found.results
+        self._measurements += found.measurements
         with _ending_in_a_sentence():
-            self._writer.write(*measurements, *results)
-            if values["evidence"] is not None:
-                self._keep(Path(values["evidence"]), results, self._writer.path)
+            self._writer.write(*found.measurements, *found.results)
+            if found.evidence is not None:
+                self._keep(found.evidence, found.results, self._writer.path)
 
     def _keep(self, folder: Path, results: Sequence[Result], run: Path) -> None:
         if folder.parent not in self._workspaces and folder.is_dir():

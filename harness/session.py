@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from harness.benchmark_test import BenchmarkTest
-from harness.cell_test import OUTCOME, CellTest
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.expectations import expected, known_of, read_expectations
+from harness.handover import outcome_of
 from harness.launch.devices import devices_of
 from harness.launch.launcher import check_devices_of_nodes, check_nodes
 from harness.launch.lease import Lease, share, share_now
@@ -120,17 +119,6 @@ class Session:
         subjects = {declared.name: declared.software for declared in self._declarations}
         self._recording.begin(examined, measured, command, subjects)
 
-    def test(self, planned: Planned, item: pytest.Item) -> CellTest:
-        """Return the test of one planned cell."""
-        return CellTest(self, planned, item)
-
-    def benchmark(self, planned: Planned, item: pytest.Item) -> BenchmarkTest:
-        """Return the test that measures a planned cell; nothing else runs meanwhile."""
-        if self._ahead is not None:
-            self._ahead.drop()
-            self._ahead = None
-        return BenchmarkTest(self, planned, item)
-
     def results(self, cell: Cell, findings: Sequence[Finding], reproduce: str, seconds: float | None) -> list[Result]:
         """Return the records of a cell's findings, with what was expected of them."""
         known = expected(cell, findings, self._expectations[cell.subject])
@@ -175,6 +163,12 @@ class Session:
         except LaunchError:
             self._ahead = None  # the next test will meet it itself, and say so
 
+    def drop_ahead(self) -> None:
+        """Let a launch that was begun ahead end: what comes next has the machine to itself."""
+        if self._ahead is not None:
+            self._ahead.drop()
+            self._ahead = None
+
     def _devices_of(self, planned: Planned) -> tuple[str, ...]:
         # Those of other machines are the job's.
         return devices_of(planned.cell, self.settings.oversubscribe) if self._launcher.nodes is None else ()
@@ -209,7 +203,7 @@ class Session:
 
     def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
         """Show how a cell ended, not only whether."""
-        return _STATUS.get(str(dict(report.user_properties).get(OUTCOME))) if report.when == "call" else None
+        return _STATUS.get(outcome_of(report) or "")
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """End every pool, and the run on disk."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
+
+from harness.handover import handed
 
 HERE = Path(__file__).parent.resolve()
 
@@ -14,19 +15,11 @@ HERE = Path(__file__).parent.resolve()
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Show what the trainers cost over a loop by hand, beside each other."""
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
-    found = [
-        dict(report.user_properties).get("plumbline") for report in reports if getattr(report, "when", "") == "call"
-    ]
-    lines = [line for handed in found if handed for line in json.loads(handed)["records"]]
-    if not lines:
-        return
-    from harness.store.lines import record_of
-    from harness.store.records import Measurement
-
+    found = [handed(report) for report in reports if isinstance(report, pytest.TestReport)]
     sys.path.insert(0, str(HERE))
     from overhead import table
 
-    rows = table(record for line in lines if isinstance(record := record_of(line.encode()), Measurement))
+    rows = table(figure for one in found if one is not None for figure in one.measurements)
     if rows:
         terminalreporter.section("time over that of a loop by hand")
         for row in rows:
