@@ -1,13 +1,34 @@
-"""How much memory a rank has used at most."""
+"""How much memory a rank has used at most; and how it keeps what it has, where its steps are timed."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 _STATUS, _ROLLUP = Path("/proc/self/status"), Path("/proc/self/smaps_rollup")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_NEVER, _MOST = 2**31 - 1, 2**25
+"""For glibc's mallopt: bytes at the top of the heap that go back, and of a block that has pages of its own."""
+
+
+def keep_freed_memory() -> None:
+    """Let the C library, where it is glibc, keep what is freed for the next step, rather than give it back.
+
+    By default it does so or not depending on what happens to lie at the top of the heap, which one line more in a loop
+    decides: of three loops that compute the same for ``perf-resnet`` one had no page fault a step, and the others had
+    250 to 500, for which their steps took 7 to 15 % longer.
+    """
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        mallopt(_M_MMAP_THRESHOLD, _MOST)
 
 
 def memory_of(devices: Sequence[torch.device]) -> dict[str, int]:

@@ -28,7 +28,7 @@ from harness.worker.clock import clock_of
 from harness.worker.collectives import Collectives
 from harness.worker.cores import begin_on_core
 from harness.worker.gate import REPORT, Gate
-from harness.worker.memory import memory_of
+from harness.worker.memory import keep_freed_memory, memory_of
 from harness.worker.tensors import TensorBytes
 from harness.worker.timing import RankTiming, Round
 from harness.workloads import find
@@ -70,7 +70,9 @@ class Stopwatch:
         return self
 
     def install(self) -> None:
-        """Hook into torch's optimizers and GradScaler for the rest of the process's life."""
+        """Hook into torch's optimizers and GradScaler, and keep memory, for the rest of the process's life."""
+        if self._devices[0].type == "cpu":
+            keep_freed_memory()
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
         self._watch_scaler(torch.amp.GradScaler)

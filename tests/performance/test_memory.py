@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import subprocess
+import sys
+
 import psutil
 import pytest
 import torch
@@ -25,6 +29,27 @@ def torch_in_memory():
 def test_what_a_rank_used_for_a_moment_is_in_its_peak(timed):
     (plain,), (hoard,) = peaks(timed("plain")), peaks(timed("hoards"))
     assert 90 * MIB < hoard - plain < 106 * MIB
+
+
+def faults_of(times, *, keeping):
+    """Return the page faults of a process that takes and frees a few megabytes so many times."""
+    program = f"""
+import ctypes, resource
+from harness.worker.memory import keep_freed_memory
+if {keeping}:
+    keep_freed_memory()
+for _ in range({times}):
+    blocks = [b"x" * (3 << 20) for _ in range(4)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+    return int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, text=True).stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another allocator")
+def test_what_a_step_frees_the_next_one_has_without_asking_for_it():
+    step = (faults_of(30, keeping=True) - faults_of(10, keeping=True)) / 20
+    assert step < 100, "a step's 12 MiB are 3 000 pages"
 
 
 def test_ranks_do_not_count_what_they_share(timed, torch_in_memory):
