@@ -66,8 +66,8 @@ class BenchmarkTest(CellTest):
         locator = session.locator_of(cell.subject)
         session.drop_ahead()
         with have_alone():
-            own = self._begins(session.warm.several(locator, session.launches), cell)
-            with closing(Turns(own, self._yardstick(parse_subject(locator)[1]), each)) as turns:
+            own, by_hand = session.warm.several(locator, self._by_hand(locator), count=session.launches)
+            with closing(Turns(self._begins(own, cell), self._yardstick(by_hand), each)) as turns:
                 if benchmark.enabled:
                     benchmark.pedantic(turns.round, setup=turns.prepare, rounds=rounds)
                 else:  # under xdist, which pytest-benchmark does not go with
@@ -77,14 +77,14 @@ class BenchmarkTest(CellTest):
                 turns.settle()
                 return turns
 
-    def _yardstick(self, python: str | None) -> Begin | None:
-        """Return what begins the hand-written loop of the cell's strategy, None where there is none by hand.
+    def _by_hand(self, locator: str) -> str:
+        """Return where the loops by hand are: they run in the interpreter of the subject, so with the same torch."""
+        _, python = parse_subject(locator)
+        return str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
 
-        It runs in the interpreter of the subject, so with the same torch.
-        """
-        cell, session = self._planned.cell, self._session
-        locator = str(self._item.path.parent / YARDSTICKS) + (f";python={python}" if python else "")
-        pools = session.warm.several(locator, session.launches)
+    def _yardstick(self, pools: Sequence[Pool]) -> Begin | None:
+        """Return what begins the hand-written loop of the cell's strategy, None where there is none by hand."""
+        cell = self._planned.cell
         (by_hand,) = pools[0].subjects
         if cell.backend not in by_hand["backends"] or cell.precision not in by_hand["precisions"][cell.accelerator]:
             return None

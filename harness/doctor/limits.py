@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.doctor.line import Line
-from harness.store.machine import cpu_governor, usable_cores
+from harness.store.machine import cgroup_number, cpu_governor, memory_left, usable_cores
 
 GIB = 1 << 30
 CONTAINER_SHM = 64 << 20
@@ -44,7 +44,7 @@ def limits() -> Iterator[Line]:
     files = _soft(resource.RLIMIT_NOFILE)
     advice = f"ulimit -n {FEWEST_FILES}" if files is not None and files < FEWEST_FILES else None
     yield Line(f"open files: {_number(files)}", advice)
-    processes = [number for number in (_soft(resource.RLIMIT_NPROC), _cgroup("pids.max")) if number is not None]
+    processes = [number for number in (_soft(resource.RLIMIT_NPROC), cgroup_number("pids.max")) if number is not None]
     few = bool(processes) and min(processes) < FEWEST_PROCESSES
     advice = f"ulimit -u {FEWEST_PROCESSES}; in a container --pids-limit" if few else None
     yield Line(f"processes and threads: {_number(min(processes, default=None))}", advice)
@@ -67,10 +67,9 @@ def cores() -> Iterator[Line]:
 
 def memory() -> Iterator[Line]:
     """Answer how much memory is left, after a container's limit."""
-    free = [number for number in (_available(), _left_in_container()) if number is not None]
-    if free:
-        low = min(free) < LEAST_MEMORY
-        yield Line(f"{_size(min(free))} available", "end something, or take fewer --gpus" if low else None)
+    free = memory_left()
+    if free is not None:
+        yield Line(f"{_size(free)} available", "end something, or take fewer --gpus" if free < LEAST_MEMORY else None)
     else:
         yield Line("this system does not say how much is available")
 
@@ -104,27 +103,6 @@ def _soft(what: int) -> int | None:
     """Return the limit that holds, None where there is none."""
     soft, _ = resource.getrlimit(what)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _cgroup(name: str) -> int | None:
-    """Return a number of this container's, None where it has none."""
-    try:
-        return int((Path("/sys/fs/cgroup") / name).read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None
-
-
-def _available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
-
-
-def _left_in_container() -> int | None:
-    most, used = _cgroup("memory.max"), _cgroup("memory.current")
-    return None if most is None or used is None else max(0, most - used)
 
 
 def _number(number: int | None) -> str:

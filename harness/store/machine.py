@@ -58,6 +58,29 @@ def usable_cores() -> int | None:
         return cores
 
 
+def memory_left() -> int | None:
+    """Return how many bytes are left for more processes, of the machine's or of a container's limit."""
+    most, used = cgroup_number("memory.max"), cgroup_number("memory.current")
+    container = None if most is None or used is None else max(0, most - used)
+    return min((number for number in (_available(), container) if number is not None), default=None)
+
+
+def _available() -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None
+
+
+def cgroup_number(name: str) -> int | None:
+    """Return a number of this container's, None where it has none."""
+    try:
+        return int((Path("/sys/fs/cgroup") / name).read_text())
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return None
+
+
 def clocks_and_load() -> dict[str, float]:
     """Return what moves a measurement without anybody changing the program: a figure by its name and unit."""
     found: dict[str, float] = {}

@@ -198,7 +198,7 @@ def test_few_files_and_processes_come_with_advice(monkeypatch: pytest.MonkeyPatc
 
 def test_no_limit_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.resource, "getrlimit", lambda what: (limits.resource.RLIM_INFINITY,) * 2)
-    monkeypatch.setattr(limits, "_cgroup", lambda name: None)
+    monkeypatch.setattr(limits, "cgroup_number", lambda name: None)
     assert [line.advice for line in limits.limits()] == [None, None, None]
 
 
