@@ -1,13 +1,14 @@
 """Do the figures agree with a stopwatch held by hand? Measures the same cells with and without the harness, in turns.
 
-    python ci/speed_by_hand.py                     # torch's own loop, three workloads, on one device and on two
-    python ci/speed_by_hand.py --subject torch --launches 10 --workloads perf-gpt
+    python ci/speed_by_hand.py                     # the suite's own loop, three workloads, on one device and on two
+    python ci/speed_by_hand.py --launches 10 --workloads perf-gpt
 
 By hand: processes of torch.multiprocessing, a loop as torch's tutorial has it, one clock around all steps after the
-warm-up. Only the model, the data and the number of steps are those of the workload; the subject should be a plain
-loop too. A launch of the harness and one by hand take turns, since a machine that others use as well has slow minutes
-and fast ones, and half an hour apart both would be measured rightly and differ. Float32, simulated devices. Exits with
-1 where the ratio's interval (95 %, over launches) leaves out 1.
+warm-up. Only the model, the data and the number of steps are those of the workload; the subject is a plain loop too,
+the suite's yardstick, or both would be measured rightly and differ. For the same reason a launch of the harness and one
+by hand take turns, on a machine that others use as well and that has slow minutes; a process that trains alone does it
+on one core, the same for both, since one core may be slower than the other. Float32, simulated devices. Exits with 1
+where the ratio's interval (95 %, over launches) leaves out 1.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import os
 import sys
 import tempfile
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
@@ -37,33 +39,54 @@ from harness.measure.group import Group
 from harness.measure.records import measurements
 from harness.workloads import PERFORMANCE
 
+YARDSTICK = str(Path(__file__).parents[1] / "suites" / "performance" / "yardsticks.py")
+
 
 def main() -> int:
     """Measure each cell both ways and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--subject", default="torch")
+    parser.add_argument("--subject", default=YARDSTICK)
     parser.add_argument("--launches", type=int, default=7)
     parser.add_argument("--workloads", default="perf-mlp,perf-resnet,perf-gpt")
     asked = parser.parse_args()
+    with closing(Pool(asked.subject)) as pool:
+        name = pool.subjects[0]["name"]
     cells = [
-        Cell(asked.subject, workload, backend, Topology(1, gpus), "32", "cpu")
+        Cell(name, workload, backend, Topology(1, gpus), "32", "cpu")
         for workload in asked.workloads.split(",")
         for backend, gpus in (("none", 1), ("ddp", 2))
     ]
     print(f"{'cell':32} {'harness: samples/s (95 %)':>32} {'by hand: samples/s (95 %)':>32} {'ratio (95 %)':>24}")
-    missed = [cell.id for cell in cells if not agrees(cell, asked.launches)]
+    missed = [cell.id for cell in cells if not agrees(asked.subject, cell, asked.launches)]
     print(f"{len(cells) - len(missed)} of {len(cells)} agree" + (f"; not: {', '.join(missed)}" if missed else ""))
     return 1 if missed else 0
 
 
-def agrees(cell: Cell, launches: int) -> bool:
+def agrees(subject: str, cell: Cell, launches: int) -> bool:
     """Print a cell's figures; return whether their ratio may be 1."""
+    with on_cores(1 if cell.processes == 1 else len(os.sched_getaffinity(0))):
+        return agrees_here(subject, cell, launches)
+
+
+@contextmanager
+def on_cores(number: int) -> Iterator[None]:
+    """Let this process, and those that it starts meanwhile, have so many cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:number])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
+    """Measure a cell both ways, in turns."""
     measured: list[Launch] = []
     by_hand: list[float] = []
     for number in range(launches):
         for turn in (0, 1) if number % 2 else (1, 0):
             if turn:
-                measured.append(by_harness(cell))
+                measured.append(by_harness(subject, cell))
             else:
                 by_hand.append(launch(cell.workload, cell.topology.devices))
     (figure,) = (one for one in measurements(cell, measured, "") if one.metric == "throughput")
@@ -74,10 +97,10 @@ def agrees(cell: Cell, launches: int) -> bool:
     return ratio.low <= 1 <= ratio.high
 
 
-def by_harness(cell: Cell) -> Launch:
+def by_harness(subject: str, cell: Cell) -> Launch:
     """Return one launch of a server of its own, as suites/performance has them, without a loop beside it."""
-    with tempfile.TemporaryDirectory() as folder, closing(Pool(cell.subject)) as pool:
-        assert pool.subjects
+    with tempfile.TemporaryDirectory() as folder, closing(Pool(subject)) as pool:
+        pool.settle()
         own = Path(folder, "launch")
         own.mkdir()
         with closing(Group.begin(pool, cell, own, Settings())) as group:
