@@ -99,9 +99,7 @@ def _replica(module: nn.Module, layers: list[nn.Module], copies: dict[int, Tenso
         buffers = theirs["_buffers"]
         own["_buffers"] = {name: copies.get(id(one), one) for name, one in buffers.items()} if buffers else {}
         own["_modules"] = below = {name: made.get(id(child), child) for name, child in theirs["_modules"].items()}
-        own.update(
-            below
-        )  # as attributes of its own a forward finds them without Module.__getattr__, in a tenth of the time
+        own.update(below)  # as attributes they are found without Module.__getattr__, in a tenth of the time
         made[id(layer)] = replica
     return made.get(id(module), module)
 

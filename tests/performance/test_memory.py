@@ -34,7 +34,7 @@ def test_what_a_rank_used_for_a_moment_is_in_its_peak(timed):
 def faults_of(times, *, keeping):
     """Return the page faults of a process that takes and frees a few megabytes so many times."""
     program = f"""
-import ctypes, resource
+import resource
 from harness.worker.memory import keep_freed_memory
 if {keeping}:
     keep_freed_memory()
