@@ -23,7 +23,7 @@ def of_hung(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding, ...]:
     where = where or (f" in {exit.stack.splitlines()[0]}" if exit.stack else "")
     version = next((one.torch for one in trace.ranks if one.torch), "")
     note = (
-        f"The training was complete. Afterwards rank {rank} did not end{where}: {exit.message}"
+        f"The training was complete. Afterwards rank {rank} hung{where}: {exit.message}"
         f"{f' (torch {version})' if version else ''}. This says nothing about what it computed."
     )
     told = [
