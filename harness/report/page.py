@@ -22,7 +22,7 @@ from harness.report.charts import (
 )
 from harness.report.claims import claims
 from harness.report.facts import backend_in_words, comparability, facts, record, seed_in_words
-from harness.report.failures import failures, known_failures, outcome_in_words, what_it_says
+from harness.report.failures import as_consequence, failures, known_failures, outcome_in_words, what_it_says
 from harness.report.figures import Measured, measured_cells
 from harness.report.grid import GridCell, grids
 from harness.report.parameters import parameter_rows
@@ -199,6 +199,7 @@ def _environment() -> Environment:
         finalize=_shown,
     )
     environment.filters |= {
+        "as_consequence": as_consequence,
         "between": between,
         "compact": compact,
         "digits": digits,
