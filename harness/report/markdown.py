@@ -11,6 +11,7 @@ from harness.report.cells import cell_table
 from harness.report.facts import machine_in_words, software_in_words
 from harness.report.failures import as_consequence, is_wrong, known_failures, outcome_in_words, what_it_says
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
+from harness.report.subject_causes import subject_causes
 from harness.report.summary import SIMULATED, counts_in_words, what_is_missing
 from harness.report.support import MARK_COLUMNS, MARKS, REFERENCE
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
@@ -43,6 +44,7 @@ def support_page(run: Run, table: pd.DataFrame) -> str:
         f"{counts_in_words(cells['outcome'])}.",
         _legend(run),
         "## What went wrong",
+        *(markdown(" ".join(summary.sentences)) for summary in subject_causes(run)),
         _findings(run),
         *_known(run),
     ]

@@ -28,6 +28,7 @@ from harness.report.grid import GridCell, grids
 from harness.report.parameters import parameter_rows
 from harness.report.scales import between, digits, in_words, names_itself
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
+from harness.report.subject_causes import subject_causes
 from harness.report.summary import SIMULATED, computed_by, what_is_missing
 from harness.report.support import IN_A_WORD, MARKS
 from harness.report.text import compact, printable_lines, shortened
@@ -108,6 +109,7 @@ def report_page(run: Run) -> str:
         "seed": seed_in_words(run),
         "logs_of": _Logs(run).of,
         "groups": wrong,
+        "summaries": subject_causes(run),
         "known": known_failures(run),
         "anchor_of": lambda finding: anchors.get(finding.coordinates),
         "workloads": workloads,
