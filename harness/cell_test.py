@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
+from harness.core.diagnosis import is_unexplained, told_first
 from harness.core.errors import LaunchError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.examine import Examined, verdict
 from harness.handover import hand_over, say_outcome
 from harness.plan import Planned
+from harness.report.failures import as_consequence, is_wrong
 from harness.report.parameters import parameter_table
 from harness.session import Session
 from harness.store.records import KNOWN, Measurement, Result, ending
@@ -96,17 +98,27 @@ class CellTest:
             hand_over(self._item, (*self._measurements, *results), self._evidence)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(results[0].message)
+        results = told_first(results)
         said = [told(result) for result in results if result.outcome.is_bad or result.expected]
         if end == KNOWN:
             pytest.skip("\n".join(said))
         if said:
-            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}"
+            # pytest's summary shows this line alone.
+            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{_why(results)}"
             pytest.fail("\n".join([head, *said, f"reproduce: {results[0].reproduce}"]), pytrace=False)
+
+
+def _why(results: Sequence[Result]) -> str:
+    """Return what a cell went wrong by, where that has a name."""
+    first = next((result for result in results if is_wrong(result)), None)
+    return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
 
 
 def told(result: Result) -> str:
     """Return a finding as people read it where a test ends."""
     if (said := result.expected) is None:
+        if result.consequence_of is not None:
+            return as_consequence(result)
         table = parameter_table(tuple(result.parameters.items()), result.limit_x_noise)
         return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
     seen = f" with {said.measured}" if said.measured else ""

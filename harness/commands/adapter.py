@@ -12,11 +12,15 @@ import torch
 
 from harness.commands.exits import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
 from harness.core.cell import Cell
+from harness.core.diagnosis import told_first
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.trace import Step, Tensors, Trace
+from harness.report.text import shortened
 
 _WRONG = "The adapter is wrong: "
+_LONGEST = 120
+"""So many characters are shown of a finding that another one explains."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def weigh(evidence: Evidence) -> Verdict:
     for question in _QUESTIONS if evidence.trace.is_whole else (_ended_badly,):
         if sentence := question(evidence):
             return Verdict(ADAPTER_WRONG, (f"{_WRONG}{sentence}",))
-    bad = [finding for finding in evidence.findings if finding.outcome.is_bad]
+    bad = [finding for finding in told_first(evidence.findings) if finding.outcome.is_bad]
     if bad:
         return Verdict(TRAINER_WRONG, (*_right_adapter(evidence), *_wrong_trainer(bad)))
     return Verdict(RIGHT, (*_right_adapter(evidence), _right_trainer(evidence)))
@@ -203,7 +207,11 @@ def _right_adapter(evidence: Evidence) -> Iterator[str]:
 def _wrong_trainer(bad: list[Finding]) -> Iterator[str]:
     yield "The trainer is wrong:"
     for finding in bad:
-        yield f"- {finding.check}: {finding.outcome.value}: {finding.message}"
+        if finding.consequence_of is None:
+            yield f"- {finding.check}: {finding.outcome.value}: {finding.message}"
+        else:
+            message = shortened(finding.message, _LONGEST)
+            yield f"  - consequence of {finding.consequence_of}: {finding.check}: {message}"
 
 
 def _right_trainer(evidence: Evidence) -> str:

@@ -1,4 +1,4 @@
-"""Which finding of a cell explains the others."""
+"""The order in which the findings of a cell are read: what explains the others first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Samples, gradients, rates and updates are each judged from the subject's own sta
 part and weights that end elsewhere are what becomes of them.
 """
 
-CONSEQUENCES = ("checkpoint", "training")
+WHOLE_TRAININGS = ("checkpoint", "training")
 """Checks that compare whole trainings: what they see is theirs only where every step is right in itself."""
 
 
@@ -39,28 +39,40 @@ class Told(Protocol):
     def cause(self) -> str | None:
         """The named mistake, if one is known."""
 
+    @property
+    def consequence_of(self) -> str | None:
+        """The check whose finding explains this one, None where it stands by itself."""
+
 
 F = TypeVar("F", bound=Told)
 
 
+def is_unexplained(finding: Told) -> bool:
+    """Say whether a finding names no cause."""
+    return finding.cause in (None, UNEXPLAINED)
+
+
 def diagnosis(findings: Iterable[F]) -> F | None:
-    """Return the bad finding with the greatest power to explain, None if nothing is bad."""
-    return next(iter(told_first(finding for finding in findings if finding.outcome.is_bad)), None)
+    """Return the bad finding that is read first, None if nothing is bad."""
+    return next((finding for finding in told_first(findings) if finding.outcome.is_bad), None)
 
 
 def told_first(findings: Iterable[F]) -> list[F]:
-    """Return findings of one cell, those first that explain the others.
+    """Return the findings of one cell in reading order. Everything that shows findings uses this order.
 
-    One with a known cause comes before one without, and then what comes first on the way of a mistake. What is wrong
-    without an interruption is never the checkpoint's, even if it has no name.
+    Bad findings that stand by themselves come first, then their consequences, then what is not bad. Among equals, a
+    comparison of whole trainings comes after the checks of single steps, a finding with a named cause before one
+    without, and an earlier check of ``ORDER`` before a later one.
     """
-    told = sorted(findings, key=_power)
-    if told and told[0].check == "checkpoint":
-        told.sort(key=lambda finding: (finding.check in CONSEQUENCES or not finding.outcome.is_bad, _power(finding)))
-    return told
+    return sorted(findings, key=_place)
 
 
-def _power(finding: Told) -> tuple[bool, bool, int]:
-    unexplained = finding.cause in (None, UNEXPLAINED)
-    place = ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)
-    return unexplained, not finding.outcome.is_bad, place
+def _place(finding: Told) -> tuple[bool, bool, bool, bool, int]:
+    check = finding.check
+    return (
+        not finding.outcome.is_bad,
+        finding.consequence_of is not None,
+        check in WHOLE_TRAININGS,
+        is_unexplained(finding),
+        ORDER.index(check) if check in ORDER else len(ORDER),
+    )

@@ -14,6 +14,7 @@ from harness.core.trace import Trace
 from harness.judge.causes import explain_launch, explain_vacuous
 from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import details, launch
+from harness.judge.consequences import in_order
 from harness.judge.examination import Examination
 from harness.judge.follow import followed
 from harness.judge.teardown import of_hung
@@ -22,7 +23,9 @@ from harness.workloads import Workload
 
 
 def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
-    """Put every question to a trace. The same trace gives the same findings, whatever the global RNG holds.
+    """Put every question to a trace, and return the findings in reading order: root causes before their consequences.
+
+    The same trace gives the same findings, whatever the global RNG holds.
 
     Evidence that is not whole (a rank raised, died or hung) is not judged further: the finding says what became
     of the launch.
@@ -40,7 +43,7 @@ def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
         examination = Examination(trace, workload, cell)
         findings = [_ask(name, check, examination) for name, check in CHECKS.items()]
     asked = tuple(finding for finding in findings if finding is not None)
-    return of_hung(asked, trace) if trace.hung else asked
+    return in_order(of_hung(asked, trace) if trace.hung else asked)
 
 
 def _ask(name: str, check: Check, examination: Examination) -> Finding | None:

@@ -12,6 +12,7 @@ from harness.report.claims import claims
 from harness.report.facts import comparability, facts
 from harness.report.failures import failures, what_it_says
 from harness.report.metrics import metrics_table
+from harness.report.subject_causes import subject_causes
 from harness.report.summary import outcome_counts
 from harness.report.support import support_table
 from harness.report.verdict import verdict_of
@@ -29,6 +30,19 @@ def as_json(run: Run) -> str:
         "outcomes": outcome_counts(cells["outcome"]),
         "cells": cells.to_dict("records"),
         "support": support_table(run).to_dict("records"),
+        "subjects": [
+            {
+                "subject": one.subject,
+                "wrong": one.wrong,
+                "cause": one.cause and one.cause[0],
+                "family": one.cause and one.cause[1],
+                "explained": one.explained,
+                "not_explained": one.others,
+                "contradicting": dict(one.contradicting),
+                "summary": " ".join(one.sentences),
+            }
+            for one in subject_causes(run)
+        ],
         "failures": [
             {
                 "cause": group.title,

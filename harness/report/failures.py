@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.core.diagnosis import UNEXPLAINED, told_first
+from harness.report.text import shortened
 from harness.store.records import UNEXPECTED_PASS, Coordinates, Expected, Result
 from harness.store.run import Run
+
+LONGEST_CONSEQUENCE = 160
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,12 @@ def what_it_says(result: Result) -> str:
     if result.expected is not None and result.is_unexpectedly_good:
         return f"{result.expected.entry} expects {result.expected.outcome.value}: {result.expected.reason}"
     return result.message
+
+
+def as_consequence(result: Result) -> str:
+    """Return in one line a finding that another one explains: which, and what it saw."""
+    first = what_it_says(result).partition("\n")[0]
+    return f"consequence of {result.consequence_of}: {result.check}: {shortened(first, LONGEST_CONSEQUENCE)}"
 
 
 def outcome_in_words(result: Result) -> str:

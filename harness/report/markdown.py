@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
+from harness.core.diagnosis import told_first
 from harness.report.cells import cell_table
 from harness.report.facts import machine_in_words, software_in_words
-from harness.report.failures import is_wrong, known_failures, outcome_in_words, what_it_says
+from harness.report.failures import as_consequence, is_wrong, known_failures, outcome_in_words, what_it_says
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
+from harness.report.subject_causes import subject_causes
 from harness.report.summary import SIMULATED, counts_in_words, notes, what_is_missing
 from harness.report.support import MARK_COLUMNS, MARKS, REFERENCE
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
-from harness.store.records import Expected, Result
+from harness.store.records import Coordinates, Expected, Result
 from harness.store.run import Run
 
 MOST_FINDINGS = 100
@@ -42,6 +44,7 @@ def support_page(run: Run, table: pd.DataFrame) -> str:
         f"{counts_in_words(cells['outcome'])}.",
         _legend(run),
         "## What went wrong",
+        *(markdown(" ".join(summary.sentences)) for summary in subject_causes(run)),
         _findings(run),
         *_known(run),
     ]
@@ -119,7 +122,11 @@ def _legend(run: Run) -> str:
 
 
 def _findings(run: Run) -> str:
-    wrong = [result for result in run.results if is_wrong(result)]
+    cells: dict[Coordinates, list[Result]] = {}
+    for result in run.results:
+        if is_wrong(result):
+            cells.setdefault(result.coordinates, []).append(result)
+    wrong = [result for results in cells.values() for result in told_first(results)]
     if not wrong:
         nothing = "Nothing failed, errored, crashed or ran out of time in what was recorded"
         return f"{nothing}, but what was expected to." if any(one.is_known for one in run.results) else f"{nothing}."
@@ -150,6 +157,8 @@ def _reason(expected: Expected, cells: dict[str, list[str]]) -> str:
 
 
 def _finding(result: Result) -> str:
+    if result.consequence_of is not None:
+        return f"  - {markdown(as_consequence(result))}"
     where = {"step": result.step, "rank": result.rank, "parameter": result.parameter}
     details = [f"{name} {value}" for name, value in where.items() if value is not None]
     if result.cause is not None:

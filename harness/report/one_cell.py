@@ -79,6 +79,8 @@ def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
         if result.cause:
             head.append(f"  {printable(result.cause)}", style="bold")
             head.append(f" ({printable(result.family)})" if result.family else "")
+        if result.consequence_of:
+            head.append(f"  consequence of {printable(result.consequence_of)}")
         where = {"step": result.step, "rank": result.rank, "parameter": result.parameter}
         details = [f"{name} {printable(str(value))}" for name, value in where.items() if value is not None]
         if result.error_x_noise is not None:
@@ -87,7 +89,8 @@ def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
         yield head
         lines = [", ".join(details)] if details else []
         lines += [printable_lines(result.message)] if result.message else []
-        lines += parameter_table(list(result.parameters.items()), result.limit_x_noise) if is_wrong(result) else []
+        if is_wrong(result) and result.consequence_of is None:
+            lines += parameter_table(list(result.parameters.items()), result.limit_x_noise)
         yield Padding(Group(*(Text(line, overflow="fold") for line in lines)), (0, 0, 0, 4))
         if result.expected is not None:
             yield Padding(_expectation(result), (0, 0, 0, 4))

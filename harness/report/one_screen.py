@@ -11,6 +11,7 @@ from harness.report.failures import Group, failures, what_it_says
 from harness.report.figures import NOT_EXAMINED, Measured, measured_cells
 from harness.report.grid import Grid, Row, grids
 from harness.report.scales import between, in_words
+from harness.report.subject_causes import SubjectCauses, subject_causes
 from harness.report.summary import SIMULATED, computed_by, counts_in_words, notes, what_is_missing
 from harness.report.support import IN_A_WORD, passed_of_tried
 from harness.report.text import compact, markdown, markdown_code, shortened
@@ -21,6 +22,7 @@ MOST_LINES = 40
 _WRONG = ("N", "X", "?")
 _MOST_ROWS = 10
 _MOST_GROUPS = 3
+_MOST_SUBJECTS = 2
 _MOST_FIGURES = 4
 _MOST_NOTES = 2
 _LONGEST_MESSAGE = 300
@@ -39,7 +41,7 @@ def one_screen(run: Run) -> str:
     lines.append(f"{markdown(counts_in_words(cells['outcome']))}. Devices: {markdown(', '.join(by) or 'none')}.  ")
     lines.append(f"Run {markdown_code(told['run'])}: {markdown_code(shortened(told.get('command', ''), 200))}")
     lines += _support(grids(run))
-    lines += _wrong(failures(run))
+    lines += _wrong(failures(run), subject_causes(run))
     lines += _speed(measured_cells(run), simulated=SIMULATED in by)
     return "\n".join(lines) + "\n"
 
@@ -73,13 +75,16 @@ def _square(row: Row) -> str:
     return f"{row.mark} {passed}/{tried}"
 
 
-def _wrong(groups: Sequence[Group]) -> Iterator[str]:
+def _wrong(groups: Sequence[Group], subjects: Sequence[SubjectCauses]) -> Iterator[str]:
     if not groups:
         return
     yield ""
     yield "## What went wrong"
     yield ""
-    for group in groups[:_MOST_GROUPS]:
+    for summary in subjects[:_MOST_SUBJECTS]:
+        yield f"- {markdown(' '.join(summary.sentences))}"
+    shown = _MOST_GROUPS - len(subjects[:_MOST_SUBJECTS])  # a group takes two lines
+    for group in groups[:shown]:
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
         error = "" if finding.error_x_noise is None else f", {compact(finding.error_x_noise)} × noise"
@@ -88,8 +93,8 @@ def _wrong(groups: Sequence[Group]) -> Iterator[str]:
         yield f"- **{markdown(group.title)}**{family} in {cells}{error}: {said}"
         if finding.reproduce:
             yield f"  - {markdown_code(finding.reproduce)}"
-    if len(groups) > _MOST_GROUPS:
-        yield f"- … and {len(groups) - _MOST_GROUPS} more causes, in report.html"
+    if len(groups) > shown:
+        yield f"- … and {len(groups) - shown} more causes, in report.html"
 
 
 def _speed(cells: Sequence[Measured], *, simulated: bool) -> Iterator[str]:

@@ -22,12 +22,13 @@ from harness.report.charts import (
 )
 from harness.report.claims import claims
 from harness.report.facts import backend_in_words, comparability, facts, record, seed_in_words
-from harness.report.failures import failures, known_failures, outcome_in_words, what_it_says
+from harness.report.failures import as_consequence, failures, known_failures, outcome_in_words, what_it_says
 from harness.report.figures import Measured, measured_cells
 from harness.report.grid import GridCell, grids
 from harness.report.parameters import parameter_rows
 from harness.report.scales import between, digits, in_words, names_itself
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
+from harness.report.subject_causes import subject_causes
 from harness.report.summary import SIMULATED, computed_by, notes, what_is_missing
 from harness.report.support import IN_A_WORD, MARKS
 from harness.report.text import compact, printable_lines, shortened
@@ -109,6 +110,7 @@ def report_page(run: Run) -> str:
         "seed": seed_in_words(run),
         "logs_of": _Logs(run).of,
         "groups": wrong,
+        "summaries": subject_causes(run),
         "known": known_failures(run),
         "anchor_of": lambda finding: anchors.get(finding.coordinates),
         "workloads": workloads,
@@ -200,6 +202,7 @@ def _environment() -> Environment:
         finalize=_shown,
     )
     environment.filters |= {
+        "as_consequence": as_consequence,
         "between": between,
         "compact": compact,
         "digits": digits,

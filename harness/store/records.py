@@ -159,7 +159,8 @@ class Result(CellRecord):
     optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
     ``limit_x_noise`` is how much a right trainer may show; ``parameters`` has the error of each parameter at that step
     on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is what was
-    known of it beforehand. ``findings`` says how many of them its cell has. What does not apply is None.
+    known of it beforehand. ``findings`` says how many of them its cell has. ``consequence_of`` is the check whose
+    finding in the same cell explains this one; runs recorded by older versions have None. What does not apply is None.
     """
 
     type: Literal["result"] = "result"
@@ -178,6 +179,7 @@ class Result(CellRecord):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     expected: Expected | None = None
     findings: AtLeastOne | None = None
+    consequence_of: Text | None = None
 
     @property
     def is_known(self) -> bool:
@@ -217,6 +219,7 @@ class Result(CellRecord):
             seconds=seconds,
             expected=expected,
             findings=findings,
+            consequence_of=finding.consequence_of,
         )
 
 

@@ -22,8 +22,13 @@ def test_what_is_right_explains_nothing():
 
 
 def test_a_named_cause_comes_before_an_unexplained_one():
-    named = bad("training", "named")
+    named = bad("update", "named")
     assert diagnosis((bad("gradients", UNEXPLAINED), bad("samples"), named)) is named
+
+
+def test_a_single_step_comes_before_a_whole_training():
+    first = bad("gradients", UNEXPLAINED)
+    assert diagnosis((bad("training", "named"), first)) is first
 
 
 @pytest.mark.parametrize(("origin", "consequence"), list(itertools.pairwise(ORDER)))
@@ -39,5 +44,5 @@ def test_every_check_has_its_place():
 
 def test_a_check_that_nobody_placed_comes_last():
     new = bad("invented-tomorrow", "named")
-    assert diagnosis((new, bad("training", "named"))).check == "training"
+    assert diagnosis((new, bad("update", "named"))).check == "update"
     assert diagnosis((new,)) is new

@@ -82,3 +82,59 @@ def test_the_verdict_names_it_too():
 def test_right_ranks_share_nothing(world, simulation):
     trace = simulation.right_trace(MLP, cell_of(world))
     assert moved_by_others(Examination(trace, MLP, cell_of(world))) is None
+
+
+def trace_in_own_memory(world, updates, *, synchronised, seed=0):
+    """Ranks with weights of their own; ``updates(rank, step)`` says how many times rank applies its update."""
+    rng, cell = random.Random(seed), cell_of(world)
+    trainer = Oracle(MLP, world, cell.arithmetic)
+    optimizer = trainer.optimizer()
+    size = MLP.global_batch_size(world)
+    weights = [{name: p.detach().clone() for name, p in trainer.parameters.items()} for _ in range(world)]
+    steps = [[] for _ in range(world)]
+    for _ in range(MLP.epochs):
+        order = rng.sample(range(len(trainer.data)), len(trainer.data))
+        for start in range(0, len(order), size):
+            ranks = shares_of(world, order[start : start + size])
+            for rank, forwards in enumerate(ranks):
+                before = weights[rank]
+                trainer.load(before)
+                gradients = trainer.gradient((tuple(ranks),) if synchronised else ((forwards,),))
+                trainer.set_gradients(gradients)
+                optimizer.step()
+                count = updates(rank, len(steps[rank]))
+                weights[rank] = {n: before[n] + count * (v - before[n]) for n, v in trainer.weights().items()}
+                rates = tuple(group["lr"] for group in optimizer.param_groups)
+                micro = (MicroBatch(forwards, tuple(i for share in forwards for i in share)),)
+                steps[rank].append(Step(micro, before, gradients, weights[rank], rates, False, None))
+    return Trace(tuple(RankTrace(rank, world, tuple(own)) for rank, own in enumerate(steps)))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    "updates",
+    [
+        pytest.param(lambda rank, step: 1, id="once"),
+        pytest.param(lambda rank, step: 1 + rank, id="as often as its rank says"),
+        pytest.param(lambda rank, step: 2 if rank == 0 else 1, id="twice on rank 0"),
+        pytest.param(lambda rank, step: 1 + step % 2, id="twice at every second step"),
+    ],
+)
+@pytest.mark.parametrize("synchronised", [True, False])
+def test_ranks_that_merely_part_share_nothing(world, updates, synchronised):
+    trace = trace_in_own_memory(world, updates, synchronised=synchronised)
+    assert moved_by_others(Examination(trace, MLP, cell_of(world))) is None
+
+
+def test_the_verdict_on_an_unsynchronised_trainer_names_no_shared_memory():
+    trace = trace_in_own_memory(2, lambda rank, step: 1, synchronised=False)
+    findings = [finding for finding in judge(trace, MLP, cell_of(2)) if finding.outcome.is_bad]
+    assert (findings[0].check, findings[0].cause) == ("gradients", "not-synchronised")
+    assert all(finding.consequence_of == "gradients" for finding in findings[1:])
+    assert not [finding for finding in findings if "memory" in finding.message]
+
+
+def test_as_many_updates_as_ranks_in_every_step_are_not_blamed_on_the_memory():
+    trace = trace_in_own_memory(2, lambda rank, step: 2, synchronised=True)
+    first = next(finding for finding in judge(trace, MLP, cell_of(2)) if finding.outcome.is_bad)
+    assert (first.check, first.cause) == ("update", "scaled-update")

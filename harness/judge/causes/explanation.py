@@ -12,6 +12,7 @@ import torch
 
 from harness.core.precision import Precision
 from harness.core.trace import Step, Tensors
+from harness.judge import places
 from harness.judge.examination import Examination, Truth, same
 from harness.judge.layout import Layout, samples
 from harness.judge.noise import distance, norm
@@ -60,6 +61,21 @@ class Laboratory:
         with self.at(index) as oracle:
             return [mean_gradient(parts) for parts in oracle.passes(self.layout(index))]
 
+    @property
+    def steps_per_epoch(self) -> int:
+        """Return how many optimizer steps an epoch has."""
+        return -(-self.workload.steps_per_epoch // self.workload.accumulate)
+
+    def evaluations(self) -> list[tuple[int, int]]:
+        """Return where the model was evaluated or should have been: after so many steps, and so many micro-batches."""
+        due = [where[0] for where in places.due(self.workload)]
+        made = [(one.step, one.micro_batches) for trace in self._examination.trace.ranks for one in trace.evaluations]
+        return [*due, *made]
+
+    def skipped_before(self, index: int) -> bool:
+        """Say whether a GradScaler skipped the step before."""
+        return index > 0 and self._examination.moments[index - 1].skipped
+
     def shares_of_optimizers(self) -> list[frozenset[str]]:
         """Return the parameters of each of the workload's optimizers."""
         oracle = self._examination.oracle
@@ -76,6 +92,38 @@ class Laboratory:
         except ValueError:  # a layer that needs more than one sample
             return []
         return parts
+
+    def of_some_loss(self, index: int, given: Tensors) -> Tensors | None:
+        """Return the gradient of a loss of the right outputs that is nearest to ``given``, None where all could be one.
+
+        Whatever a loss is, its gradient is a sum of the outputs' own gradients: one for each number that the model
+        returns for the step's samples.
+        """
+        rows: list[torch.Tensor] = []
+        with self.at(index) as oracle:
+            parameters = list(oracle.trained.values())
+            size = sum(parameter.numel() for parameter in parameters)
+            for share in (share for groups in self.layout(index) for group in groups for share in group if share):
+                outputs = oracle.forward(share)
+                if not isinstance(outputs, torch.Tensor) or len(rows) + outputs.numel() >= size:
+                    return None
+                for entry in outputs.flatten():
+                    made = torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True)
+                    every = [torch.zeros_like(p) if g is None else g for g, p in zip(made, parameters, strict=True)]
+                    rows.append(torch.cat([gradient.to_dense().flatten() for gradient in every]))
+            names = list(oracle.trained)
+        if not rows:
+            return None
+        directions, sizes, _ = torch.linalg.svd(torch.stack(rows, dim=1), full_matrices=False)
+        kept = directions[:, sizes > 1e-12 * sizes[0]]
+        near = kept @ (kept.T @ flat(given, given, names)) if all(name in given for name in names) else None
+        if near is None:
+            return None
+        wanted = flat(given, given, names)
+        # The small directions are known to some digits only; numbers that are no loss's gradient are far away.
+        near = wanted if norm(near - wanted) <= 1e-6 * norm(wanted) else near
+        pieces = near.split([given[name].numel() for name in names])
+        return {name: piece.view_as(given[name]) for name, piece in zip(names, pieces, strict=True)}
 
     def is_coupled(self, index: int) -> bool:
         """Say whether samples need each other: the right gradient is no sum of their own, whatever the weights."""
@@ -107,7 +155,8 @@ class Scene:
     ``earlier`` is the gradient this rank was handed one step before, None at the first, and ``past`` what was right at
     the steps before, the latest first. ``factor`` is the one number by which the right gradient would have to be
     multiplied at every step that is wrong, ``limit`` the one norm to which it would have to be clipped, and ``limits``
-    those of each rank's share; ``always_wrong`` says whether all steps are wrong.
+    those of each rank's share; ``always_wrong`` says whether all steps are wrong, and ``evenly`` whether at each of
+    them the gradient of several ranks is a multiple of the right one: then nothing was weighed against anything.
     """
 
     index: int
@@ -124,6 +173,7 @@ class Scene:
     limit: float
     limits: tuple[float, ...]
     always_wrong: bool
+    evenly: bool
     laboratory: Laboratory
 
     @property

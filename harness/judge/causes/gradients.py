@@ -12,8 +12,9 @@ import torch
 from harness.core.diagnosis import UNEXPLAINED
 from harness.core.finding import Finding
 from harness.core.trace import Tensors
-from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length, limit_of
+from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length, limit_of, scaled
 from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
+from harness.judge.causes.occasions import occasion
 from harness.judge.examination import Examination, same
 from harness.judge.noise import distance, norm
 from harness.judge.verdict import times
@@ -22,9 +23,10 @@ from harness.judge.verdict import times
 def explain(finding: Finding, examination: Examination) -> Finding:
     """Return the finding with the cause of the wrong gradient, pointing to the first step at which it is wrong.
 
-    Explanations are tried in their order, the specific before the general, and the first that fits is taken: first
-    among those that fit every step, the right ones too (a mistake may not show in a step, but it must not be refuted
-    by one), and then among those that fit the steps that are wrong.
+    An explanation has to predict the gradient of every step and rank, the right ones too: where a mistake has no
+    effect its prediction is what is right. One that happens only now and then needs an occasion: something else in the
+    evidence that tells the steps, or the ranks, at which it happens from the others. What no explanation predicts
+    throughout stays unexplained. Of several that do, the specific comes before the general.
     """
     scenes = _scenes(examination)
     wrong = [scene for scene in scenes if not _is_right(scene, examination)]
@@ -53,11 +55,15 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         wrong = [scene for scene in wrong if _is_finite(scene)]
         always = len(wrong) == len(judgeable)
         factor, limit, limits = _common_factor(wrong), _common_limit(wrong), _common_limits(wrong)
+        evenly = all(_is_multiple(scene, examination) for scene in wrong)
         wrong, every = (
-            [replace(scene, factor=factor, limit=limit, limits=limits, always_wrong=always) for scene in chosen]
+            [
+                replace(scene, factor=factor, limit=limit, limits=limits, always_wrong=always, evenly=evenly)
+                for scene in chosen
+            ]
             for chosen in (wrong, judgeable)
         )
-        for explanation, error in _fitting(wrong, every, examination):
+        for explanation, error, when in _fitting(wrong, every, examination):
             return replace(
                 here,
                 cause=explanation.name,
@@ -65,6 +71,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
                 message=(
                     f"gradients at {first.place} are {_fill(explanation.saw, wrong[0])} ({times(error)} from that; "
                     f"{times(finding.error_x_noise or 0.0)} from right): {explanation.look}"
+                    f"{f'; it happens {when}' if when else ''}"
                 ),
             )
     return replace(here, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {_figures(first)}")
@@ -82,22 +89,30 @@ def _together(finding: Finding, scenes: list[Scene]) -> Finding:
     )
 
 
-def _fitting(wrong: list[Scene], every: list[Scene], examination: Examination) -> Iterator[tuple[Explanation, float]]:
-    """Yield the explanations that fit, with their error in × noise: predictions before what was fitted or eliminated.
+def _fitting(
+    wrong: list[Scene], every: list[Scene], examination: Examination
+) -> Iterator[tuple[Explanation, float, str]]:
+    """Yield the explanations that fit, each with its error in × noise, and when it happens if that is not always.
 
-    Among each of them, those that no step refutes come before the others.
+    Predictions come before conclusions, which are fitted to the evidence or drawn by elimination; these have to hold
+    always, because an occasion could be found for anything that was fitted to the wrong steps alone.
     """
     right = [scene for scene in every if not any(scene.step is other.step for other in wrong)]
-    for explanations in (PREDICTIONS, CONCLUSIONS):
-        refuted = []
-        for explanation in explanations:
-            error = _misfit(explanation, wrong, examination)
-            if error > examination.limit:
-                continue
-            if _misfit(explanation, right, examination, silent=0.0) <= examination.limit:
-                yield explanation, error
-            refuted.append((explanation, error))
-        yield from refuted
+    now_and_then = []
+    for explanation in PREDICTIONS:
+        error = _misfit(explanation, wrong, examination)
+        if error > examination.limit:
+            continue
+        refuting = [one for one in right if _misfit(explanation, [one], examination, silent=0.0) > examination.limit]
+        if not refuting:
+            yield explanation, error, ""
+        elif (when := occasion(wrong, refuting, every)) is not None:
+            now_and_then.append((explanation, error, when))
+    yield from now_and_then
+    for explanation in CONCLUSIONS:
+        error = _misfit(explanation, wrong, examination)
+        if error <= examination.limit and _misfit(explanation, right, examination, silent=0.0) <= examination.limit:
+            yield explanation, error, ""
 
 
 def _scenes(examination: Examination) -> list[Scene]:
@@ -121,6 +136,7 @@ def _scenes(examination: Examination) -> list[Scene]:
                 limit=0.0,
                 limits=(),
                 always_wrong=False,
+                evenly=False,
                 laboratory=laboratory,
             )
         )
@@ -141,6 +157,12 @@ def _is_judgeable(scene: Scene) -> bool:
 def _is_right(scene: Scene, examination: Examination) -> bool:
     limit = 0.0 if examination.exact else examination.limit
     return any(_error(scene, truth, examination) <= limit for truth in (scene.truth.contract, *scene.truth.one_device))
+
+
+def _is_multiple(scene: Scene, examination: Examination) -> bool:
+    """Say whether several ranks were handed the right gradient times some number."""
+    multiple = scaled(_common_factor([scene]), scene.truth.raw)
+    return scene.world > 1 and _error(scene, multiple, examination) <= examination.limit
 
 
 def _common_factor(scenes: list[Scene]) -> float:

@@ -39,10 +39,13 @@ def _steps_without_a_batch(examination: Examination) -> Cause | None:
     if _is_anothers(idle[0], examination):
         look = "a parameter is stepped more than once for each batch: is it in several optimizers?"
         return Cause("parameter-in-several-optimizers", "optimizer", look, step=step)
-    if rest == 0 and times == world > 1:
+    if rest == 0 and times == world > 2:  # of two ranks nobody can tell whether it is twice, or once a rank
         look = f"the optimizer steps {times} times for every batch: once a rank?"
         return Cause("applied-once-a-rank", "averaging", look, step=step)
-    return Cause("stepped-without-a-batch", "optimizer", "the optimizer steps several times for one batch", step=step)
+    look = "the optimizer steps several times for one batch"
+    if rest == 0 and times == world == 2:
+        look += ": twice, or once a rank? On three ranks it shows"
+    return Cause("stepped-without-a-batch", "optimizer", look, step=step)
 
 
 def _is_anothers(idle: Moment, examination: Examination) -> bool:

@@ -1,7 +1,8 @@
-"""Are ranks moved by each other's steps? Then their parameters lie in the same memory, and who is seen when is chance.
+"""Do ranks share their parameters' memory? Then each rank's weights are moved by the other ranks' steps as well.
 
 Each rank makes the right update, and each lands on all of them: whole, late, or torn in the middle of a tensor. What
-stays, whatever the order was: between two looks every single weight moved by a whole number of right updates.
+stays, whatever the order was: between two looks every single weight moved by a whole number of right updates, and over
+a whole training by the updates of all ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from harness.core.trace import RankTrace, Tensors
 from harness.judge.causes.cause import Cause
-from harness.judge.examination import Examination
+from harness.judge.examination import Examination, same
 from harness.judge.oracle import Oracle
 from harness.judge.replay import stepped
 
@@ -37,36 +38,73 @@ class _Move:
     apart: bool
 
 
-def moved_by_others(examination: Examination) -> Cause | None:
-    """Return that ranks share their parameters' memory, None where anything but whole updates moved a weight.
+@dataclass(frozen=True, eq=False)
+class _Count:
+    """By how many updates each weight moved, NaN where that cannot be told; ``late``: by those of the step before."""
 
-    Updates that are the same multiple on all ranks, with nothing in between, are shared memory only where they are as
-    many as there are ranks: two steps for one batch look the same.
+    times: Tensor
+    late: Tensor
+    apart: bool
+
+
+def moved_by_others(examination: Examination) -> Cause | None:
+    """Return that ranks share their parameters' memory, None where the evidence says something else or nothing.
+
+    The evidence for it has three parts, and all of them must be there:
+    every rank is handed the same gradients, or another rank's update could not be told from its own;
+    on every rank every weight moved by whole updates, and some weight when only another rank can have stepped;
+    and over the training every rank's weights moved by the updates of all ranks, but for those of the last step that
+    had not landed yet. Ranks that merely parted move by their own updates alone.
     """
     world = examination.cell.processes
-    if world == 1:
+    if world == 1 or not _same_gradients(examination):
         return None
     by_others = False
-    in_steps: list[Tensor] = []
     for trace in examination.trace.ranks:
-        own = []
+        counts = []
         for move in _moves(trace, examination):
             counted = _counted(move, world, examination.epsilon)
             if counted is None:
                 return None
-            times, late = counted
-            by_others = by_others or bool(late.any()) or (move.apart and bool(times.any()))
-            if not move.apart:
-                own.append(times)
-        in_steps.append(torch.cat(own))
-    first = in_steps[0]
-    if by_others or any(not torch.equal(one, first) for one in in_steps):
-        look = "ranks are moved by each other's steps: do they share the parameters' memory?"
-        return Cause("applied-once-a-rank", "averaging", look)
-    if len(first) and bool((first == world).all()):
-        look = f"the update was applied {world} times: do ranks share the parameters' memory?"
-        return Cause("applied-once-a-rank", "averaging", look)
-    return None
+            counts.append(counted)
+        if not _all_landed(counts, world):
+            return None
+        by_others = by_others or any(_is_anothers(count, world) for count in counts)
+    if not by_others:
+        return None
+    look = "ranks are moved by each other's steps: do they share the parameters' memory?"
+    return Cause("applied-once-a-rank", "averaging", look)
+
+
+def _same_gradients(examination: Examination) -> bool:
+    return all(
+        same(step.gradients, moment.ranks[0].gradients) for moment in examination.moments for step in moment.ranks
+    )
+
+
+def _is_anothers(count: _Count, world: int) -> bool:
+    """Say whether some weight moved by another rank's update: at another time, or not together with all others.
+
+    Weights that move by ``world`` updates at once, all of them, may have been moved by so many steps of their own rank.
+    """
+    known = ~count.times.isnan()
+    if count.apart:
+        return bool((count.times > 0)[known].any())
+    return bool((count.late > 0).any()) or bool(((count.times != 1) & (count.times != world))[known].any())
+
+
+def _all_landed(counts: list[_Count], world: int) -> bool:
+    """Say whether weights have moved by ``world`` updates for each step, but for what is still on its way.
+
+    The median weight has to: where two updates happen to be multiples of each other, a weight is counted wrongly.
+    """
+    taken = [count for count in counts if not count.apart and not bool(count.times.isnan().all())]
+    if not taken:
+        return False
+    clear = ~torch.stack([count.times.isnan() for count in taken]).any(0)
+    total = torch.stack([count.times.nan_to_num() + count.late for count in counts]).sum(0)[clear]
+    most = world * len(taken)
+    return len(total) > 0 and most - (world - 1) <= float(total.median()) <= most
 
 
 def _moves(trace: RankTrace, examination: Examination) -> Iterator[_Move]:
@@ -88,30 +126,32 @@ def _moves(trace: RankTrace, examination: Examination) -> Iterator[_Move]:
         earlier = update
 
 
-def _counted(move: _Move, world: int, epsilon: float) -> tuple[Tensor, Tensor] | None:
-    """Return how many updates each weight moved by, and how many of the step before; None where by no whole number.
+def _counted(move: _Move, world: int, epsilon: float) -> _Count | None:
+    """Return by how many updates each weight moved; None where by no whole number.
 
-    Weights are left out whose update drowns in their rounding.
+    It cannot be told for weights whose update drowns in their rounding.
     """
     every_times, every_late = [], []
-    for name in move.update.keys() & move.before.keys() & move.after.keys():
+    for name in sorted(move.update.keys() & move.before.keys() & move.after.keys()):
         update, earlier = move.update[name].flatten(), move.earlier[name].flatten()
         before, after = move.before[name].double().flatten(), move.after[name].double().flatten()
         rounding = 2 * epsilon * torch.maximum(before.abs(), after.abs())
-        if bool(((after - before).abs() > rounding)[(update == 0) & (earlier == 0)].any()):
+        moved = after - before
+        if bool((moved.abs() > rounding)[(update == 0) & (earlier == 0)].any()):
             return None
         clear = rounding < _NEAR * update.abs()
-        update, earlier, moved, rounding = update[clear], earlier[clear], (after - before)[clear], rounding[clear]
         times = torch.full_like(update, torch.nan)
         late = torch.zeros_like(update)
         for of_before in range(world):
             rest = moved - of_before * earlier
             whole = (rest / update).round()
             near = (rest - whole * update).abs() <= _NEAR * update.abs() + rounding
-            found = times.isnan() & near & (whole >= 0) & (whole <= world)
+            found = clear & times.isnan() & near & (whole >= 0) & (whole <= world)
             times, late = torch.where(found, whole, times), torch.where(found, of_before * (earlier != 0), late)
-        if bool(times.isnan().any()):
+        if bool(times.isnan()[clear].any()):
             return None
         every_times.append(times)
         every_late.append(late)
-    return (torch.cat(every_times), torch.cat(every_late)) if every_times else (torch.zeros(0), torch.zeros(0))
+    if not every_times:
+        return None
+    return _Count(torch.cat(every_times), torch.cat(every_late), move.apart)

@@ -42,19 +42,14 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         part = _only_its_share(examination, index, finding.rank or 0, weights)
         if part is not None:
             return _caused(finding, "stepped-in-part", "sync", part)
+        if (shared := moved_by_others(examination)) is not None:
+            return shared.explain(finding)
         # Rounding of the weights limits how well the factor is known.
         if norm(made - factor * right) > 1e-3 * norm(made):
-            shared = moved_by_others(examination)
-            if shared is not None:
-                return shared.explain(finding)
             return _caused(
                 finding, "another-optimizer", "optimizer", "no multiple of the right update: its rule or state"
             )
-        world = examination.cell.processes
-        if world > 1 and abs(factor - world) < 1e-3 * world:
-            look = f"the update was applied {world} times: do ranks share the parameters' memory?"
-            return _caused(finding, "applied-once-a-rank", "averaging", look)
-        look = f"the update is {factor:.4g} × the right one: another learning rate, or several steps"
+        look = f"the update is {factor:.4g} × the right one: another learning rate, or several steps for one batch"
         return _caused(finding, "scaled-update", "optimizer", look)
     return finding
 

@@ -125,6 +125,7 @@ class Scenery:
             limit=float(torch.linalg.vector_norm(given)),
             limits=(),
             always_wrong=False,
+            evenly=False,
             laboratory=self._laboratory,
         )
 

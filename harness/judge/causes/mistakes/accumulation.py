@@ -92,7 +92,7 @@ def _constant(scene: Scene) -> Iterable[Tensors]:
 
 
 def _weighed_wrongly(scene: Scene) -> Iterable[Tensors]:
-    if scene.micro_batches > 1 and scene.clip_norm is None:
+    if scene.micro_batches > 1 and scene.clip_norm is None and not scene.evenly:
         fitted = fit([mean(groups) for groups in scene.truth.parts], scene.given, list(scene.given))
         if fitted is not None:
             yield fitted

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from harness.core.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, fit, fit_weights, mean, scaled, weighted
 from harness.judge.layout import samples
-from harness.judge.oracle import clipped
+from harness.judge.oracle import clipped, mean_gradient
+from harness.workloads import Columns
 
 
 def _samples_not_divided(scene: Scene) -> Iterable[Tensors]:
@@ -38,10 +41,11 @@ def _constant(scene: Scene) -> Iterable[Tensors]:
 
 def _shares_weighted(scene: Scene) -> Iterable[Tensors]:
     """Fit the weight of each share's gradient: a sum of the right shares, with the wrong weights."""
-    if scene.clip_norm is None:
-        fitted = fit([part for groups in scene.truth.parts for part in groups], scene.given, list(scene.given))
-        if fitted is not None:
-            yield fitted
+    if scene.clip_norm is None and not scene.evenly:
+        parts = [part for groups in scene.truth.parts for part in groups]
+        weights = fit_weights(parts, scene.given, list(scene.given))
+        if weights is not None:
+            yield weighted(parts, weights, scene.given)
 
 
 def _some_samples(scene: Scene) -> Iterable[Tensors]:
@@ -60,18 +64,39 @@ def _some_samples(scene: Scene) -> Iterable[Tensors]:
 
 
 def _samples_weighted(scene: Scene) -> Iterable[Tensors]:
-    if scene.clip_norm is None:
+    if scene.clip_norm is None and not scene.evenly:
         fitted = fit(scene.laboratory.each_sample(scene.index), scene.given, list(scene.given))
         if fitted is not None:
             yield fitted
 
 
 def _another_loss(scene: Scene) -> Iterable[Tensors]:
-    """Predict whatever is given, by elimination: no weights of the samples' own gradients explain it."""
-    if scene.ranks_agree and scene.clip_norm is None:
-        each = scene.laboratory.each_sample(scene.index)
-        if fit(each, scene.given, list(scene.given)) is not None:
-            yield scene.given
+    """Predict the gradient of whatever loss of the same outputs comes nearest, where not every gradient is one."""
+    if scene.always_wrong and not scene.evenly and scene.ranks_agree and scene.clip_norm is None:
+        nearest = scene.laboratory.of_some_loss(scene.index, scene.given)
+        if nearest is not None:
+            yield nearest
+
+
+def _mask_ignored(scene: Scene) -> Iterable[Tensors]:
+    """Predict that what a column of yes and no leaves out of the loss, as padding, counts like the rest."""
+    laboratory = scene.laboratory
+    with laboratory.at(scene.index) as oracle:
+        masked = oracle.data
+        for name, column in masked.columns.items():
+            if column.dtype == torch.bool and not bool(column.all()):
+                oracle.data = Columns({**masked.columns, name: torch.ones_like(column)})
+                try:
+                    parts = oracle.group_gradients(laboratory.layout(scene.index))
+                finally:
+                    oracle.data = masked
+                yield clipped(mean_gradient(parts), scene.clip_norm)
+
+
+def _mean_of_samples(scene: Scene) -> Iterable[Tensors]:
+    """Predict the mean of each sample's own loss, where the loss of several is no mean over them."""
+    if each := scene.laboratory.each_sample(scene.index):
+        yield clipped(mean(each), scene.clip_norm)
 
 
 COUNTS = (
@@ -84,6 +109,16 @@ COUNTS = (
         "number-of-samples-left-in", "loss-normalisation",
         "{factor} × the right ones: a number of samples",
         "the loss is summed over a batch, or divided by its size twice", _samples_not_divided,
+    ),
+    Explanation(
+        "padding-counted-in", "loss-normalisation",
+        "those of a loss over everything, also over what the data mask",
+        "is the mask used, in the sum and in the divisor?", _mask_ignored,
+    ),
+    Explanation(
+        "mean-over-samples", "loss-normalisation",
+        "the mean of each sample's own loss",
+        "are tokens averaged for each sample first, so that those of short samples weigh more?", _mean_of_samples,
     ),
 )  # fmt: skip
 
@@ -116,7 +151,7 @@ FITTED = (
 LAST = (
     Explanation(
         "another-loss", "loss-normalisation",
-        "no sum of the samples' own gradients, whatever their weights",
+        "those of another loss of the same outputs",
         "is it the workload's loss, with its mask, its targets and its reduction?", _another_loss,
     ),
 )  # fmt: skip

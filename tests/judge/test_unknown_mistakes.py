@@ -1,0 +1,227 @@
+"""Mistakes that no list of causes was written for: their cause is right, or it is ``unexplained``; never a guess."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from harness.core.cell import Cell
+from harness.core.precision import PRECISIONS
+from harness.core.topology import Topology
+from harness.core.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.oracle import Oracle, mean_gradient
+from harness.workloads import WORKLOADS
+
+UNEXPLAINED = ("unexplained",)
+
+
+class Mistake:
+    """A trainer on ranks of its own, without processes. Each hook is right here; a mistake overrides one."""
+
+    def __init__(self, cell):
+        self.cell, self.world = cell, cell.processes
+        self.rng = torch.Generator().manual_seed(1)
+        self.last = None
+
+    def own(self, oracle, rank, share, step):
+        """Return the rank's own gradient."""
+        return oracle.gradient((((share,),),))
+
+    def handed(self, rank, owns, step):
+        """Return what the optimizer of a rank is handed."""
+        return self.mean(owns)
+
+    def final(self, rank, every):
+        """Return the weights at the end."""
+        return every[rank]
+
+    @staticmethod
+    def mean(owns):
+        return mean_gradient([owns])
+
+
+class ScaledByChance(Mistake):
+    def handed(self, rank, owns, step):
+        factor = random.Random(step).uniform(0.5, 2.0)
+        return {name: factor * value for name, value in self.mean(owns).items()}
+
+
+class OneLayerSummed(Mistake):
+    def handed(self, rank, owns, step):
+        return {n: v * (self.world if n.startswith("layers.2") else 1) for n, v in self.mean(owns).items()}
+
+
+class OneLayerScaledByChance(Mistake):
+    def handed(self, rank, owns, step):
+        factor = random.Random(step).uniform(0.5, 2.0)
+        return {n: v * (factor if n.startswith("layers.2") else 1) for n, v in self.mean(owns).items()}
+
+
+class StaleAtEverySecondStep(Mistake):
+    def handed(self, rank, owns, step):
+        mean = self.mean(owns)
+        if rank == 0:
+            self.before, self.last = self.last, mean
+        return self.before if step % 2 else mean
+
+
+class StaleNowAndThen(StaleAtEverySecondStep):
+    def handed(self, rank, owns, step):
+        mean = super().handed(rank, owns, 0)
+        return self.before if step in (1, 2, 5) else mean
+
+
+class AveragedAtTheEnd(Mistake):
+    def handed(self, rank, owns, step):
+        return owns[rank]
+
+    def final(self, rank, every):
+        return self.mean(every)
+
+
+class SmoothedOnOneRank(Mistake):
+    ranks = (1,)
+
+    def own(self, oracle, rank, share, step):
+        if rank not in self.ranks:
+            return super().own(oracle, rank, share, step)
+        batch = oracle.data.batch(list(share))
+        outputs = oracle.model(batch)
+        loss = torch.nn.functional.cross_entropy(outputs, batch["y"], label_smoothing=0.1)
+        names = list(oracle.parameters)
+        return dict(zip(names, torch.autograd.grad(loss, list(oracle.parameters.values())), strict=True))
+
+
+class SmoothedOnEveryRank(SmoothedOnOneRank):
+    ranks = (0, 1, 2)
+
+
+class DecayOnOneRank(Mistake):
+    def own(self, oracle, rank, share, step):
+        own = super().own(oracle, rank, share, step)
+        return {n: v + rank * 0.1 * oracle.parameters[n].detach() for n, v in own.items()}
+
+
+class Noisy(Mistake):
+    size = 0.1
+
+    def handed(self, rank, owns, step):
+        torch.manual_seed(step)
+        return {
+            n: v + self.size * v.norm() * torch.randn(v.shape) / v.numel() ** 0.5 for n, v in self.mean(owns).items()
+        }
+
+
+class SlightlyNoisy(Noisy):
+    """As large as the error of bfloat16."""
+
+    size = 0.003
+
+
+class EntriesDropped(Mistake):
+    def handed(self, rank, owns, step):
+        torch.manual_seed(step)
+        return {n: v * (torch.rand(v.shape) > 0.1) for n, v in self.mean(owns).items()}
+
+
+class HalfInBfloat16(Mistake):
+    def own(self, oracle, rank, share, step):
+        if rank:
+            return super().own(oracle, rank, share, step)
+        rough = Oracle(WORKLOADS["mlp"], self.cell.topology.devices, PRECISIONS["bf16"])
+        rough.load({n: p.detach() for n, p in oracle.parameters.items()})
+        return rough.gradient((((share,),),))
+
+
+class SummedAndSteppedTooFar(Mistake):
+    times = 1.5
+
+    def handed(self, rank, owns, step):
+        return {n: self.world * v for n, v in self.mean(owns).items()}
+
+
+MISTAKES = {
+    ScaledByChance: UNEXPLAINED,
+    OneLayerSummed: ("some-tensors-summed",),
+    OneLayerScaledByChance: UNEXPLAINED,
+    StaleAtEverySecondStep: ("one-step-late",),
+    StaleNowAndThen: UNEXPLAINED,
+    AveragedAtTheEnd: ("not-synchronised",),
+    SmoothedOnOneRank: (*UNEXPLAINED, "another-loss"),
+    SmoothedOnEveryRank: (*UNEXPLAINED, "another-loss"),
+    DecayOnOneRank: UNEXPLAINED,
+    Noisy: UNEXPLAINED,
+    SlightlyNoisy: UNEXPLAINED,
+    EntriesDropped: UNEXPLAINED,
+    HalfInBfloat16: (*UNEXPLAINED, "computed-in-lower-precision"),
+    SummedAndSteppedTooFar: ("summed-over-ranks",),
+}
+
+
+def trained(mistake, workload, cell):
+    """Train with a mistake, and return the evidence."""
+    rng, world = random.Random(0), cell.processes
+    oracles = [Oracle(workload, cell.topology.devices, cell.arithmetic) for _ in range(world)]
+    optimizers = [oracle.optimizer() for oracle in oracles]
+    steps = [[] for _ in range(world)]
+    size = workload.global_batch_size(cell.topology.devices)
+    for _ in range(workload.epochs):
+        order = rng.sample(range(len(oracles[0].data)), len(oracles[0].data))
+        for start in range(0, len(order), size):
+            shares = [tuple(share.tolist()) for share in torch.tensor(order[start : start + size]).chunk(world)]
+            index = len(steps[0])
+            owns = [mistake.own(oracles[rank], rank, share, index) for rank, share in enumerate(shares)]
+            for rank, (oracle, share) in enumerate(zip(oracles, shares, strict=True)):
+                before = {name: p.detach().clone() for name, p in oracle.parameters.items()}
+                gradients = mistake.handed(rank, owns, index)
+                oracle.set_gradients(gradients)
+                optimizers[rank].step()
+                after = {name: p.detach().clone() for name, p in oracle.parameters.items()}
+                if (times := getattr(mistake, "times", 1)) != 1:
+                    after = {name: before[name] + times * (value - before[name]) for name, value in after.items()}
+                    oracle.load(after)
+                rates = tuple(group["lr"] for group in optimizers[rank].param_groups)
+                steps[rank].append(Step((MicroBatch((share,), share),), before, gradients, after, rates, False, None))
+    every = [own[-1].after for own in steps]
+    ranks = [RankTrace(rank, world, tuple(own)) for rank, own in enumerate(steps)]
+    return Trace(tuple(replace(one, final=mistake.final(one.rank, every)) for one in ranks))
+
+
+def findings_of(kind, simulation, world=2, workload="mlp"):
+    cell = Cell("somebody", workload, "ddp", Topology(1, world), "32", "cpu")
+    found = simulation.judge(trained(kind(cell), WORKLOADS[workload], cell), WORKLOADS[workload], cell)
+    return [finding for finding in found.values() if finding.outcome.is_bad]
+
+
+def test_without_a_mistake_all_is_right(simulation):
+    assert not findings_of(Mistake, simulation)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", MISTAKES, ids=lambda kind: kind.__name__)
+def test_the_first_cause_is_right_or_there_is_none(kind, world, simulation):
+    first, *others = findings_of(kind, simulation, world)
+    assert first.check == "gradients"
+    assert first.cause in MISTAKES[kind], first.message
+    independent = {"update"} if kind is SummedAndSteppedTooFar else {"stillness"} if kind is AveragedAtTheEnd else set()
+    assert {finding.check for finding in others if finding.consequence_of is None} <= independent
+
+
+def test_a_mistake_of_every_second_step_says_when(simulation):
+    first = findings_of(StaleAtEverySecondStep, simulation)[0]
+    assert "in every second step" in first.message
+
+
+def test_what_is_unexplained_has_its_figures(simulation):
+    first = findings_of(EntriesDropped, simulation)[0]
+    assert "× as long as the right one, cosine" in first.message
+
+
+def test_a_second_mistake_in_the_update_stands_beside_the_first(simulation):
+    found = findings_of(SummedAndSteppedTooFar, simulation)
+    assert [(one.check, one.cause) for one in found if one.consequence_of is None] == [
+        ("gradients", "summed-over-ranks"), ("update", "scaled-update")
+    ]  # fmt: skip

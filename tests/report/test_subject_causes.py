@@ -1,0 +1,95 @@
+"""Over the cells of a subject: one cause that explains most, what it leaves over, and what contradicts it."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.report.as_json import as_json
+from harness.report.markdown import support_page
+from harness.report.one_screen import one_screen
+from harness.report.page import report_page
+from harness.report.subject_causes import subject_causes
+from harness.report.support import support_table
+from harness.report.terminal import support_for_terminal
+from harness.store.records import Footer, Header, Result
+from harness.store.run import Run
+
+NEVER = ("not-synchronised", "sync", "they were never all-reduced")
+
+
+def cell(workload="mlp", gpus=2, precision="32", subject="my-ddp"):
+    return Cell(subject, workload, "ddp", Topology(1, gpus), precision, "cpu")
+
+
+def wrong(cause=NEVER, check="gradients", **fields):
+    name, family, message = cause
+    return Finding(check, Outcome.FAILED, message, name, family, **fields)
+
+
+@pytest.fixture
+def run_of(realistic_run, tmp_path):
+    def build(findings):
+        header = Header.of(findings, command=["pytest"], options={}, fingerprint=realistic_run.header.fingerprint,
+                           simulated=True)  # fmt: skip
+        results = tuple(Result.of(one, found, "pytest -k it", 0.1) for one, some in findings.items() for found in some)
+        return Run(header, results, Footer.of(results, 1), tmp_path)
+
+    return build
+
+
+def test_one_cause_of_all_cells_is_said_once(run_of):
+    (summary,) = subject_causes(run_of({cell(gpus=gpus): [wrong()] for gpus in (2, 3, 4)}))
+    assert summary.cause == ("not-synchronised", "sync")
+    assert not summary.others
+    assert summary.sentences[0].startswith("my-ddp: all 3 wrong cells have one cause, not-synchronised (sync): they")
+
+
+def test_what_it_does_not_explain_is_listed(run_of):
+    cells = {cell(gpus=gpus): [wrong()] for gpus in (2, 3)}
+    other = cell("validation")
+    (summary,) = subject_causes(run_of({**cells, other: [wrong(("never-evaluated", "metrics", ""), "validation")]}))
+    assert summary.others == (other.id,)
+    assert not summary.contradicting
+    assert f"Not explained by it: 1 cell: {other.id}." in summary.sentences
+
+
+def test_a_cell_where_it_would_have_to_show_contradicts_it(run_of):
+    cells = {cell(gpus=gpus): [wrong()] for gpus in (2, 3)}
+    other = cell(gpus=4)
+    (summary,) = subject_causes(run_of({**cells, other: [wrong(("another-loss", "loss-normalisation", ""))]}))
+    assert summary.contradicting == ((other.id, "another-loss"),)
+    assert "either name alone may be wrong" in summary.sentences[-1]
+
+
+def test_unexplained_cells_are_no_cause(run_of):
+    (summary,) = subject_causes(run_of({cell(gpus=n): [wrong(("unexplained", None, ""))] for n in (2, 3)}))
+    assert summary.cause is None
+    assert summary.sentences == ("my-ddp: no cause explains most of its 2 wrong cells.",)
+
+
+def test_a_consequence_is_no_cause_of_its_cell(run_of):
+    both = [wrong(), wrong(("parted", "sync", ""), "ranks-agree", consequence_of="gradients")]
+    (summary,) = subject_causes(run_of({cell(gpus=gpus): both for gpus in (2, 3)}))
+    assert summary.cause == ("not-synchronised", "sync")
+
+
+def test_one_wrong_cell_needs_no_summary(run_of):
+    assert not subject_causes(run_of({cell(): [wrong()]}))
+
+
+def test_every_page_has_it_and_shows_consequences_after_their_root(run_of):
+    later = wrong(("unexplained", None, "rank 1 holds other weights"), "ranks-agree", consequence_of="gradients")
+    run = run_of({cell(gpus=gpus): [later, wrong()] for gpus in (2, 3)})
+    pages = [
+        support_for_terminal(run, 160), one_screen(run), support_page(run, support_table(run)), report_page(run),
+        as_json(run),
+    ]  # fmt: skip
+    for page in pages:
+        assert "2 wrong cells have one cause" in page
+    for page in (pages[2], pages[3]):
+        assert "consequence of gradients: ranks-agree: rank 1 holds other weights" in page.replace("\\", "")
+        assert page.index("never all-reduced") < page.index("consequence of gradients")
