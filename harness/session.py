@@ -117,7 +117,8 @@ class Session:
         rest = chosen - {cell.id for cell in examined}
         measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
         subjects = {declared.name: declared.software for declared in self._declarations}
-        self._recording.begin(examined, measured, command, subjects)
+        conducts = {planned.cell: planned.conduct for planned in self.planned}
+        self._recording.begin(examined, measured, command, subjects, conducts)
 
     def results(self, cell: Cell, findings: Sequence[Finding], reproduce: str, seconds: float | None) -> list[Result]:
         """Return the records of a cell's findings, with what was expected of them."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from harness.core.cell import Cell
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.trace import Trace
@@ -20,8 +21,10 @@ from harness.judge.verdict import Vacuous
 from harness.workloads import Workload
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
-    """Put every question to a trace. The same trace gives the same findings, whatever the global RNG holds.
+def judge(trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> tuple[Finding, ...]:
+    """Put every question to the trace of a subject that declared ``conduct``.
+
+    The same trace gives the same findings, whatever the global RNG holds.
 
     Evidence that is not whole (a rank raised, died or hung) is not judged further: the finding says what became
     of the launch.
@@ -31,12 +34,12 @@ def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
         told = explain_launch(broken, trace, cell)
         return (replace(told, message=f"{told.message}\n{details(broken, trace)}".strip()),)
     try:
-        trace = followed(trace, workload, cell)
+        trace = followed(trace, workload, cell, conduct)
     except Exception as error:
         return (Finding("launch", Outcome.ERRORED, f"evidence cannot be followed: {_raised(error)}"),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
-        examination = Examination(trace, workload, cell)
+        examination = Examination(trace, workload, cell, conduct)
         findings = [_ask(name, check, examination) for name, check in CHECKS.items()]
     return tuple(finding for finding in findings if finding is not None)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.causes.pace import pace
+from harness.judge.draws import repeated
+from harness.judge.draws import shared as shared_draws
 from harness.judge.examination import Examination
 
 Draws = tuple[tuple[int, ...], ...]
@@ -19,6 +21,18 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
         for trace in examination.trace.ranks
     ]
+    if examination.conduct.by_iterations:
+        return explained(
+            finding,
+            pace(examination),
+            _strangers(ranks, examination),
+            _loss_given_others(examination),
+            _nodes_alike(ranks, examination),
+            _all_alike(ranks),
+            _drawn_again(examination),
+            _drawn_alike(examination),
+            _other_size(ranks, examination),
+        )
     return explained(
         finding,
         pace(examination),
@@ -121,8 +135,21 @@ def _batch_again(ranks: Sequence[Draws]) -> Cause | None:
     return None
 
 
+def _drawn_again(examination: Examination) -> Cause | None:
+    if (found := repeated(examination)) is None:
+        return None
+    return Cause("batch-again", "data", "a batch is used twice in a row", step=found[0], rank=found[1])
+
+
+def _drawn_alike(examination: Examination) -> Cause | None:
+    if (found := shared_draws(examination)) is None:
+        return None
+    look = "is each rank's generator seeded with its rank, and never set to another's state?"
+    return Cause("ranks-alike", "data", look, step=found.step or 0, rank=found.second)
+
+
 def _epochs_alike(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
-    if not examination.workload.shuffle:
+    if not examination.shuffles:
         return None
     epochs = [_epochs(draws, examination) for draws in ranks]
     if any(len(own) < 2 or _flat(own[0]) != _flat(own[1]) for own in epochs):
@@ -205,6 +232,6 @@ def _never_seen(ranks: Sequence[Draws], examination: Examination) -> Cause | Non
 
 
 def _order(examination: Examination) -> Cause | None:
-    if examination.workload.shuffle:
+    if examination.shuffles:
         return Cause("shards-kept", "data", "shuffle the whole dataset, then cut it into shards")
     return Cause("order-of-its-own", "data", "is something shuffled, or cut into contiguous shards?")
