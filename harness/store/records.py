@@ -148,7 +148,8 @@ class Expected(Record):
     """What somebody wrote down beforehand about a finding: how this trainer ends here, and why.
 
     ``outcome`` is how the check was expected to end, ``entry`` says where that is written, ``reproduction`` names a
-    program that shows it without Plumbline, ``measured`` what it was seen with.
+    program that shows it without Plumbline, ``measured`` what it was seen with. ``library``, with its version, is named
+    where it is that of which this is known, and the subject only uses it.
     """
 
     outcome: Outcome
@@ -157,6 +158,7 @@ class Expected(Record):
     reproduction: Text | None = None
     measured: Text | None = None
     entry: Text
+    library: Text | None = None
 
 
 class Result(CellRecord):
