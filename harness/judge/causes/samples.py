@@ -28,7 +28,6 @@ def explain(finding: Finding, examination: Examination) -> Finding:
             _strangers(ranks, examination),
             _loss_given_others(examination),
             _nodes_alike(ranks, examination),
-            _all_alike(ranks),
             _drawn_again(examination),
             _drawn_alike(examination),
             _other_size(ranks, examination),
@@ -171,7 +170,10 @@ def _drawn_twice_by_a_rank(ranks: Sequence[Draws], examination: Examination) -> 
                 repeats += len(ids) - len(set(ids) - seen)
                 seen |= set(ids)
                 if repeats >= len(ranks):  # as many as a sampler's padding never has
-                    look = "a rank draws samples twice in an epoch: with replacement, or from the wrong place?"
+                    look = (
+                        "a rank draws samples twice in an epoch: from the wrong place? A trainer that knows no epoch "
+                        "declares data='iterations'"
+                    )
                     return Cause("drawn-twice-by-a-rank", "data", look, step=start + place, rank=rank)
             start += len(epoch)
     return None

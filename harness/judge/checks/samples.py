@@ -121,7 +121,7 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
         sample, times = counts.most_common(1)[0]
         unseen = expected - len(counts)
         return f"in epoch {number} {repeats} draws were repeats (sample {sample} {times} times)" + (
-            f": ranks share samples, {unseen} of {expected} were never seen" if unseen else ""
+            f": {'ranks share samples, ' if world > 1 else ''}{unseen} of {expected} were never seen" if unseen else ""
         )
     if len(epoch) == windows and len(counts) < expected:
         return f"in epoch {number} {expected - len(counts)} of {expected} samples were never seen"
