@@ -114,7 +114,7 @@ def _accelerator(wanted: str) -> str:
 
 def cells_of(declared: Mapping[str, Any], accelerator: str) -> list[Cell]:
     """Return a cell for each backend and for each precision that is declared, the plainest first."""
-    most = declared["conduct"].get("max_nodes", math.inf)
+    most = declared.get("conduct", {}).get("max_nodes", math.inf)
     backends = [backend for backend in PLACES if backend in declared["backends"] and PLACES[backend].num_nodes <= most]
     precisions = [precision for precision in PRECISIONS if precision in declared["precisions"][accelerator]]
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
@@ -129,7 +129,9 @@ def try_in_turn(pool: Pool, cells: list[Cell]) -> int:
     from harness.commands.adapter import refused, weigh
 
     if not cells:
-        print("The adapter is wrong: @subject(...) declares no backend, or no precision.")
+        print(
+            "The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them."
+        )
         return ADAPTER_WRONG
     tried: list[Cell] = []
     for cell in cells:

@@ -192,6 +192,7 @@ def test_buffers_are_held_to_the_declaration(cell_of, keep, conduct, outcome, ca
     cell = cell_of("cnn-batchnorm", "ddp", "1x2")
     finding = buffers(Examination(buffered(cell, keep), WORKLOADS["cnn-batchnorm"], cell, conduct))
     assert (finding.outcome, finding.cause) == (outcome, cause), finding.message
+    assert ("declare buffers='per-rank'" in finding.message) is (cause == "buffers-not-broadcast")
 
 
 def test_ranks_that_do_not_begin_alike_are_caught(cell_of):
