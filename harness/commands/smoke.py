@@ -129,9 +129,7 @@ def try_in_turn(pool: Pool, cells: list[Cell]) -> int:
     from harness.commands.adapter import refused, weigh
 
     if not cells:
-        print(
-            "The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them."
-        )
+        print("The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them.")
         return ADAPTER_WRONG
     tried: list[Cell] = []
     for cell in cells:

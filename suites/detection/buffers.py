@@ -96,13 +96,7 @@ def left_alone_by_fully_shard(job):
 @known_bad("buffers", on=CELLS, buffers="per-rank")
 def own_buffers_broadcast(job):
     """It declares buffers of each rank, and DistributedDataParallel broadcasts them as usual."""
-    model = ddp(job)
-    optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    with_own_buffers(job, model=ddp(job))
 
 
 @known_bad("buffers", on=CELLS, buffers="per-rank")
@@ -146,10 +140,4 @@ def own_buffers_of_one_rank_updated_twice(job):
 @known_bad("sync", on=CELLS, buffers="per-rank")
 def own_buffers_and_own_gradients(job):
     """The declaration is about buffers: gradients are to be averaged all the same, and are not."""
-    model = alone(job)
-    optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    with_own_buffers(job, model=alone(job))

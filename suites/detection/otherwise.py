@@ -52,9 +52,9 @@ def in_epochs(job, shuffle, epoch_of=lambda epoch: epoch):
             optimizer.zero_grad()
 
 
-def with_own_buffers(job, between=lambda model, step: None):
-    """Train without any broadcast of buffers; ``between`` is called after each step."""
-    model = ddp(job, broadcast_buffers=False)
+def with_own_buffers(job, between=lambda model, step: None, model=None):
+    """Train without any broadcast of buffers, or ``model``; ``between`` is called after each step."""
+    model = model or ddp(job, broadcast_buffers=False)
     optimizer = job.optimizer(model.parameters())
     step = 0
     for epoch in range(job.epochs):

@@ -198,7 +198,8 @@ def job_of(cell_of):
 
 
 @pytest.mark.parametrize(
-    ("workload", "steps"), [("mlp", 6), ("accumulation", 4), ("perf-mlp", PERFORMANCE["perf-mlp"].extent(1).steps_in_all)]
+    ("workload", "steps"),
+    [("mlp", 6), ("accumulation", 4), ("perf-mlp", PERFORMANCE["perf-mlp"].extent(1).steps_in_all)],
 )
 def test_a_job_says_how_many_steps_the_training_has(job_of, cell_of, workload, steps):
     """Two epochs of three batches; of five batches in windows of three, the last of which is short."""

@@ -21,23 +21,19 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
         for trace in examination.trace.ranks
     ]
-    if examination.conduct.by_iterations:
-        return explained(
-            finding,
-            pace(examination),
-            _strangers(ranks, examination),
-            _loss_given_others(examination),
-            _nodes_alike(ranks, examination),
-            _drawn_again(examination),
-            _drawn_alike(examination),
-            _other_size(ranks, examination),
-        )
-    return explained(
-        finding,
+    always = (
         pace(examination),
         _strangers(ranks, examination),
         _loss_given_others(examination),
         _nodes_alike(ranks, examination),
+    )
+    if examination.conduct.by_iterations:
+        return explained(
+            finding, *always, _drawn_again(examination), _drawn_alike(examination), _other_size(ranks, examination)
+        )
+    return explained(
+        finding,
+        *always,
         _everybody_sees_everything(ranks, examination),
         _all_alike(ranks),
         _batch_again(ranks),
