@@ -34,7 +34,7 @@ from harness.core.outcome import Outcome, worst
 from harness.core.software import Software
 from harness.core.topology import Topology
 from harness.examine import examine
-from harness.expectations import FOLDER, expected, known_of, read_expectations
+from harness.expectations import FOLDER, expected, known_of_subject, read_expectations
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.report.text import markdown, shortened
@@ -174,7 +174,7 @@ def examined(pair: Pair, python: Path, time_limit: float, *, excused: bool) -> S
 
 def unknown(cell: Cell, findings: Sequence[Finding], software: Software) -> list[Finding]:
     """Return the findings without the bad ones that everybody knows of this version."""
-    known = known_of(software, read_expectations(EXPECTATIONS).get(cell.subject, ()))
+    known = known_of_subject(cell.subject, software, read_expectations(EXPECTATIONS))
     said = expected(cell, findings, known)
     return [finding for finding, one in zip(findings, said, strict=True) if one is None or not finding.outcome.is_bad]
 

@@ -123,7 +123,9 @@ def told(result: Result) -> str:
         return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
     seen = f" with {said.measured}" if said.measured else ""
     if result.is_known:
-        return f"{result.check}: {result.outcome.value}, which is known: {said.reason} ({said.entry})"
+        known = f"is known of {said.library}" if said.library else "is known"
+        place = f"{said.entry}; {said.link}" if said.link else said.entry
+        return f"{result.check}: {result.outcome.value}, which {known}: {said.reason} ({place})"
     return (
         f"{result.check}: {result.outcome.value}, and {said.outcome.value} was expected: {said.reason}\n"
         f"  so it was measured{seen}; if it has been mended, take the cell out of {said.entry}, or the entry"

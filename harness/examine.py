@@ -14,7 +14,7 @@ from harness.judge.judge import judge
 from harness.launch.devices import devices_of
 from harness.launch.interrupt import with_interruption
 from harness.launch.lease import share
-from harness.launch.local import Launched, start
+from harness.launch.local import Launched, conduct_of, start
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.workloads import find
@@ -56,4 +56,4 @@ def verdict(launched: Launched, cell: Cell, meanwhile: Callable[[], None] = lamb
     except TraceError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
     meanwhile()
-    return Examined(judge(trace, workload, cell), trace.seconds)
+    return Examined(judge(trace, workload, cell, conduct_of(launched.pool, cell)), trace.seconds)

@@ -2,18 +2,29 @@
 
 One TOML file a subject, called like the subject. An entry names cells, the check that ends badly in them, and the
 reason; README says how it is written. Reading a file starts nothing, and matching is pure.
+
+A subject without a file of its own that names a library (``@subject(library=…)``) gets the entries that hold for that
+library at the installed version. They excuse less than a subject's own: only the very finding that was measured (check,
+cell and cause), and what follows from it. Such a cell ends as *known*, with the reason and the link: the finding
+stands, but the library has to change; a failure would ask for a correction that no user can make.
+An entry holds for the library only where it says so (``holds_for = "library"``), and then it must name versions and
+cause. It may say so where a subject that uses what the library offers for the purpose cannot avoid the finding, and not
+where the code of the subject decides it. A subject that makes the same mistake by hand is excused as well; the reason
+tells its author what was taken for the cause. No subject is expected to fail because of its library: where the finding
+does not appear, that is no unexpected pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tomllib
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -119,6 +130,8 @@ class Entry(_Strict):
     Each ``check`` ends so in each of the cells (where it is asked at all); ``consequences`` are checks that may end
     so because of it, and need not. With a ``cause``, or several, a finding of another cause is another thing.
     ``versions`` of the library under test, in any of these specifiers (PEP 440), are spoken of; without it all are.
+    ``holds_for``: this file's ``subject`` alone, or everybody who uses the ``library``, because it is the library's own
+    code that does it and nothing that the subject's file does with it.
     """
 
     cell: Pattern = Pattern()
@@ -130,6 +143,12 @@ class Entry(_Strict):
     reason: Line
     link: Line | None = None
     reproduction: Line | None = None
+    holds_for: Literal["subject", "library"] = "subject"
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse to excuse everybody's trainer by an entry that does not say exactly what it excuses."""
+        if self.holds_for == "library" and (self.cause is None or self.versions is None):
+            raise ValueError("what holds for the library must name its cause and versions")
 
     def means(self, finding: Finding) -> bool:
         """Say whether this is the very finding that is expected."""
@@ -147,18 +166,34 @@ class Entry(_Strict):
 
 
 class _File(_Strict):
-    """``measured`` says what was seen to end so: a library and its version."""
+    """``measured`` says what was seen to end so: a library and its version. ``library`` names it, as pip does."""
 
     measured: Line | None = None
+    library: Line | None = None
     expected: tuple[Entry, ...] = ()
+
+    def model_post_init(self, context: Any) -> None:
+        """Refuse entries that hold for a library that has no name."""
+        if self.library is None and any(entry.holds_for == "library" for entry in self.expected):
+            raise ValueError('an entry holds for the library, and the file does not name it: library = "…"')
 
 
 @dataclass(frozen=True)
 class Expectation:
-    """An entry, and as a record what is said of the findings that it speaks of."""
+    """An entry, and as a record what is said of the findings that it speaks of; ``library`` is its file's."""
 
     entry: Entry
     said: Expected
+    library: str | None = None
+
+    @property
+    def of_library(self) -> bool:
+        """Whether it is applied to a subject because of its library, and not of its name."""
+        return self.said.library is not None
+
+    def for_library(self, software: Software) -> Expectation:
+        """Return the same as it is applied to a subject that uses the library."""
+        return replace(self, said=self.said.model_copy(update={"library": f"{self.library} {software.version}"}))
 
 
 def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
@@ -168,6 +203,30 @@ def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
         ExpectationsError: a file cannot be read, or an entry not be meant; the sentence names both.
     """
     return {file.stem: tuple(_read(file)) for file in sorted(folder.glob("*.toml"))}
+
+
+def known_of_subject(
+    name: str, software: Software, known: Mapping[str, Sequence[Expectation]]
+) -> tuple[Expectation, ...]:
+    """Return what is known of a subject: what its own file says, else what holds for its library at that version.
+
+    Raises:
+        ExpectationsError: as in :func:`known_of`, of its own file.
+    """
+    if name in known:
+        return known_of(software, known[name])
+    try:
+        version = Version(software.version or "unknown")
+    except InvalidVersion:
+        return ()
+    library = canonicalize_name(software.library or "")
+    return tuple(
+        one.for_library(software)
+        for expectations in known.values()
+        for one in expectations
+        if one.entry.holds_for == "library" and canonicalize_name(one.library or "") == library
+        if one.entry.speaks_of(version)
+    )
 
 
 def known_of(software: Software, expectations: Sequence[Expectation]) -> tuple[Expectation, ...]:
@@ -195,7 +254,8 @@ def expected(
     """Return for each finding of ``cell`` what was expected of it, None where nothing was.
 
     That is said of a finding that ended as expected, of its consequences, and of one that did not end badly at all
-    where it should have. A finding that is bad otherwise is nothing that anybody expected.
+    where it should have: not by what is known of its library, which it may do without. A finding that is bad otherwise
+    is nothing that anybody expected.
     """
     about = [expectation for expectation in expectations if expectation.entry.cell.covers(cell)]
     met = [one for one in about if any(map(one.entry.means, findings))]
@@ -210,7 +270,8 @@ def _about(finding: Finding, about: Sequence[Expectation], met: Sequence[Expecta
         if finding.check in one.entry.consequences and finding.outcome.is_bad:
             return one.said.model_copy(update={"outcome": finding.outcome})
     tried = finding.outcome in (Outcome.PASSED, Outcome.DEVIATES)
-    return next((one.said for one in about if tried and finding.check in one.entry.check), None)
+    owed = [one for one in about if tried and not one.of_library]
+    return next((one.said for one in owed if finding.check in one.entry.check), None)
 
 
 def _read(file: Path) -> Iterator[Expectation]:
@@ -234,7 +295,7 @@ def _read(file: Path) -> Iterator[Expectation]:
             measured=read.measured,
             entry=f"{file.name}, entry {number}",
         )
-        yield Expectation(entry, said)
+        yield Expectation(entry, said, read.library)
 
 
 def _complaint(error: ValidationError) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.core.backend import BACKENDS, declared_for, resized
 from harness.core.cell import Cell
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
 from harness.core.software import UNKNOWN, Software
@@ -48,6 +49,7 @@ class Declaration:
     capabilities: frozenset[str]
     software: Software = UNKNOWN
     launch: str = "rank"
+    conduct: Conduct = ORDINARY
 
     @classmethod
     def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
@@ -60,6 +62,7 @@ class Declaration:
             capabilities=frozenset(values["capabilities"]),
             software=Software(**values["software"]),
             launch=values["launch"],
+            conduct=Conduct.of(values["conduct"]),
         )
 
     def refusal(self, cell: Cell) -> str | None:
@@ -72,6 +75,11 @@ class Declaration:
         missing = workload.needs - self.capabilities
         if missing:
             return f"{self.name} does not declare {', '.join(sorted(missing))}, which {cell.workload} needs"
+        most = self.conduct.max_nodes
+        if most is not None and cell.topology.num_nodes > most:
+            return f"{self.name} declares max_nodes={most}, and this cell has {cell.topology.num_nodes} nodes"
+        if self.conduct.by_iterations and workload.needs_epochs:
+            return f"{self.name} declares data='iterations', and {cell.workload} {workload.needs_epochs}"
         if self.launch == "node" and isinstance(workload, PerformanceWorkload):
             return f"{self.name} starts its ranks by itself: they can be examined, but not timed"
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
@@ -81,10 +89,14 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does."""
+    """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does.
+
+    ``conduct`` is what its subject declares of its way of training, by which it is judged.
+    """
 
     cell: Cell
     refusal: str | None
+    conduct: Conduct = ORDINARY
 
     @property
     def is_smoke(self) -> bool:
@@ -111,7 +123,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     _refuse_namesakes(subjects)
     planned = topologies(matrix.gpus, matrix.nodes)
     return [
-        Planned(cell, declared.refusal(cell))
+        Planned(cell, declared.refusal(cell), declared.conduct)
         for topology in planned
         for name in dict.fromkeys(declared.name for declared in subjects)
         for backend in backends

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.cell import Cell
+from harness.core.conduct import Conduct
 from harness.core.errors import PlanError
 from harness.core.software import Software
 from harness.handover import handed
@@ -59,16 +60,17 @@ class Recording:
         measured: Sequence[Cell],
         command: list[str],
         subjects: Mapping[str, Software],
+        conducts: Mapping[Cell, Conduct],
     ) -> None:
-        """Open the run for these cells.
+        """Open the run for these cells; ``conducts`` says of each how its subject declares that it trains.
 
         Raises:
             PlanError: the run that is gone on with does not know one of them.
-            NothingToResume: or was begun with other versions of the subjects' libraries.
+            NothingToResume: or was begun with other versions of the subjects' libraries, or other declarations.
             StoreError: nothing can be written there.
         """
         if self._resumed is not None:
-            self._go_on(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects)
+            self._go_on(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, conducts)
             return
         if self._options.report_dir_is_ours:
             with suppress(OSError):  # the writer says what is in the way
@@ -82,10 +84,13 @@ class Recording:
             fingerprint=take_fingerprint(accelerator),
             simulated=accelerator == "cpu",
             subjects=subjects,
+            conducts=conducts,
         )
         self._writer = RunWriter(self._options.report_dir, header)
 
-    def _go_on(self, resumed: Run, chosen: Set[str], subjects: Mapping[str, Software]) -> None:
+    def _go_on(
+        self, resumed: Run, chosen: Set[str], subjects: Mapping[str, Software], conducts: Mapping[Cell, Conduct]
+    ) -> None:
         """Open the run that broke off, for cells that it means to answer for."""
         unknown = chosen - {planned.cell for planned in resumed.header.planned}
         if unknown:
@@ -97,6 +102,13 @@ class Recording:
             if (before := resumed.header.subjects.get(name, software)) != software:
                 raise NothingToResume(
                     f"--resume: {resumed.path} examined {name} with {before}, and now it is {software}."
+                )
+        declared = {cell.id: conduct.declared for cell, conduct in conducts.items()}
+        for planned in resumed.header.planned:
+            if not planned.measured and (now := declared.get(planned.cell, planned.conduct)) != planned.conduct:
+                raise NothingToResume(
+                    f"--resume: in {resumed.path} {planned.subject} declares {planned.conduct or 'nothing'}, "
+                    f"and now it declares {now or 'nothing'}: its cells would be judged by other rules."
                 )
         self._writer, run = RunWriter.resume(resumed.path)
         self._results, self._measurements = list(run.results), list(run.measurements)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.core.cell import Cell
+from harness.core.conduct import Conduct
 from harness.core.errors import TraceError
 from harness.core.topology import Topology
 from harness.judge.judge import judge
@@ -65,7 +66,13 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -
     except TraceError as error:
         return Rejudged(cell.id, recorded, obstacle=str(error))
     reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
-    findings = judge(trace, find(cell.workload, seed), cell)
+    try:
+        conduct = Conduct.of(planned.conduct)
+    except ValueError as error:
+        return Rejudged(
+            cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"
+        )
+    findings = judge(trace, find(cell.workload, seed), cell, conduct)
     # What was expected is no part of a judge's answer: the recorded run's stands.
     expected = {result.check: result.expected for result in recorded}
     counted = len(findings) if any(result.findings for result in recorded) else None  # older runs do not say

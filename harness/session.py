@@ -19,7 +19,7 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.expectations import expected, known_of, read_expectations
+from harness.expectations import expected, known_of_subject, read_expectations
 from harness.handover import outcome_of
 from harness.launch.devices import devices_of
 from harness.launch.launcher import check_devices_of_nodes, check_nodes
@@ -86,7 +86,7 @@ class Session:
                 Declaration.of(locator, values) for locator, pool in self._pools.items() for values in pool.subjects
             ]
             self._expectations = {
-                declared.name: known_of(declared.software, known.get(declared.name, ()))
+                declared.name: known_of_subject(declared.name, declared.software, known)
                 for declared in self._declarations
             }
             self.planned: list[Planned] = plan(self._options.matrix, self._declarations)
@@ -120,7 +120,8 @@ class Session:
         rest = chosen - {cell.id for cell in examined}
         measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
         subjects = {declared.name: declared.software for declared in self._declarations}
-        self._recording.begin(examined, measured, command, subjects)
+        conducts = {planned.cell: planned.conduct for planned in self.planned}
+        self._recording.begin(examined, measured, command, subjects, conducts)
 
     def results(self, cell: Cell, findings: Sequence[Finding], reproduce: str, seconds: float | None) -> list[Result]:
         """Return the records of a cell's findings, with what was expected of them; ``seconds`` is its launch's time."""

@@ -19,6 +19,8 @@ from harness import subject
     backends=["ddp"],  # which of none, dp, ddp, ddp2, fsdp, zero it can do; the others are "unsupported", not wrong
     precisions=["32"],  # which of 64, 32, 16, bf16
     capabilities=[],  # what else: "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics", …
+    # If it is built otherwise: data="iterations" (no epochs: train for job.steps), shuffle="always" or "never",
+    # whatever job.shuffle says, buffers="per-rank" (BatchNorm's statistics are not broadcast), max_nodes=1.
 )
 def train(job):
     """Train ``job``. Each rank calls this in a process of its own, in which torchrun's variables are set."""

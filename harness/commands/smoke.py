@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import shlex
 import shutil
 import sys
@@ -113,7 +114,8 @@ def _accelerator(wanted: str) -> str:
 
 def cells_of(declared: Mapping[str, Any], accelerator: str) -> list[Cell]:
     """Return a cell for each backend and for each precision that is declared, the plainest first."""
-    backends = [backend for backend in PLACES if backend in declared["backends"]]
+    most = declared.get("conduct", {}).get("max_nodes", math.inf)
+    backends = [backend for backend in PLACES if backend in declared["backends"] and PLACES[backend].num_nodes <= most]
     precisions = [precision for precision in PRECISIONS if precision in declared["precisions"][accelerator]]
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
@@ -127,7 +129,7 @@ def try_in_turn(pool: Pool, cells: list[Cell]) -> int:
     from harness.commands.adapter import refused, weigh
 
     if not cells:
-        print("The adapter is wrong: @subject(...) declares no backend, or no precision.")
+        print("The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them.")
         return ADAPTER_WRONG
     tried: list[Cell] = []
     for cell in cells:
@@ -152,6 +154,7 @@ def try_in_turn(pool: Pool, cells: list[Cell]) -> int:
 def _evidence(pool: Pool, cell: Cell, folder: Path) -> Evidence:
     from harness.commands.adapter import Evidence
     from harness.judge.judge import judge
+    from harness.launch.local import conduct_of
     from harness.workloads import find
 
     workload = find(cell.workload, cell.seed)
@@ -160,7 +163,7 @@ def _evidence(pool: Pool, cell: Cell, folder: Path) -> Evidence:
     calls = None
     if trace.is_whole and not any(rank.steps for rank in trace.ranks):
         calls = _calls(pool, cell, folder)
-    return Evidence(cell, trace, judge(trace, workload, cell), initial, calls)
+    return Evidence(cell, trace, judge(trace, workload, cell, conduct_of(pool, cell)), initial, calls)
 
 
 def _trained(pool: Pool, cell: Cell, folder: Path) -> Trace:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from harness.core.cell import Cell
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.trace import Step, Tensors, Trace
+from harness.judge.epochs import Epochs
 from harness.judge.free import FreeTraining
-from harness.judge.layout import Layout, at_once, contract_layout, shuffled, whole
+from harness.judge.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
 from harness.judge.noise import NoiseScale, distance, limit, norm, rounding_unit
 from harness.judge.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import Workload
@@ -59,11 +61,13 @@ class Moment:
 class Examination:
     """One trace under examination. Everything expensive is computed once, and only if a check asks for it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell) -> None:
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell
+        self.conduct = conduct
         self.devices = cell.topology.devices
+        self.epochs = Epochs.of(workload, conduct, self.devices)
         self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
 
     @cached_property
@@ -98,11 +102,25 @@ class Examination:
         """The cell's own precision, one device."""
         return Oracle(self.workload, self.devices, self.cell.arithmetic)
 
+    @property
+    def steps_due(self) -> int:
+        """How many optimizer steps the training should have."""
+        return self.workload.steps(self.devices)
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether samples should be in another order in each epoch."""
+        return self.conduct.shuffles(self.workload.shuffle)
+
     def place(self, oracle: Oracle, moment: Moment) -> None:
         """Put an oracle where the subject was before a step."""
         oracle.load(moment.ranks[0].before)
-        oracle.set_scene(moment.ranks)
+        self.set_scene(oracle, moment)
         oracle.take_turns(moment.ranks[0])
+
+    def set_scene(self, oracle: Oracle, moment: Moment) -> None:
+        """Hand over what a step's forwards depend on besides the weights."""
+        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.conduct.own_buffers)
 
     @cached_property
     def start(self) -> Tensors:
@@ -115,7 +133,7 @@ class Examination:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
         accumulate = self.workload.accumulate
-        return {moment.index: contract_layout(moment.ranks, spread, accumulate) for moment in self.taken}
+        return {moment.index: contract_layout(told_apart(moment.ranks), spread, accumulate) for moment in self.taken}
 
     @cached_property
     def truths(self) -> dict[int, Truth]:

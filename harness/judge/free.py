@@ -68,7 +68,7 @@ def _train(oracle: Oracle, examination: Examination, layouts: Sequence[Layout]) 
     optimizer = oracle.optimizer()
     schedule = oracle.schedule(optimizer)
     for moment, layout in zip(examination.taken, layouts, strict=True):
-        oracle.set_scene(moment.ranks)
+        examination.set_scene(oracle, moment)
         for names in moment.ranks[0].turns or (tuple(oracle.parameters),):
             gradient = oracle.gradient(layout, moment.ranks[0].scale or 1.0)
             oracle.set_gradients({name: gradient[name] for name in names if name in gradient})

@@ -22,8 +22,8 @@ class Interruption:
     def __init__(self, whole: Examination, saved: Trace, resumed: Trace) -> None:
         self.workload = whole.workload
         self.whole = whole
-        self.saved = Examination(saved, whole.workload, saving_cell(whole))
-        self.resumed = Examination(resumed, whole.workload, whole.cell)
+        self.saved = Examination(saved, whole.workload, saving_cell(whole), whole.conduct)
+        self.resumed = Examination(resumed, whole.workload, whole.cell, whole.conduct)
 
     @cached_property
     def place(self) -> int:
@@ -38,7 +38,7 @@ class Interruption:
     @cached_property
     def epoch_length(self) -> int:
         """How many steps an epoch has."""
-        return -(-self.workload.steps_per_epoch // self.workload.accumulate)
+        return self.whole.epochs.windows
 
     @cached_property
     def epoch_begin(self) -> int:

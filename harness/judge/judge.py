@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from harness.core.cell import Cell
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.trace import Trace
@@ -22,8 +23,10 @@ from harness.judge.verdict import Vacuous
 from harness.workloads import Workload
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
-    """Put every question to a trace, and return the findings in reading order: root causes before their consequences.
+def judge(trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> tuple[Finding, ...]:
+    """Put every question to the trace of a subject that declared ``conduct``.
+
+    Findings are in reading order: root causes before their consequences.
 
     The same trace gives the same findings, whatever the global RNG holds.
 
@@ -35,12 +38,12 @@ def judge(trace: Trace, workload: Workload, cell: Cell) -> tuple[Finding, ...]:
         told = explain_launch(broken, trace, cell)
         return (replace(told, message=f"{told.message}\n{details(broken, trace)}".strip()),)
     try:
-        trace = followed(trace, workload, cell)
+        trace = followed(trace, workload, cell, conduct)
     except Exception as error:
         return (Finding("launch", Outcome.ERRORED, f"evidence cannot be followed: {_raised(error)}"),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
-        examination = Examination(trace, workload, cell)
+        examination = Examination(trace, workload, cell, conduct)
         findings = [_ask(name, check, examination) for name, check in CHECKS.items()]
     asked = tuple(finding for finding in findings if finding is not None)
     return in_order(of_hung(asked, trace) if trace.hung else asked)

@@ -11,12 +11,45 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.core.trace import MicroBatch, Step
 
 Share = tuple[int, ...]
 Group = tuple[Share, ...]
 Layout = tuple[tuple[Group, ...], ...]
+
+_AGAIN = 2**40
+"""What is added to a sample's id for each time that the step has drawn it before; no dataset is so long."""
+
+
+def told_apart(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return one step of all ranks in which no two draws of a sample have the same id.
+
+    With replacement a step may draw a sample several times, each time with other random numbers of its own, or with
+    the buffers of another rank. :func:`sample_of` gives the sample's own id.
+    """
+    times: dict[int, int] = {}
+
+    def drawn(sample: int) -> int:
+        times[sample] = times.get(sample, -1) + 1
+        return sample + times[sample] * _AGAIN
+
+    return tuple(
+        replace(
+            step,
+            micro_batches=tuple(
+                replace(micro, forwards=tuple(tuple(map(drawn, share)) for share in micro.forwards))
+                for micro in step.micro_batches
+            ),
+        )
+        for step in steps
+    )
+
+
+def sample_of(drawn: int) -> int:
+    """Return the id that the dataset has for a sample, whichever of a step's draws of it is meant."""
+    return drawn % _AGAIN
 
 
 def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate: int) -> Layout:
@@ -56,16 +89,21 @@ def _group(forwards: Sequence[Share], devices: int) -> Group:
 
 def whole(layout: Layout) -> Layout:
     """Return the same samples as one device would take them: one group of one device a micro-batch."""
-    return tuple(((tuple(samples((groups,))),),) for groups in layout)
+    return tuple(((tuple(draws((groups,))),),) for groups in layout)
 
 
 def at_once(layout: Layout) -> Layout:
     """Return the same samples as one device without accumulation would take them: all in one batch."""
-    return (((tuple(samples(layout)),),),)
+    return (((tuple(draws(layout)),),),)
 
 
 def samples(layout: Layout) -> list[int]:
     """Return every sample id of the step, with repetitions."""
+    return list(map(sample_of, draws(layout)))
+
+
+def draws(layout: Layout) -> list[int]:
+    """Return every draw of the step: ids as they were told apart."""
     return [i for groups in layout for group in groups for share in group for i in share]
 
 

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from harness.core.precision import Precision
 from harness.core.trace import Step, Tensors
-from harness.judge.layout import Group, Layout, Share
+from harness.judge.layout import Group, Layout, Share, sample_of
 from harness.workloads import Columns, Workload
+from harness.workloads.base import Batch
 
 
 class Optimizers:
@@ -57,6 +58,8 @@ class Oracle:
             for name, buffer in self.buffers.items()
         }
         self._begun: Tensors = {}
+        self._begun_by: dict[int, Tensors] = {}
+        self._rows: dict[int, int] = {}
         self._drawn: Tensors = {}
         self._turns: list[tuple[tuple[str, ...], Tensors]] = []
 
@@ -66,17 +69,30 @@ class Oracle:
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
 
-    def set_scene(self, steps: Sequence[Step]) -> None:
-        """Take over what else a forward depends on: the buffers that every rank's step began with, and its draws."""
+    def set_scene(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
+        """Take over what else a forward depends on: the buffers that a step began with, and what its layers drew.
+
+        These are the first rank's buffers for everybody; with ``own_buffers`` a rank's samples meet that rank's.
+        Masks are told apart by the sample, so its draws must be (``told_apart``).
+        """
         self._begun = steps[0].buffers
+        self._begun_by = {
+            sample: step.buffers
+            for step in (steps[1:] if own_buffers else ())
+            for micro in step.micro_batches
+            for sample in micro.samples
+        }
         self._turns = []
         self._drawn = {}
         micros = [micro for step in steps for micro in step.micro_batches]
+        # The first row is for a sample of which nothing was recorded.
+        self._rows = {sample: row for row, sample in enumerate({i: None for m in micros for i in m.samples}, start=1)}
         for name in {name for micro in micros for name in micro.drawn}:
-            table = torch.zeros(len(self.data), *next(m.drawn[name] for m in micros if name in m.drawn).shape[1:])
+            shape = next(micro.drawn[name] for micro in micros if name in micro.drawn).shape[1:]
+            table = torch.zeros(len(self._rows) + 1, *shape)
             for micro in micros:
                 if name in micro.drawn and len(micro.drawn[name]) == len(micro.samples):
-                    table[list(micro.samples)] = micro.drawn[name].to(table.dtype)
+                    table[[self._rows[sample] for sample in micro.samples]] = micro.drawn[name].to(table.dtype)
             self._drawn[name] = table.to(self.dtype)
 
     def take_turns(self, step: Step) -> None:
@@ -88,10 +104,10 @@ class Oracle:
 
     def forward(self, share: Share) -> Any:
         """Return the model's outputs for samples, as a device computes them at the start of the step."""
-        self._set_buffers(self._begun)
-        batch = self.data.batch(share)
+        self._set_buffers(self._begun_by.get(share[0], self._begun) if share else self._begun)
+        batch = self._batch(share)
         for name, table in self._drawn.items():
-            batch[name] = table[list(share)]
+            batch[name] = table[[self._rows.get(sample, 0) for sample in share]]
         return self.model(batch)
 
     def group_gradients(self, layout: Layout, scale: float = 1.0) -> list[list[Tensors]]:
@@ -149,8 +165,11 @@ class Oracle:
     def _loss(self, group: Group) -> Tensor:
         with self._precision():
             outputs = [self.forward(share) for share in group]
-            batch = self.data.batch([i for share in group for i in share])
+            batch = self._batch([i for share in group for i in share])
             return self.workload.loss(gather(outputs), batch)
+
+    def _batch(self, draws: Sequence[int]) -> Batch:
+        return self.data.batch(list(map(sample_of, draws)))
 
     def losses(self, layout: Layout) -> list[list[Tensor]]:
         """Return ℓ of every group alone at the loaded weights, by micro-batch, in this arithmetic."""
@@ -178,7 +197,7 @@ class Oracle:
         self._set_buffers(start)
         with torch.no_grad(), self._precision():
             for share in shares:
-                self.model(self.data.batch(share))
+                self.model(self._batch(share))
         return {name: buffer.clone() for name, buffer in self.buffers.items()}
 
     def _set_buffers(self, values: Tensors) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.judge.epochs import Epochs
 from harness.judge.examination import Examination
-from harness.judge.layout import Layout, contract_layout
-from harness.workloads import Workload
+from harness.judge.layout import Layout, contract_layout, told_apart
 
 Place = tuple[int, int]
 """So many optimizer steps were done, and so many micro-batches of the next one."""
@@ -14,7 +14,7 @@ Place = tuple[int, int]
 
 def rank_layout(examination: Examination, step: int, *ranks: int) -> Layout:
     """Return who computed what in a step, skipped ones included: all ranks, or these; nobody without a sample."""
-    steps = examination.moments[step].ranks
+    steps = told_apart(examination.moments[step].ranks)
     spread = examination.cell.contract.devices_per_process(examination.cell.topology)
     layout = contract_layout(
         [steps[rank] for rank in ranks or range(len(steps))], spread, examination.workload.accumulate
@@ -30,24 +30,23 @@ def place(examination: Examination, step: int, micro_batches: int, rank: int) ->
     return step, -(-micro_batches * len(rank_layout(examination, step, rank)) // max(recorded, 1))
 
 
-def after_batch(workload: Workload, epoch: int, batches: int) -> tuple[Place, ...]:
+def after_batch(epochs: Epochs, epoch: int, batches: int) -> tuple[Place, ...]:
     """Return where one is after so many batches of an epoch; at a window's end that is after its step, or before."""
-    windows = -(-workload.steps_per_epoch // workload.accumulate)
-    whole, rest = divmod(batches, workload.accumulate)
-    first = epoch * windows
-    if rest and batches < workload.steps_per_epoch:
+    whole, rest = divmod(batches, epochs.accumulate)
+    first = epoch * epochs.windows
+    if rest and batches < epochs.batches:
         return ((first + whole, rest),)
-    done = -(-batches // workload.accumulate)
-    return (first + done, 0), (first + done - 1, rest or workload.accumulate)
+    done = -(-batches // epochs.accumulate)
+    return (first + done, 0), (first + done - 1, rest or epochs.accumulate)
 
 
-def due(workload: Workload) -> Iterator[tuple[Place, ...]]:
+def due(examination: Examination) -> Iterator[tuple[Place, ...]]:
     """Yield the places at which an evaluation is due; none where the workload does not ask for any."""
-    every = workload.validate_every
+    every, epochs = examination.workload.validate_every, examination.epochs
     if every is None:
         return
-    for epoch in range(workload.epochs):
-        for batches in range(every, workload.steps_per_epoch + 1, every):
-            places = after_batch(workload, epoch, batches)
-            if workload.max_steps is None or places[0] <= (workload.max_steps, 0):
+    for epoch in range(epochs.count):
+        for batches in range(every, epochs.batches + 1, every):
+            places = after_batch(epochs, epoch, batches)
+            if places[0] <= (examination.steps_due, 0):
                 yield places

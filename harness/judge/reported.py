@@ -83,7 +83,6 @@ class Books:
         self.examination = examination
         self.workload = examination.workload
         self.world = examination.cell.processes
-        self.windows_per_epoch = -(-self.workload.steps_per_epoch // self.workload.accumulate)
         self.batch_size = self.workload.global_batch_size(examination.devices) // self.world
         self._trained: dict[State, Portions] = {}
         self._each: dict[tuple[Place, State, bool], torch.Tensor | None] = {}
@@ -254,7 +253,7 @@ class Books:
         done = self.until(report.place, state)
         steps, micro_batches = report.place
         last = steps if micro_batches else steps - 1
-        epoch = last // self.windows_per_epoch * self.windows_per_epoch
+        epoch = last // self.examination.epochs.windows * self.examination.epochs.windows
         begins: list[Place] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
         windows = [tuple(p for p in done if (p.step, p.batch) >= begin) for begin in begins]
         windows.append(tuple(p for p in done if p.step == steps - 1))

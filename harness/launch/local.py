@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed
 
 from harness.core.cell import Cell
+from harness.core.conduct import Conduct
 from harness.core.errors import LaunchError
 from harness.core.trace import Exit, RankTrace, Trace
 from harness.launch import one_machine
@@ -163,8 +166,18 @@ def new_store(address: str) -> torch.distributed.TCPStore:
 
 def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
     """Say whether the subject of ``cell`` is one that is called once a node."""
-    own = [declared for declared in pool.subjects if declared["name"] == cell.subject]
-    return any(declared["launch"] == "node" and cell.backend in declared["backends"] for declared in own)
+    return any(declared["launch"] == "node" for declared in _declared(pool, cell))
+
+
+def conduct_of(pool: Pool, cell: Cell) -> Conduct:
+    """Return what the subject of ``cell`` declares about its way of training there."""
+    return next((Conduct.of(declared["conduct"]) for declared in _declared(pool, cell)), Conduct())
+
+
+def _declared(pool: Pool, cell: Cell) -> Iterator[dict[str, Any]]:
+    for declared in pool.subjects:
+        if declared["name"] == cell.subject and cell.backend in declared["backends"]:
+            yield declared
 
 
 def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tuple[str, ...]:

@@ -145,7 +145,8 @@ def _known(run: Run) -> Iterable[str]:
 
 
 def _reason(expected: Expected, cells: dict[str, list[str]]) -> str:
-    aside = (expected.measured and f"measured with {expected.measured}", expected.entry, expected.reproduction)
+    of = expected.library and f"known of {expected.library}"
+    aside = (of, expected.measured and f"measured with {expected.measured}", expected.entry, expected.reproduction)
     lines = [f"- {markdown(expected.reason)} ({markdown('; '.join(filter(None, aside)))})"]
     if expected.link:
         lines.append(f"  - {markdown(expected.link)}")

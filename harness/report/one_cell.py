@@ -99,7 +99,8 @@ def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
 def _expectation(result: Result) -> Text:
     said = result.expected
     assert said is not None
-    aside = "; ".join(filter(None, (said.measured and f"measured with {said.measured}", said.link, said.reproduction)))
+    of, measured = (said.library and f"known of {said.library}"), (said.measured and f"measured with {said.measured}")
+    aside = "; ".join(filter(None, (of, measured, said.link, said.reproduction)))
     told = f"expected: {said.outcome.value}, because {said.reason} ({said.entry}{'; ' if aside else ''}{aside})"
     return Text(printable(told), style="yellow", overflow="fold")
 

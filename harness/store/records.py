@@ -18,6 +18,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from harness.core.cell import Cell
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.software import Software
@@ -73,14 +74,18 @@ class CellRecord(Record):
 
 
 class PlannedCell(CellRecord):
-    """A cell that the run means to answer for; ``measured``: for its speed, and it is not examined."""
+    """A cell that the run means to answer for; ``measured``: for its speed, and it is not examined.
+
+    ``conduct`` is what its subject declared of its way of training, as far as that differs from the default.
+    """
 
     measured: bool = False
+    conduct: dict[Text, Text | AtLeastOne] = {}
 
     @classmethod
-    def of(cls, cell: Cell, *, measured: bool = False) -> PlannedCell:
+    def of(cls, cell: Cell, *, measured: bool = False, conduct: Conduct = ORDINARY) -> PlannedCell:
         """Write a cell down."""
-        return cls(**_fields_of(cell), measured=measured)
+        return cls(**_fields_of(cell), measured=measured, conduct=conduct.declared)
 
 
 class Header(Record):
@@ -114,10 +119,12 @@ class Header(Record):
         fingerprint: Fingerprint,
         simulated: bool,
         subjects: Mapping[str, Software] | None = None,
+        conducts: Mapping[Cell, Conduct] | None = None,
         started: datetime | None = None,
     ) -> Header:
         """Begin a run of ``cells``, and of others that are ``measured``, now, or at ``started`` (an aware datetime).
 
+        ``conducts`` has what the subjects declared of their way of training; a cell that is not there is ordinary.
         The program in ``command[0]`` loses its folder, which would name the user's home in a public report.
         """
         started = started or datetime.now(timezone.utc)
@@ -131,7 +138,7 @@ class Header(Record):
             simulated=simulated,
             subjects=dict(subjects or {}),
             planned=(
-                *(PlannedCell.of(cell) for cell in cells),
+                *(PlannedCell.of(cell, conduct=(conducts or {}).get(cell, ORDINARY)) for cell in cells),
                 *(PlannedCell.of(cell, measured=True) for cell in measured),
             ),
         )
@@ -141,7 +148,8 @@ class Expected(Record):
     """What somebody wrote down beforehand about a finding: how this trainer ends here, and why.
 
     ``outcome`` is how the check was expected to end, ``entry`` says where that is written, ``reproduction`` names a
-    program that shows it without Plumbline, ``measured`` what it was seen with.
+    program that shows it without Plumbline, ``measured`` what it was seen with. ``library``, with its version, is named
+    where it is that of which this is known, and the subject only uses it.
     """
 
     outcome: Outcome
@@ -150,6 +158,7 @@ class Expected(Record):
     reproduction: Text | None = None
     measured: Text | None = None
     entry: Text
+    library: Text | None = None
 
 
 class Result(CellRecord):

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.errors import SubjectError
 from harness.core.precision import PRECISIONS
 from harness.core.software import Software
@@ -46,6 +47,7 @@ class Subject:
     capabilities: frozenset[str]
     library: str | None = None
     launch: str = "rank"
+    conduct: Conduct = ORDINARY
 
     def declaration(self) -> dict[str, Any]:
         """Return what the parent needs to plan, as plain values."""
@@ -56,6 +58,7 @@ class Subject:
             "capabilities": sorted(self.capabilities),
             "software": asdict(Software.here(self.library)),
             "launch": self.launch,
+            "conduct": self.conduct.declared,
         }
 
 
@@ -67,6 +70,10 @@ def subject(
     capabilities: Sequence[str] = (),
     library: str | None = None,
     launch: str = "rank",
+    data: str = "epochs",
+    shuffle: str = "job",
+    buffers: str = "shared",
+    max_nodes: int | None = None,
 ) -> Callable[[Train], Train]:
     """Declare a function ``train(job)`` as a trainer under test.
 
@@ -81,6 +88,15 @@ def subject(
         launch: ``rank``: the harness starts every process, and each of them calls ``train``. ``node``: it starts one a
             node, and the trainer starts its ranks below that one, by ``torch.multiprocessing`` or as scripts that call
             ``harness.current_job()``. They are recorded as if the harness had started them.
+        data: ``epochs``: each sample is used once an epoch, on one rank. ``iterations``: each rank draws the samples of
+            its batches by itself, with replacement if it likes, for ``job.steps`` optimizer steps of
+            ``job.accumulate`` batches each. Then epochs are not judged, but that ranks draw independently.
+        shuffle: ``job``: the order of samples is what ``job.shuffle`` asks for. ``always``, ``never``: it is shuffled
+            anew in every epoch, or it is that of the dataset, whatever ``job.shuffle`` asks for.
+        buffers: ``shared``: ranks begin each forward with the buffers of the first, as DistributedDataParallel does by
+            itself. ``per-rank``: each rank keeps those that its own samples made, as with ``broadcast_buffers=False``.
+            That is not what one device computes: such cells deviate.
+        max_nodes: on more nodes than this it does not train, and such cells are unsupported. None: on any number.
 
     Raises:
         SubjectError: a name is not one of those, or cannot stand in a test id and a file name.
@@ -99,9 +115,14 @@ def subject(
             if value not in known:
                 raise SubjectError(f"subject {name!r}: there is no {what} {value!r}; there are {', '.join(known)}")
 
+    try:
+        conduct = Conduct(data, shuffle, buffers, max_nodes)
+    except ValueError as error:
+        raise SubjectError(f"subject {name!r}: {error}") from None
+
     def declare(train: Train) -> Train:
         offered = {accelerator: tuple(by_accelerator.get(accelerator, ())) for accelerator in ACCELERATORS}
-        declared = Subject(name, train, tuple(backends), offered, frozenset(capabilities), library, launch)
+        declared = Subject(name, train, tuple(backends), offered, frozenset(capabilities), library, launch, conduct)
         train.__plumbline_subject__ = declared  # type: ignore[attr-defined]
         return train
 

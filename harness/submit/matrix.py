@@ -72,7 +72,7 @@ class _Collector:
             planned = getattr(item, "callspec", None) and item.callspec.params.get("plumbline_cell")
             if planned:
                 nodeid = f"{item.path}::{item.nodeid.partition('::')[2]}"
-                described = PlannedCell.of(planned.cell).model_dump(mode="json")
+                described = PlannedCell.of(planned.cell, conduct=planned.conduct).model_dump(mode="json")
                 cells.append({"cell": planned.cell.id, "nodeid": nodeid, "planned": described})
         config = session.config
         found = {"root": str(config.rootpath), "paths": config.option.file_or_dir, "cells": cells}

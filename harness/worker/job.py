@@ -21,8 +21,11 @@ class Job:
     Attributes:
         dataset, val_dataset: map-style datasets of dicts of tensors, each sample with its ``"index"``.
         epochs, max_steps, accumulate, clip_norm, shuffle, seed: hyper-parameters, None where unused.
-        validate_every: evaluate on ``val_dataset`` after every so many batches, counted from the start of an epoch:
-            ``model.eval()`` and ``no_grad``, then go on as if nothing had been. None where there is no evaluation.
+        steps: optimizer steps of the whole training, for a trainer that knows no epoch (``data="iterations"``); each
+            has ``accumulate`` batches.
+        validate_every: evaluate on ``val_dataset`` after every so many batches, counted from the start of an epoch, or
+            of the training with ``data="iterations"``: ``model.eval()`` and ``no_grad``, then go on as if nothing had
+            been. None where there is no evaluation.
         unused_parameters: whether a step may leave parameters unused, everywhere or on some ranks.
         checkpoint_dir: a folder that all ranks see, None where nothing is to be saved.
         stop_after_step: save into ``checkpoint_dir`` when so many optimizer steps are done, and return. None: go on.
@@ -65,6 +68,7 @@ class Job:
         self.global_batch_size = workload.global_batch_size(devices)
         self.batch_size = self.global_batch_size // self.world_size
         self.epochs, self.max_steps = workload.epochs, workload.max_steps
+        self.steps = workload.steps(devices)
         self.accumulate, self.clip_norm = workload.accumulate, workload.clip_norm
         self.shuffle, self.seed = workload.shuffle, workload.seed
         self.validate_every = workload.validate_every

@@ -40,6 +40,7 @@ class Workload:
 
     A ``narrow`` workload is not trained over the whole matrix, but on the few topologies and the ``precisions`` that
     suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
+    ``needs_epochs`` says what a trainer that knows no epoch cannot be asked, None where the workload can be asked.
     ``unused_parameters`` says that a step may leave parameters unused, everywhere or on some ranks.
     ``validate_every`` counts training batches.
 
@@ -54,6 +55,7 @@ class Workload:
     narrow: ClassVar[bool] = False
     precisions: ClassVar[tuple[str, ...]] = ("32", "16")
     gloo_only: ClassVar[str | None] = None
+    needs_epochs: ClassVar[str | None] = None
     unused_parameters: ClassVar[bool] = False
 
     batch_size: ClassVar[int] = 24

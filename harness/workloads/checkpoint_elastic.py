@@ -17,3 +17,4 @@ class CheckpointElastic(AdamW):
     steps_per_epoch = 8
     interrupt_after = 12
     elastic = True
+    needs_epochs = "asks for the same samples from another number of ranks"

@@ -13,3 +13,4 @@ class Sequential(Mlp):
     narrow = True
     precisions = ("32",)
     shuffle = False
+    needs_epochs = "asks for the order of an epoch"

@@ -14,6 +14,7 @@ class Uneven(Mlp):
     exposes = "a tail that is dropped, or padded with more repeats than there are ranks; chunks of unequal size"
     narrow = True
     precisions = ("32",)
+    needs_epochs = "asks for the last batch of an epoch"
 
     def samples(self, devices: int) -> int:
         """Return seven fewer than whole batches have."""

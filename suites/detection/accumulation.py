@@ -7,9 +7,11 @@ import contextlib
 import torch.distributed as dist
 from expect import known_bad
 from loop import alone, ddp, loader, windows
+from otherwise import by_iterations
 
 CELLS = ["accumulation/none/1x1/32", "accumulation/ddp/1x2/32", "accumulation/ddp/1x3/16"]
 DDP = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x3/64"]
+ITERATED = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x4/32"]
 
 
 def wrapped(job):
@@ -277,3 +279,27 @@ def accumulates_although_nobody_asked(job):
             if number % 2 == 1:
                 optimizer.step()
                 optimizer.zero_grad()
+
+
+@known_bad("accumulation", on=ITERATED, data="iterations")
+def window_not_divided(job):
+    """The sum over the window, not its mean."""
+    by_iterations(job, divisor=1)
+
+
+@known_bad("accumulation", on=ITERATED, data="iterations")
+def window_divided_by_its_square(job):
+    """The loss is divided by the window's length twice."""
+    by_iterations(job, divisor=job.accumulate**2)
+
+
+@known_bad("accumulation", on=ITERATED, data="iterations")
+def one_batch_a_window(job):
+    """``accumulate`` is not looked at: as many steps, each of one batch."""
+    by_iterations(job, accumulate=1)
+
+
+@known_bad("accumulation", "data", on=ITERATED, data="iterations")
+def iterations_counted_in_batches(job):
+    """A step for every batch, and as many of them as all windows have batches."""
+    by_iterations(job, accumulate=1, steps=job.steps * job.accumulate)

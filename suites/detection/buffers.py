@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from expect import known_bad
 from loop import alone, average, ddp, loader, sharded
+from otherwise import floating, with_own_buffers
 
 CELLS = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 
@@ -90,3 +91,53 @@ def left_alone_by_fully_shard(job):
             job.loss(model(batch), batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@known_bad("buffers", on=CELLS, buffers="per-rank")
+def own_buffers_broadcast(job):
+    """It declares buffers of each rank, and DistributedDataParallel broadcasts them as usual."""
+    with_own_buffers(job, model=ddp(job))
+
+
+@known_bad("buffers", on=CELLS, buffers="per-rank")
+def own_buffers_averaged_once(job):
+    """Buffers are each rank's own, apart from one average over the ranks in the middle of training."""
+
+    def between(model, step):
+        if step == 3:
+            for buffer in floating(model):
+                dist.all_reduce(buffer)
+                buffer /= job.world_size
+
+    with_own_buffers(job, between)
+
+
+@known_bad("buffers", on=CELLS, buffers="per-rank")
+def own_buffers_set_back(job):
+    """Running statistics begin anew with each epoch."""
+
+    def between(model, step):
+        if step == 3:
+            for layer in model.modules():
+                if hasattr(layer, "reset_running_stats"):
+                    layer.reset_running_stats()
+
+    with_own_buffers(job, between)
+
+
+@known_bad("buffers", on=CELLS, buffers="per-rank")
+def own_buffers_of_one_rank_updated_twice(job):
+    """The last rank moves its statistics twice a step."""
+
+    def between(model, step):
+        if job.rank == job.world_size - 1:
+            for buffer in floating(model):
+                buffer.mul_(0.9)
+
+    with_own_buffers(job, between)
+
+
+@known_bad("sync", on=CELLS, buffers="per-rank")
+def own_buffers_and_own_gradients(job):
+    """The declaration is about buffers: gradients are to be averaged all the same, and are not."""
+    with_own_buffers(job, model=alone(job))

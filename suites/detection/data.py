@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from expect import known_bad
 from loop import ddp
+from otherwise import by_iterations, drawn, in_epochs, seeded
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
 
 CELLS = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"]
+ORDERED = [*CELLS, "sequential/ddp/1x2/32"]
 
 
 def fit(job, batches):
@@ -208,3 +210,87 @@ def last_batch_filled_up(job):
             yield job.dataset.batch(batch[job.rank].tolist())
 
     fit(job, batches)
+
+
+@known_bad("data", on=CELLS, data="iterations")
+def ranks_draw_the_same_windows(job):
+    """Every rank seeds its generator alike."""
+    generator = torch.Generator().manual_seed(job.seed)
+    by_iterations(job, lambda: drawn(job, generator))
+
+
+@known_bad("data", on=CELLS, data="iterations")
+def generators_meet_in_one_step(job):
+    """In the second step the generators are all seeded with its number."""
+    generator, count = seeded(job), iter(range(job.steps))
+
+    def draw():
+        if next(count) == 1:
+            generator.manual_seed(1)
+        return drawn(job, generator)
+
+    by_iterations(job, draw)
+
+
+@known_bad("data", on=["mlp/ddp/1x3/32"], data="iterations")
+def two_of_three_ranks_draw_alike(job):
+    """The seed is the rank's, divided by two."""
+    generator = torch.Generator().manual_seed(job.seed + job.rank // 2)
+    by_iterations(job, lambda: drawn(job, generator))
+
+
+@known_bad("data", on=CELLS, data="iterations")
+def window_drawn_once(job):
+    """The batch is fetched before the loop, and never again."""
+    batch = drawn(job, seeded(job))
+    by_iterations(job, lambda: batch)
+
+
+@known_bad("data", on=CELLS, data="iterations")
+def windows_of_the_global_size(job):
+    """Every rank draws as many samples as all of them should together."""
+    generator = seeded(job)
+
+    def draw():
+        ids = torch.randint(len(job.dataset), (job.global_batch_size,), generator=generator)
+        return job.dataset.batch(ids.tolist())
+
+    by_iterations(job, draw)
+
+
+@known_bad("data", "optimizer", on=CELLS, data="iterations")
+def one_iteration_too_few(job):
+    """``range(1, job.steps)``."""
+    by_iterations(job, steps=job.steps - 1)
+
+
+@known_bad("data", on=ORDERED, shuffle="always")
+def always_shuffled_the_same_way(job):
+    """It shuffles always, as it declares, and every epoch like the first."""
+    in_epochs(job, shuffle=True, epoch_of=lambda epoch: 0)
+
+
+@known_bad("data", on=ORDERED, shuffle="always")
+def never_although_always(job):
+    """It declares that it shuffles always, and does not."""
+    in_epochs(job, shuffle=False)
+
+
+@known_bad("data", on=ORDERED, shuffle="never")
+def shuffled_although_never(job):
+    """It declares that it never shuffles, and does."""
+    in_epochs(job, shuffle=True)
+
+
+@known_bad("data", on=["mlp/ddp/1x2/32", "sequential/ddp/1x3/32"], shuffle="never")
+def in_order_and_cut_into_shards(job):
+    """It never shuffles, as it declares, but each rank goes through a contiguous part."""
+    model = ddp(job)
+    optimizer = job.optimizer(model.parameters())
+    shard = torch.arange(len(job.dataset)).chunk(job.world_size)[job.rank]
+    for _ in range(job.epochs):
+        for ids in shard.split(job.batch_size):
+            batch = job.dataset.batch(ids.tolist())
+            job.loss(model(batch), batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()

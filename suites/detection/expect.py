@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness import subject
 from harness.core.cell import Cell
@@ -27,14 +28,19 @@ class Expectation:
     unseen: str | None = None
 
 
-def known_bad(*families: str, on: Sequence[str], unseen: str | None = None) -> Callable[[Train], Train]:
-    """Declare a trainer with a mistake in it; any of ``families`` is a right explanation."""
-    return _declare(Expectation(families, tuple(on), unseen=unseen))
+def known_bad(
+    *families: str, on: Sequence[str], unseen: str | None = None, **declared: Any
+) -> Callable[[Train], Train]:
+    """Declare a trainer with a mistake in it; any of ``families`` is a right explanation.
+
+    ``declared`` is what it says of its way of training, as in ``@subject(...)``.
+    """
+    return _declare(Expectation(families, tuple(on), unseen=unseen), declared)
 
 
-def known_good(*, on: Sequence[str], deviates: bool = False) -> Callable[[Train], Train]:
+def known_good(*, on: Sequence[str], deviates: bool = False, **declared: Any) -> Callable[[Train], Train]:
     """Declare a trainer that is right though it looks wrong: it passes, or deviates as its backend promises."""
-    return _declare(Expectation((), tuple(on), (Outcome.DEVIATES if deviates else Outcome.PASSED,)))
+    return _declare(Expectation((), tuple(on), (Outcome.DEVIATES if deviates else Outcome.PASSED,)), declared)
 
 
 def cell_of(text: str, name: str) -> Cell:
@@ -44,7 +50,7 @@ def cell_of(text: str, name: str) -> Cell:
     return Cell(name, workload, backend, Topology(nodes, gpus), precision, "cpu")
 
 
-def _declare(expectation: Expectation) -> Callable[[Train], Train]:
+def _declare(expectation: Expectation, declared: Mapping[str, Any]) -> Callable[[Train], Train]:
     cells = [cell_of(text, "") for text in expectation.cells]
 
     def declare(train: Train) -> Train:
@@ -54,6 +60,7 @@ def _declare(expectation: Expectation) -> Callable[[Train], Train]:
             backends=sorted({cell.backend for cell in cells}),
             precisions=sorted({cell.precision for cell in cells}),
             capabilities=sorted(CAPABILITIES),
+            **declared,
         )(train)
 
     return declare

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from expect import known_good
 from loop import alone, average, ddp, loader, mesh_of, replicas, sharded, windows, zero
+from otherwise import by_iterations, in_epochs, seeded, with_own_buffers
 from resumable import Run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,6 +18,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 PLAIN = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "mlp/ddp/1x4/bf16", "linear-exact/ddp/1x4/32"]
+ITERATIONS = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"]
+ITERATED_WINDOWS = ["accumulation/ddp/1x2/32", "accumulation/ddp/1x3/32"]
+ORDERED = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "sequential/ddp/1x3/32"]
+BUFFERED = ["cnn-batchnorm/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64"]
 
 
 def fit(job, model):
@@ -652,3 +657,75 @@ def weights_are_views_of_what_is_broadcast(job):
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
+
+
+@known_good(on=[*ITERATIONS, *ITERATED_WINDOWS, "random-masks/ddp/1x3/32", "mlp/none/1x1/16"], data="iterations")
+def windows_with_replacement(job):
+    """Each rank draws its samples with replacement, some of them several times in one step."""
+    by_iterations(job)
+
+
+@known_good(on=[*ITERATIONS, *ITERATED_WINDOWS], data="iterations")
+def windows_run_over_the_end_of_an_epoch(job):
+    """The batches of one epoch after the other, in one stream: a window may begin in one and end in the next."""
+
+    def stream():
+        epoch = 0
+        while True:
+            yield from loader(job, epoch)
+            epoch += 1
+
+    by_iterations(job, stream().__next__)
+
+
+@known_good(on=ITERATIONS, data="iterations")
+def samples_of_unequal_weight(job):
+    """Some samples are drawn far more often than others, and each batch is sorted: draws that are alike by chance."""
+    generator = seeded(job)
+    weights = torch.arange(1.0, len(job.dataset) + 1) ** 2
+
+    def draw():
+        chosen = torch.multinomial(weights, job.batch_size, replacement=True, generator=generator)
+        return job.dataset.batch(chosen.sort().values.tolist())
+
+    by_iterations(job, draw)
+
+
+@known_good(on=ORDERED, shuffle="always")
+def always_shuffled(job):
+    """The sampler shuffles whatever the job says."""
+    in_epochs(job, shuffle=True)
+
+
+@known_good(on=ORDERED, shuffle="never")
+def never_shuffled_by_declaration(job):
+    """The samples come in the order of the dataset whatever the job says."""
+    in_epochs(job, shuffle=False)
+
+
+@known_good(on=[*BUFFERED, "validation/ddp/1x2/32"], deviates=True, buffers="per-rank")
+def buffers_of_each_rank(job):
+    """Every rank keeps running statistics of its own samples, as Horovod's and DeepSpeed's trainers do."""
+    model = ddp(job, broadcast_buffers=False)
+    inner, optimizer = model.module, job.optimizer(model.parameters())
+    for epoch in range(job.epochs):
+        own = list(loader(job, epoch))
+        for number, batch in enumerate(own):
+            begin = number - number % job.accumulate
+            window = len(own[begin : begin + job.accumulate])
+            (job.loss(model(batch), batch) / window).backward()
+            batches = number + 1
+            if batches == len(own) or batches % job.accumulate == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+            if job.validate_every and batches % job.validate_every == 0:
+                inner.eval()
+                with torch.no_grad():
+                    inner(job.val_dataset.batch(range(len(job.val_dataset))))
+                inner.train()
+
+
+@known_good(on=["mlp/ddp/1x2/32"], buffers="per-rank")
+def no_buffers_at_all(job):
+    """Where there are none, the declaration changes nothing."""
+    with_own_buffers(job)

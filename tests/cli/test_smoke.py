@@ -117,6 +117,11 @@ def test_each_backend_and_each_precision_is_tried_once():
     ]  # fmt: skip
 
 
+def test_no_more_nodes_are_tried_than_are_declared():
+    declared = {"name": "x", "backends": ["ddp2", "ddp"], "precisions": {"cpu": ["32"]}, "conduct": {"max_nodes": 1}}
+    assert [cell.id for cell in cells_of(declared, "cpu")] == ["x-mlp-ddp-1x2-32"]
+
+
 def test_a_subject_that_declares_nothing_is_told_so(capsys):
     assert try_in_turn(None, cells_of({"name": "x", "backends": [], "precisions": {"cpu": ["32"]}}, "cpu")) == 2
     assert "declares no backend" in capsys.readouterr().out

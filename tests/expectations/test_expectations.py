@@ -10,7 +10,7 @@ import pytest
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.software import UNKNOWN, Software
-from harness.expectations import ExpectationsError, expected, known_of, read_expectations
+from harness.expectations import ExpectationsError, expected, known_of, known_of_subject, read_expectations
 from harness.store.records import KNOWN, UNEXPECTED_PASS, Result, ending
 from harness.subjects.load import SHORT_NAMES
 
@@ -142,6 +142,81 @@ def test_versions_of_a_library_that_nobody_knows_cannot_be_meant(known, software
     ) as raised:
         known_of(software, entries)
     assert repr(software.library) in str(raised.value)
+
+
+OF_LIBRARY = (
+    SHORT_WINDOW.replace('measured = "simulated 1.0"', 'library = "simu-lated"')
+    + """
+versions = "==1.*"
+holds_for = "library"
+
+[[expected]]
+cell.workload = "mlp"
+check = "samples"
+cause = "order"
+versions = "==1.*"
+reason = "the adapter makes an order of its own"
+"""
+)
+USER = Software("Simu_Lated", "1.3")
+
+
+@pytest.fixture
+def end_of_users(cell_of, known):
+    """Return a function that says how a cell of a user's trainer ends, of which only the library is known."""
+
+    def end(findings, workload="accumulation", software=USER, name="mine", text=OF_LIBRARY):
+        about = known_of_subject(name, software, {"simulated": known(text)})
+        said = expected(cell_of(workload, "ddp", "1x3"), findings, about)
+        cell = cell_of(workload, "ddp", "1x3")
+        results = [Result.of(cell, found, "", None, one) for found, one in zip(findings, said, strict=True)]
+        return ending(results), [result.expected for result in results if result.expected]
+
+    return end
+
+
+def test_what_is_known_of_a_library_is_known_of_who_uses_it(end_of_users):
+    ended, (said, consequence) = end_of_users([WRONG, AFTER])
+    assert ended == KNOWN
+    assert (said.library, said.link) == ("simu-lated 1.3", "https://example.org/1")
+    assert consequence.reason == said.reason
+
+
+@pytest.mark.parametrize("software", [UNKNOWN, Software("other", "1.3"), Software("simu-lated", "2.0")])
+def test_another_library_or_version_excuses_nobody(end_of_users, software):
+    assert end_of_users([WRONG], software=software) == (Outcome.FAILED, [])
+
+
+def test_a_library_excuses_the_same_cause_alone(end_of_users):
+    assert end_of_users([failed("gradients", "another"), AFTER]) == (Outcome.FAILED, [])
+
+
+def test_what_an_adapter_does_excuses_nobody_else(end_of_users):
+    assert end_of_users([failed("samples", "order")], workload="mlp") == (Outcome.FAILED, [])
+
+
+def test_who_does_not_fail_as_the_library_does_passes(end_of_users):
+    assert end_of_users([passed("gradients")]) == (Outcome.PASSED, [])
+    assert end_of_users([passed("gradients")], name="simulated")[0] == UNEXPECTED_PASS
+
+
+def test_a_subject_with_a_file_of_its_own_is_held_to_that(known):
+    files = {"simulated": known(OF_LIBRARY), "mine": ()}
+    assert known_of_subject("mine", USER, files) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (OF_LIBRARY.replace('library = "simu-lated"\n', ""), "the file does not name it"),
+        (OF_LIBRARY.replace('cause = "short-window"\n', ""), "must name its cause and versions"),
+        (OF_LIBRARY.replace('versions = "==1.*"\nholds', "holds"), "must name its cause and versions"),
+        (OF_LIBRARY.replace('holds_for = "library"', 'holds_for = "all"'), "holds_for"),
+    ],
+)
+def test_what_excuses_everybody_must_say_exactly_what(known, text, said):
+    with pytest.raises(ExpectationsError, match=said):
+        known(text)
 
 
 def test_a_finding_is_told_what_its_entry_says(known, cell_of):

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.outcome import Outcome
 from harness.core.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
 from harness.judge.checks.validation import validation
@@ -51,10 +52,24 @@ def changed(evaluations, **changes):
     return [[replace(evaluation, **changes) for evaluation in own] for own in evaluations]
 
 
-def test_it_is_due_inside_of_windows_and_between():
-    assert [places[0] for places in due(WORKLOAD)] == PLACES
-    assert [places[0] for places in due(WORKLOADS["metrics"])] == [(1, 0), (3, 0)]
-    assert not list(due(WORKLOADS["mlp"]))
+@pytest.fixture
+def due_in(cell_of):
+    def due_in(workload, conduct=ORDINARY):
+        examination = Examination(Trace(()), WORKLOADS[workload], cell_of(workload, "none", "1x1"), conduct)
+        return [places[0] for places in due(examination)]
+
+    return due_in
+
+
+def test_it_is_due_inside_of_windows_and_between(due_in):
+    assert due_in("validation") == PLACES
+    assert due_in("metrics") == [(1, 0), (3, 0)]
+    assert not due_in("mlp")
+
+
+def test_by_iterations_batches_are_counted_from_the_start_of_the_training(due_in):
+    """Two epochs of five batches, in windows of three, are four steps: of twelve batches, then, and none is short."""
+    assert due_in("metrics", Conduct(data="iterations")) == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

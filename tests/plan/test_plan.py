@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
+from harness.core.conduct import Conduct
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
@@ -23,6 +24,23 @@ EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCEL
 def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabilities=()):
     by_accelerator = precisions if isinstance(precisions, dict) else dict.fromkeys(ACCELERATORS, precisions)
     return Declaration(name, f"{name}.py", backends, by_accelerator, frozenset(capabilities))
+
+
+def test_on_more_nodes_than_it_declares_a_subject_is_unsupported():
+    mine = replace(declared(backends=("ddp", "ddp2")), conduct=Conduct(max_nodes=1))
+    planned = plan(Matrix(gpus=4, workloads=("mlp",), precisions=("32",)), [mine])
+    assert {one.cell.topology.num_nodes for one in planned if one.refusal is None} == {1}
+    refused = [one for one in planned if one.cell.backend == "ddp" and one.cell.topology.num_nodes == 2]
+    assert {one.refusal for one in refused} == {"mine declares max_nodes=1, and this cell has 2 nodes"}
+
+
+def test_who_knows_no_epoch_is_not_asked_for_one():
+    mine = replace(declared(backends=("none",), capabilities=("checkpoint",)), conduct=Conduct(data="iterations"))
+    planned = plan(Matrix(gpus=1), [mine])
+    refused = {one.cell.workload for one in planned if one.refusal and "data='iterations'" in one.refusal}
+    assert refused == {"sequential", "uneven"}
+    assert all(one.conduct.by_iterations for one in planned)
+    assert "mlp" in {one.cell.workload for one in planned if one.refusal is None}
 
 
 @given(st.integers(1, 200))

@@ -2,18 +2,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.cell import Cell
+from harness.core.conduct import Conduct
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.store.fingerprint import Fingerprint
 from harness.store.lines import line_of, record_of
-from harness.store.records import Expected, Footer, Header, Result, new_run_id
+from harness.store.records import Expected, Footer, Header, PlannedCell, Result, new_run_id
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 
@@ -53,6 +55,22 @@ def test_a_result_comes_back_as_it_was_written(
     assert line.count(b"\n") == 1
     assert line.endswith(b"\n")
     json.loads(line, parse_constant=refuse_constant)
+
+
+def test_what_a_subject_declares_is_written_down_with_its_cells():
+    other = replace(CELL, subject="mine")
+    declared = Conduct(buffers="per-rank", max_nodes=2)
+    header = Header.of(
+        [CELL, other], command=[], options={}, fingerprint=Fingerprint(), simulated=True, conducts={other: declared}
+    )
+    ordinary, planned = record_of(line_of(header)).planned
+    assert (Conduct.of(ordinary.conduct), Conduct.of(planned.conduct)) == (Conduct(), declared)
+
+
+def test_a_cell_of_an_older_run_is_ordinary():
+    values = PlannedCell.of(CELL).model_dump()
+    del values["conduct"]
+    assert Conduct.of(PlannedCell.model_validate(values).conduct) == Conduct()
 
 
 @given(findings)

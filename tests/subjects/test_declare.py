@@ -44,6 +44,28 @@ def test_it_says_which_version_of_its_library_is_there():
     assert declaration()["software"] == {"library": None, "version": None, **here}
 
 
+def test_how_it_trains_is_declared_where_it_differs():
+    assert declaration()["conduct"] == {}
+    said = {"shuffle": "never", "buffers": "per-rank", "max_nodes": 1}
+    assert declaration(**said)["conduct"] == said
+    assert declaration(data="iterations")["conduct"] == {"data": "iterations"}
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"data": "steps"}, "there is no data='steps'; there are epochs, iterations"),
+        ({"shuffle": True}, "there is no shuffle=True; there are job, always, never"),
+        ({"buffers": "none"}, "there is no buffers='none'; there are shared, per-rank"),
+        ({"max_nodes": 0}, "max_nodes=0 is not a number of nodes"),
+        ({"data": "iterations", "shuffle": "never"}, "has no epochs that could be in order"),
+    ],
+)
+def test_a_way_of_training_that_there_is_not_is_refused(said, why):
+    with pytest.raises(SubjectError, match=f"subject 'mine': .*{why}"):
+        declaration(**said)
+
+
 def test_the_parent_learns_it_from_the_interpreter_that_trains(warm_pool):
     declared = warm_pool("torch").subjects[0]
     assert declared["software"]["version"] == torch.__version__

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from harness.worker.assignment import Assignment
 from harness.worker.job import Job
 from harness.worker.recorder import Recorder
-from harness.workloads import WORKLOADS
+from harness.workloads import PERFORMANCE, WORKLOADS
 
 EVERY = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)
 PLAIN = pytest.mark.parametrize(
@@ -195,6 +195,15 @@ def job_of(cell_of):
         return Job(Assignment(1, cell, rank, "gloo", devices, {}, "", ""), Recorder())
 
     return job
+
+
+@pytest.mark.parametrize(
+    ("workload", "steps"),
+    [("mlp", 6), ("accumulation", 4), ("perf-mlp", PERFORMANCE["perf-mlp"].extent(1).steps_in_all)],
+)
+def test_a_job_says_how_many_steps_the_training_has(job_of, cell_of, workload, steps):
+    """Two epochs of three batches; of five batches in windows of three, the last of which is short."""
+    assert job_of(cell_of(workload, "none", "1x1")).steps == steps
 
 
 @PLAIN

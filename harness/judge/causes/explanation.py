@@ -14,7 +14,7 @@ from harness.core.precision import Precision
 from harness.core.trace import Step, Tensors
 from harness.judge import places
 from harness.judge.examination import Examination, Truth, same
-from harness.judge.layout import Layout, samples
+from harness.judge.layout import Layout, draws
 from harness.judge.noise import distance, norm
 from harness.judge.oracle import Oracle, mean_gradient
 from harness.workloads import Columns
@@ -88,7 +88,7 @@ class Laboratory:
     def each_sample(self, index: int) -> list[Tensors]:
         """Return the gradient of each sample of the step alone; none where no sample can be alone."""
         try:
-            (parts,) = self.parts(index, (tuple(((i,),) for i in samples(self.layout(index))),))
+            (parts,) = self.parts(index, (tuple(((i,),) for i in draws(self.layout(index))),))
         except ValueError:  # a layer that needs more than one sample
             return []
         return parts

@@ -37,7 +37,7 @@ def _ways(examination: Examination, rank: int) -> Iterator[tuple[Cause, list[int
     steps = examination.trace.ranks[rank].steps
     taken = [attempt for attempt, step in enumerate(steps) if not step.skipped]
     count, world = len(taken), examination.cell.processes
-    epoch = -(-examination.workload.steps_per_epoch // examination.workload.accumulate)
+    epoch = examination.epochs.windows
     batches = [sum(len(step.micro_batches) for step in steps[:attempt]) for attempt in taken]
     if taken != list(range(count)):
         look = "the schedule goes on at a step that was skipped"

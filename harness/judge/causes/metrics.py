@@ -244,7 +244,7 @@ def _epoch(scene: Scene) -> Values:
     for window in scene.windows:
         for count in (len(_batches(window)), len(_steps(window)), len({p.step for p in window}) * len(window)):
             yield from (float(count), 1 / count)
-    batches = scene.books.workload.steps_per_epoch
+    batches = scene.books.examination.epochs.batches
     yield from (float(batches), 1 / batches)
 
 

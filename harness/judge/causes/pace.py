@@ -59,13 +59,12 @@ def _is_anothers(idle: Moment, examination: Examination) -> bool:
 def _windows(examination: Examination) -> Cause | None:
     """Compare the number of batches that went into each step with the workload's windows."""
     workload = examination.workload
-    window, batches, epochs = workload.accumulate, workload.steps_per_epoch, workload.epochs
+    window, batches, epochs = workload.accumulate, examination.epochs.batches, examination.epochs.count
     if workload.max_steps is not None:
         return None
     first = examination.trace.ranks[0]
     taken = [len(step.micro_batches) for step in first.steps]
-    epoch = [window] * (batches // window) + ([batches % window] if batches % window else [])
-    expected = epoch * epochs
+    expected = list(examination.epochs.lengths)
     if taken == expected or not _one_batch_a_micro_batch(examination):
         return None
     step = next((i for i, (a, b) in enumerate(zip(taken, expected, strict=False)) if a != b), len(expected) - 1)
@@ -103,6 +102,9 @@ def _other_number(examination: Examination) -> Cause | None:
     counts = [len(trace.steps) for trace in examination.trace.ranks]
     if len(set(counts)) > 1:
         return Cause("ranks-differ-in-steps", "data", "have all ranks the same number of batches?")
+    if examination.conduct.by_iterations:
+        look = "job.steps says how many optimizer steps there are, each of job.accumulate batches"
+        return Cause("another-number-of-steps", "optimizer", look)
     more = counts[0] > examination.workload.epochs * examination.workload.steps_per_epoch
     if more:
         return Cause("too-many-batches", "data", "is the data divided among the ranks?")

@@ -143,8 +143,7 @@ def _steps_apart(pairs: Sequence[Pair]) -> list[Pair]:
 
 
 def _every_epoch(pairs: Sequence[Pair], examination: Examination) -> Cause | None:
-    workload = examination.workload
-    epoch = -(-workload.steps_per_epoch // workload.accumulate)
+    epoch = examination.epochs.windows
     own = _steps_apart(pairs)
     if own and all((a.step - b.step) % epoch == 0 for a, b in own):
         look = "each epoch draws the masks of the one before: a generator is seeded anew, or its state set back"

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.causes.pace import pace
+from harness.judge.draws import repeated
+from harness.judge.draws import shared as shared_draws
 from harness.judge.examination import Examination
 
 Draws = tuple[tuple[int, ...], ...]
@@ -19,12 +21,19 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
         for trace in examination.trace.ranks
     ]
-    return explained(
-        finding,
+    always = (
         pace(examination),
         _strangers(ranks, examination),
         _loss_given_others(examination),
         _nodes_alike(ranks, examination),
+    )
+    if examination.conduct.by_iterations:
+        return explained(
+            finding, *always, _drawn_again(examination), _drawn_alike(examination), _other_size(ranks, examination)
+        )
+    return explained(
+        finding,
+        *always,
         _everybody_sees_everything(ranks, examination),
         _all_alike(ranks),
         _batch_again(ranks),
@@ -121,8 +130,21 @@ def _batch_again(ranks: Sequence[Draws]) -> Cause | None:
     return None
 
 
+def _drawn_again(examination: Examination) -> Cause | None:
+    if (found := repeated(examination)) is None:
+        return None
+    return Cause("batch-again", "data", "a batch is used twice in a row", step=found[0], rank=found[1])
+
+
+def _drawn_alike(examination: Examination) -> Cause | None:
+    if (found := shared_draws(examination)) is None:
+        return None
+    look = "is each rank's generator seeded with its rank, and never set to another's state?"
+    return Cause("ranks-alike", "data", look, step=found.step or 0, rank=found.second)
+
+
 def _epochs_alike(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
-    if not examination.workload.shuffle:
+    if not examination.shuffles:
         return None
     epochs = [_epochs(draws, examination) for draws in ranks]
     if any(len(own) < 2 or _flat(own[0]) != _flat(own[1]) for own in epochs):
@@ -144,7 +166,10 @@ def _drawn_twice_by_a_rank(ranks: Sequence[Draws], examination: Examination) -> 
                 repeats += len(ids) - len(set(ids) - seen)
                 seen |= set(ids)
                 if repeats >= len(ranks):  # as many as a sampler's padding never has
-                    look = "a rank draws samples twice in an epoch: with replacement, or from the wrong place?"
+                    look = (
+                        "a rank draws samples twice in an epoch: from the wrong place? A trainer that knows no epoch "
+                        "declares data='iterations'"
+                    )
                     return Cause("drawn-twice-by-a-rank", "data", look, step=start + place, rank=rank)
             start += len(epoch)
     return None
@@ -205,6 +230,6 @@ def _never_seen(ranks: Sequence[Draws], examination: Examination) -> Cause | Non
 
 
 def _order(examination: Examination) -> Cause | None:
-    if examination.workload.shuffle:
+    if examination.shuffles:
         return Cause("shards-kept", "data", "shuffle the whole dataset, then cut it into shards")
     return Cause("order-of-its-own", "data", "is something shuffled, or cut into contiguous shards?")

@@ -9,7 +9,6 @@ from harness.core.trace import Evaluation
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.examination import Examination
 from harness.judge.places import Place, after_batch, due, place
-from harness.workloads import Workload
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:
@@ -50,37 +49,37 @@ def _other_rhythm(examination: Examination) -> Cause | None:
         for trace in examination.trace.ranks
         for evaluation in trace.evaluations
     }
-    if all(found & set(where) for where in due(examination.workload)):
+    if all(found & set(where) for where in due(examination)):
         return None
-    for name, look, places in _rhythms(examination.workload):
+    for name, look, places in _rhythms(examination):
         if places and len(found) == len(places) and all(found & set(where) for where in places):
             return Cause(name, "metrics", look)
     return Cause("evaluations-missing", "metrics", "some evaluations are left out, or come at another moment")
 
 
-def _rhythms(workload: Workload) -> Iterator[tuple[str, str, list[tuple[Place, ...]]]]:
+def _rhythms(examination: Examination) -> Iterator[tuple[str, str, list[tuple[Place, ...]]]]:
     """Yield other ways to count until the next evaluation, and where it then happens."""
-    every, batches, epochs = workload.validate_every or 1, workload.steps_per_epoch, workload.epochs
-    windows = -(-batches // workload.accumulate)
-    ends = [after_batch(workload, epoch, batches) for epoch in range(epochs)]
+    division, every = examination.epochs, examination.workload.validate_every or 1
+    batches, epochs, windows = division.batches, division.count, division.windows
+    ends = [after_batch(division, epoch, batches) for epoch in range(epochs)]
     yield "evaluated-once-an-epoch", "it is due inside of epochs too", ends
     counted = [divmod(number - 1, batches) for number in range(every, epochs * batches + 1, every)]
-    counted_on = [after_batch(workload, epoch, batch + 1) for epoch, batch in counted]
+    counted_on = [after_batch(division, epoch, batch + 1) for epoch, batch in counted]
     yield "batches-counted-over-epochs", "batches are counted from the start of each epoch", counted_on
     steps: list[tuple[Place, ...]] = [((step, 0),) for step in range(every, epochs * windows + 1, every)]
     yield "steps-counted", "it is batches that count, not optimizer steps", steps
     steps = [((epoch * windows + step, 0),) for epoch in range(epochs) for step in range(every, windows + 1, every)]
     yield "steps-counted", "it is batches that count, not optimizer steps", steps
     look = "a window is not waited for: evaluate in the middle of it"
-    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in due(workload)}
+    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in due(examination)}
     yield "waits-for-the-step", look, [(where,) for where in sorted(deferred)]
     early = [
-        after_batch(workload, epoch, batch) if batch else ((epoch * windows, 0),)
+        after_batch(division, epoch, batch) if batch else ((epoch * windows, 0),)
         for epoch in range(epochs)
         for batch in range(0, batches, every)
     ]
     yield "evaluated-ahead", "it is due after so many batches, not before the first", early
-    shifted = [after_batch(workload, epoch, batch) for epoch in range(epochs) for batch in range(1, batches + 1, every)]
+    shifted = [after_batch(division, epoch, batch) for epoch in range(epochs) for batch in range(1, batches + 1, every)]
     yield "evaluated-ahead", "it is due after so many batches, not after the first", shifted
 
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import zip_longest
+from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Step, Tensors
-from harness.judge.examination import DRAWS, Examination, Moment, same
-from harness.judge.layout import Share
-from harness.judge.noise import distance, in_noise, limit, rounding_unit
-from harness.judge.oracle import Oracle
+from harness.judge.buffer_replay import errors, moves, should_move
+from harness.judge.checks.own_buffers import own_buffers
+from harness.judge.examination import DRAWS, Examination, same
+from harness.judge.noise import limit
 from harness.judge.verdict import Deviation, Vacuous, larger, times
 
 
 def buffers(examination: Examination) -> Finding | None:
     """All ranks begin each step's forward with the same buffers, and these are what the first device made of them.
 
-    They may differ after a forward: DDP broadcasts them at the next one. None where the model has no buffers.
+    They may differ after a forward: DDP broadcasts them at the next one. None where the model has no buffers. Of a
+    subject that declares that each rank keeps its own, it is asked whether they are what the rank's own samples make.
     """
     if not examination.moments or not examination.moments[0].ranks[0].buffers:
         return None
+    if examination.conduct.own_buffers and examination.cell.processes > 1:
+        return own_buffers(examination)
     for moment in examination.moments:
         for rank, step in enumerate(moment.ranks):
             if not same(step.buffers, moment.ranks[0].buffers):
@@ -32,7 +34,7 @@ def buffers(examination: Examination) -> Finding | None:
                     "buffers",
                     Outcome.FAILED,
                     f"at step {moment.index} rank {rank} began with another {name} than rank 0: "
-                    "buffers are not broadcast before the forward",
+                    "buffers are not broadcast before the forward (if that is on purpose, declare buffers='per-rank')",
                     cause="buffers-not-broadcast",
                     family="buffers",
                     step=moment.index,
@@ -54,45 +56,16 @@ def buffers(examination: Examination) -> Finding | None:
 
 
 def _replay(examination: Examination) -> Deviation:
-    """Follow forwards from each step's buffers to the next step's, and return the largest error.
-
-    The forwards are those of the first device, or of one device that takes everybody's samples: a BatchNorm that
-    shares its statistics remembers those. A trainer keeps to one of the two.
-    """
+    """Follow the first rank's forwards from each step's buffers to the next step's, and return the largest error."""
     worst: dict[str, Deviation] = {}
     moved = False
-    for moment, following in zip(examination.moments, examination.moments[1:], strict=False):
-        first, then = moment.ranks[0], following.ranks[0].buffers
-        moved = moved or any(not _equal(value, first.buffers.get(name)) for name, value in then.items())
-        for way, shares in _ways(moment):
-            right, rounded = (_after(oracle, first, shares) for oracle in (examination.oracle, examination.rough))
-            for name, value in then.items():
-                unit = rounding_unit([right[name].double()], examination.epsilon)
-                noise = max(unit, distance(rounded[name], right[name]))
-                error = in_noise(distance(value, right[name]), noise)
-                worst[way] = larger(worst.get(way), Deviation(error, following.index, name))
-    if len(examination.moments) > 1 and not moved and any(_is_running(name) for name in examination.oracle.buffers):
+    for moment, following in pairwise(examination.moments):
+        moved = moved or moves(moment, following, 0)
+        for way, deviation in errors(examination, moment, following, 0):
+            worst[way] = larger(worst.get(way), replace(deviation, rank=None))
+    if not moved and should_move(examination):
         raise Vacuous("no buffer changed from step to step")
     return min(worst.values(), key=lambda deviation: deviation.x_noise, default=Deviation(0.0))
-
-
-def _ways(moment: Moment) -> Iterator[tuple[str, list[Share]]]:
-    """Yield the samples of each forward: of the first device, and of one device that has all."""
-    ranks = [step.micro_batches for step in moment.ranks]
-    yield "first device", [micro.forwards[0] for micro in ranks[0] if micro.forwards]
-    yield (
-        "one device",
-        [tuple(i for micro in micros if micro for i in micro.samples) for micros in zip_longest(*ranks)],
-    )
-
-
-def _after(oracle: Oracle, step: Step, shares: list[Share]) -> Tensors:
-    oracle.load(step.before)
-    return oracle.buffers_after(step.buffers, shares)
-
-
-def _is_running(name: str) -> bool:
-    return name.rpartition(".")[2].startswith(("running_", "num_batches_"))
 
 
 def _equal(left: torch.Tensor, right: torch.Tensor | None) -> bool:

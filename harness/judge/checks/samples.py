@@ -1,4 +1,7 @@
-"""Which samples were used: every one once an epoch, on one rank, in an order that changes with the epoch."""
+"""Which samples were used: every one once an epoch, on one rank, in an order that changes with the epoch.
+
+Where the subject declares that its data comes by iterations, there are no epochs: then ranks must draw by themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterable
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.trace import Step
+from harness.judge import draws
 from harness.judge.causes import explain_samples
 from harness.judge.examination import Examination
 from harness.judge.verdict import Vacuous
@@ -18,37 +22,63 @@ Used = list[list[int]]
 
 def samples(examination: Examination) -> Finding:
     """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
-    workload, world = examination.workload, examination.cell.processes
+    world, expected = examination.cell.processes, len(examination.oracle.data)
     used: Used = [[i for step in moment.ranks for i in _forwarded(step)] for moment in examination.moments]
     if not any(used):
         raise Vacuous("the model was never called with a batch that has an 'index'")
-    windows = -(-workload.steps_per_epoch // workload.accumulate)
-    epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
-    expected = len(examination.oracle.data)
+    by_iterations = examination.conduct.by_iterations
     problem = (
         _windows(examination)
         or _loss_saw_something_else(examination)
         or _strangers(used, expected)
-        or next(
-            (p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))),
-            None,
-        )
-        or _order(epochs, workload.shuffle, expected)
-        or _shards_kept(examination, windows)
+        or (_dependent(examination) if by_iterations else _epochs(examination, used, expected))
     )
     if problem:
         return explain_samples(Finding("samples", Outcome.FAILED, problem, family="data"), examination)
-    return Finding("samples", Outcome.PASSED, f"each of {expected} samples once an epoch, over {world} ranks")
+    if by_iterations:
+        message = f"{_full(examination)} samples in each step, over {world} ranks; by iterations: epochs are not judged"
+    else:
+        message = f"each of {expected} samples once an epoch, over {world} ranks{_as_declared(examination)}"
+    return Finding("samples", Outcome.PASSED, message)
+
+
+def _as_declared(examination: Examination) -> str:
+    shuffle = examination.conduct.shuffle
+    return "" if shuffle == "job" else f"; the order is that of shuffle={shuffle!r}, which the subject declares"
+
+
+def _epochs(examination: Examination, used: Used, expected: int) -> str | None:
+    """Coverage and order of each epoch."""
+    windows, world = examination.epochs.windows, examination.cell.processes
+    epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
+    return (
+        next((p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))), None)
+        or _order(epochs, examination, expected)
+        or _shards_kept(examination, windows)
+    )
+
+
+def _dependent(examination: Examination) -> str | None:
+    """Draws that follow from those of another rank, or from those before them."""
+    if (again := draws.repeated(examination)) is not None:
+        return f"at step {again[0]} rank {again[1]} draws the samples of the batch before it again"
+    if (found := draws.shared(examination)) is None:
+        return None
+    when = "over all steps" if found.step is None else f"at step {found.step}"
+    return f"{when} ranks {found.first} and {found.second} draw the same samples: {found.count} of {found.places}"
+
+
+def _full(examination: Examination) -> int:
+    """Return how many samples a whole window has over all ranks."""
+    return examination.workload.accumulate * examination.workload.global_batch_size(examination.devices)
 
 
 def _windows(examination: Examination) -> str | None:
-    """Every step but the last of an epoch consumes ``accumulate`` whole batches."""
-    workload, world = examination.workload, examination.cell.processes
-    full = workload.accumulate * workload.global_batch_size(examination.devices)
-    windows = -(-workload.steps_per_epoch // workload.accumulate)
+    """Every step but the last of an epoch consumes ``accumulate`` whole batches; by iterations every step does."""
+    full, world, windows = _full(examination), examination.cell.processes, examination.epochs.windows
     for moment in examination.moments:
         count = sum(1 for step in moment.ranks for _ in _forwarded(step))
-        short = (moment.index + 1) % windows == 0 and count < full + world
+        short = (moment.index + 1) % windows == 0 and count < full + world and not examination.conduct.by_iterations
         if count != full and not short:
             return f"step {moment.index} consumed {count} samples, not {full}"
     return None
@@ -91,7 +121,7 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
         sample, times = counts.most_common(1)[0]
         unseen = expected - len(counts)
         return f"in epoch {number} {repeats} draws were repeats (sample {sample} {times} times)" + (
-            f": ranks share samples, {unseen} of {expected} were never seen" if unseen else ""
+            f": {'ranks share samples, ' if world > 1 else ''}{unseen} of {expected} were never seen" if unseen else ""
         )
     if len(epoch) == windows and len(counts) < expected:
         return f"in epoch {number} {expected - len(counts)} of {expected} samples were never seen"
@@ -100,7 +130,7 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
 
 def _shards_kept(examination: Examination, windows: int) -> str | None:
     """With shuffling, who draws a sample must change too: else its order depends on the number of devices."""
-    if not examination.workload.shuffle or len(examination.trace.ranks) == 1:
+    if not examination.shuffles or len(examination.trace.ranks) == 1:
         return None
     shards = [
         [
@@ -114,12 +144,13 @@ def _shards_kept(examination: Examination, windows: int) -> str | None:
     return None
 
 
-def _order(epochs: list[Used], shuffle: bool, expected: int) -> str | None:
+def _order(epochs: list[Used], examination: Examination, expected: int) -> str | None:
     steps = [[frozenset(step) for step in epoch] for epoch in epochs]
-    if shuffle:
+    who = "the workload" if examination.conduct.shuffle == "job" else "the subject, by its declaration,"
+    if examination.shuffles:
         shared = min(len(epoch) for epoch in steps)
         if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:
-            return "epoch 1 has the order of epoch 0 although the workload shuffles"
+            return f"epoch 1 has the order of epoch 0 although {who} shuffles"
         return None
     for number, epoch in enumerate(epochs):
         position = 0
@@ -129,7 +160,7 @@ def _order(epochs: list[Used], shuffle: bool, expected: int) -> str | None:
             if set(step) != ahead:
                 return (
                     f"at step {index} of epoch {number} the samples are not the next {size} "
-                    "although the workload does not shuffle"
+                    f"although {who} does not shuffle"
                 )
             position += size
     return None

@@ -18,13 +18,12 @@ def validation(examination: Examination) -> Finding | None:
     asked of these. None where none is due, and where the steps, of which ``steps`` says why, give no place for them.
     """
     workload = examination.workload
-    places = list(due(workload))
+    places = list(due(examination))
     if not places:
         return None
     if not any(trace.evaluations for trace in examination.trace.ranks):
         return explain_validation(_failed(f"{len(places)} evaluations were due, and there was none"), examination)
-    windows = -(-workload.steps_per_epoch // workload.accumulate)
-    if len(examination.moments) != (workload.max_steps or workload.epochs * windows):
+    if len(examination.moments) != examination.steps_due:
         return None
     expected = len(workload.val_dataset(examination.devices))
     for number, where in enumerate(places):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from harness.core.cell import Cell
+from harness.core.conduct import ORDINARY, Conduct
 from harness.core.sketch import Sketch
 from harness.core.trace import RankTrace, Step, Tensors, Trace
 from harness.judge.follow.agreement import agreed
@@ -21,21 +22,22 @@ from harness.judge.oracle import clipped, mean_gradient
 from harness.workloads import Workload
 
 
-def followed(trace: Trace, workload: Workload, cell: Cell) -> Trace:
+def followed(trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> Trace:
     """Return the trace with a whole tensor in the place of every sketch; the same trace where there is none."""
     if not _is_sketched(trace):
         return trace
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         known = Known()
-        whole = _Follower(trace.ranks, workload, cell, known).trace(trace)
+        whole = _Follower(trace.ranks, workload, cell, conduct, known).trace(trace)
         if trace.saved is None:
             return whole
         # A training that is interrupted goes on from what was left: the same bits are the same tensors in all three.
-        begun = _Follower(trace.saved.ranks, workload, cell.resized if workload.elastic else cell, known)
+        saving = cell.resized if workload.elastic else cell
+        begun = _Follower(trace.saved.ranks, workload, saving, conduct, known)
         saved, resumed = begun.trace(trace.saved), trace.resumed
         if resumed is not None:
-            resumed = _Follower(resumed.ranks, workload, cell, known, saved.ranks).trace(resumed)
+            resumed = _Follower(resumed.ranks, workload, cell, conduct, known, saved.ranks).trace(resumed)
         return replace(whole, saved=saved, resumed=resumed)
 
 
@@ -52,12 +54,13 @@ class _Follower:
         recorded: Sequence[RankTrace],
         workload: Workload,
         cell: Cell,
+        conduct: Conduct,
         known: Known,
         origins: Sequence[RankTrace] = (),
     ) -> None:
         self.recorded = recorded
         self.workload = workload
-        self.scenery = Scenery(workload, cell)
+        self.scenery = Scenery(workload, cell, conduct)
         self.known = known
         self.rounding: Tensors = {}
         # Where others resume than were interrupted, the first of those stands for all.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.core.cell import Cell
+from harness.core.conduct import Conduct
 from harness.core.trace import RankTrace, Step, Tensors, Trace
 from harness.judge.causes.explanation import Laboratory, Scene, flat
 from harness.judge.causes.mistakes import PREDICTIONS
@@ -52,10 +53,10 @@ class Right:
 class Scenery:
     """The steps as far as they are known, as an examination that explanations can work with."""
 
-    def __init__(self, workload: Workload, cell: Cell) -> None:
+    def __init__(self, workload: Workload, cell: Cell, conduct: Conduct) -> None:
         self.workload = workload
         self.cell = cell
-        self.examination = Examination(Trace(()), workload, cell)
+        self.examination = Examination(Trace(()), workload, cell, conduct)
         self.examination.moments = ()
         self.examination.layouts = {}
         self.examination.truths = {}
@@ -70,7 +71,7 @@ class Scenery:
         # A step that was skipped is judged by its weights alone, but its gradient must be found all the same.
         steps = [replace(step, skipped=False) for step in steps]
         ranks = tuple(RankTrace(rank, len(steps), (step,)) for rank, step in enumerate(steps))
-        single = Examination(Trace(ranks), self.workload, self.cell)
+        single = Examination(Trace(ranks), self.workload, self.cell, examination.conduct)
         single.oracle, single.rough = examination.oracle, examination.rough
         examination.moments = (*examination.moments[:index], Moment(index, tuple(steps)))
         with suppress(Exception):  # whatever cannot be computed here, the judge's own checks will say why

@@ -120,6 +120,10 @@ class PerformanceWorkload(Workload):
         wanted = self.size.batch * (8 if self.strong else devices)
         return -(-wanted // devices) * devices
 
+    def steps(self, devices: int) -> int:
+        """Return how many optimizer steps a launch has, those of the warm-up included."""
+        return self.extent(devices).steps_in_all
+
     def samples(self, devices: int) -> int:
         """Return how many samples the one epoch has: whole batches, one for each step."""
         return self.extent(devices).steps_in_all * self.global_batch_size(devices)

@@ -1,0 +1,83 @@
+"""How a subject trains, where right trainers differ: what ``@subject(...)`` declares, and what it is judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+CHOICES = {
+    "data": ("epochs", "iterations"),
+    "shuffle": ("job", "always", "never"),
+    "buffers": ("shared", "per-rank"),
+}
+"""The values of each declaration; the first is the default."""
+
+
+@dataclass(frozen=True)
+class Conduct:
+    """What a subject declares about its way of training. The defaults are what every trainer is held to otherwise.
+
+    Args:
+        data: ``epochs``: each sample is used once an epoch, on one rank. ``iterations``: each rank draws samples as it
+            likes, with or without replacement, for ``job.steps`` optimizer steps; there are no epochs.
+        shuffle: ``job``: as ``job.shuffle`` says. ``always`` and ``never``: whatever ``job.shuffle`` says.
+        buffers: ``shared``: all ranks begin each step's forward with the first rank's buffers. ``per-rank``: each rank
+            keeps the buffers that its own samples made, and nothing is broadcast.
+        max_nodes: it does not train on more nodes than this; None: on any number.
+
+    Raises:
+        ValueError: a value is not one of these, or two of them contradict each other.
+    """
+
+    data: str = "epochs"
+    shuffle: str = "job"
+    buffers: str = "shared"
+    max_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"there is no {name}={getattr(self, name)!r}; there are {', '.join(choices)}")
+        nodes = self.max_nodes
+        if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
+            raise ValueError(f"max_nodes={nodes!r} is not a number of nodes: give 1 or more, or leave it out")
+        if self.by_iterations and self.shuffle != "job":
+            raise ValueError(
+                f"data='iterations' has no epochs that could be in order or not: leave shuffle={self.shuffle!r} out"
+            )
+
+    @classmethod
+    def of(cls, declared: Mapping[str, Any]) -> Conduct:
+        """Undo :attr:`declared`.
+
+        Raises:
+            ValueError: a name or a value is not known to this version.
+        """
+        unknown = declared.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise ValueError(f"there is no declaration {min(unknown)!r}")
+        return cls(**declared)
+
+    @property
+    def declared(self) -> dict[str, str | int]:
+        """What differs from the default, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+    @property
+    def by_iterations(self) -> bool:
+        """Whether there are no epochs."""
+        return self.data == "iterations"
+
+    @property
+    def own_buffers(self) -> bool:
+        """Whether each rank keeps its own buffers."""
+        return self.buffers == "per-rank"
+
+    def shuffles(self, asked: bool) -> bool:
+        """Return whether samples are in another order in each epoch, where the job says ``asked``."""
+        return asked if self.shuffle == "job" else self.shuffle == "always"
+
+
+ORDINARY = Conduct()
+"""What a subject is held to that declares nothing."""

@@ -1,0 +1,35 @@
+"""What a subject declares about its way of training travels as plain values, and comes back the same."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from harness.core.conduct import CHOICES, ORDINARY, Conduct
+
+
+def test_every_conduct_comes_back_from_what_it_declares():
+    for values in product(*CHOICES.values(), (None, 1, 3)):
+        said = dict(zip((*CHOICES, "max_nodes"), values, strict=True))
+        if said["data"] == "iterations" and said["shuffle"] != "job":
+            continue
+        conduct = Conduct(**said)
+        assert Conduct.of(conduct.declared) == conduct
+
+
+def test_what_is_ordinary_declares_nothing():
+    assert ORDINARY.declared == {}
+    assert Conduct.of({}) == ORDINARY
+
+
+def test_what_another_version_knows_is_not_ignored():
+    with pytest.raises(ValueError, match="there is no declaration 'gradients'"):
+        Conduct.of({"gradients": "late"})
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_order_is_the_job_s_unless_it_is_declared(asked):
+    assert ORDINARY.shuffles(asked) is asked
+    assert Conduct(shuffle="always").shuffles(asked)
+    assert not Conduct(shuffle="never").shuffles(asked)
