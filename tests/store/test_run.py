@@ -199,7 +199,7 @@ def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
 def test_an_unusable_report_directory_is_answered_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "taken" / "latest").mkdir(parents=True)
-    for report_dir in (tmp_path / "nowhere", tmp_path / "file", tmp_path / "taken"):
+    for report_dir in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "taken"):
         with pytest.raises(ReportDirUnusable, match="--report-dir"):
             RunWriter(report_dir, new_header())
 
