@@ -64,16 +64,19 @@ def _leading(words: Sequence[str]) -> Sequence[str]:
     return words[:first]
 
 
-def command(name: str, *words: str) -> str:
-    """Return a command for a shell in the present folder: ``name`` is a program of this interpreter's environment."""
-    return shlex.join([*program(name), *words])
+def command(*words: str) -> str:
+    """Return a command for a shell in the present folder, by a program of this interpreter's environment."""
+    return shlex.join([*program(words[0]), *words[1:]]) if words else ""
 
 
 def program(name: str) -> list[str]:
     """Return the words that start a program of this interpreter's environment from the present folder.
 
-    That is its name where ``PATH`` leads to it, otherwise its path; without a script it is run as a module.
+    That is its name where ``PATH`` leads to it, otherwise its path; without a script it is run as a module. What is no
+    program of ours is left as it is.
     """
+    if name not in MODULES:
+        return [name]
     folders = [Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))]
     if Path(sys.argv[0]).name == name:
         folders.insert(0, Path(sys.argv[0]).parent)

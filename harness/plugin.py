@@ -201,10 +201,6 @@ def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
 def _session(config: pytest.Config, suite: Path) -> Session:
     """Return this process's session, made at the first cell, which is one of the file ``suite``."""
     if SESSION not in config.stash:
-        if not hasattr(config.option, "gpus"):
-            raise pytest.UsageError(
-                f"the suites' options are known only where the command line names the suites: pytest {suite}"
-            )
         with _usage_errors():
             from harness.session import Session
 

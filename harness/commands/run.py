@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.commands.exits import USAGE
 from harness.core.errors import PlanError
-from harness.invocation import SUITES, program, pytest_arguments
+from harness.invocation import SUITES, command, pytest_arguments
 
 if TYPE_CHECKING:
     import pytest
@@ -22,9 +21,9 @@ def add_to(commands: Any) -> None:
     """Say how the command is called."""
     told = "run a suite, from any folder: is the trainer right, is it fast, does the judge notice?"
     # Options are pytest's to parse: to this parser no word is one.
-    command = commands.add_parser("run", help=told, add_help=False, prefix_chars=NO_PREFIX)
-    command.add_argument("words", nargs=argparse.REMAINDER)
-    command.set_defaults(do=run)
+    parser = commands.add_parser("run", help=told, add_help=False, prefix_chars=NO_PREFIX)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.set_defaults(do=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,7 +61,7 @@ def _usage() -> argparse.ArgumentParser:
     from harness.plugin import add_options
 
     parser = argparse.ArgumentParser(
-        prog=shlex.join([*program("plumbline"), "run"]),
+        usage=f"{command('plumbline', 'run')} [SUITE ...] [OPTIONS]",
         description=run.__doc__,
         epilog="-k EXPRESSION, -m smoke, -x, --lf, --collect-only, -n 2 and pytest's other options mean what they do "
         "in pytest.",

@@ -149,6 +149,13 @@ def test_what_cannot_be_done_is_a_usage_error_before_anything_runs(project, argu
     assert not list(project.root.glob("reports/*"))
 
 
+def test_options_of_the_suites_that_are_somebody_else_s_too_are_a_usage_error(project):
+    (project.root / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--gpus')\n")
+    result = project.pytest("-p", "no:plumbline", suites=("conftest.py", "suites/"))
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["*has an option of Plumbline's: *--gpus*plumbline run*"])
+
+
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_tests_that_are_no_cells_start_no_pool_and_leave_no_reports(project, workers):
     project.pytester.makepyfile(
