@@ -100,6 +100,10 @@ class Workload:
         """Return how many samples one step consumes over all devices: the least multiple that is enough."""
         return -(-self.batch_size // devices) * devices
 
+    def steps(self, devices: int) -> int:
+        """Return how many optimizer steps the whole training has."""
+        return self.max_steps or self.epochs * -(-self.steps_per_epoch // self.accumulate)
+
     def samples(self, devices: int) -> int:
         """Return how many samples an epoch has: whole batches, unless a workload says otherwise."""
         return self.steps_per_epoch * self.global_batch_size(devices)

@@ -12,8 +12,7 @@ from harness.judge.verdict import Vacuous
 def steps(examination: Examination) -> Finding:
     """Every rank attempts epochs × windows of an epoch steps, the short last window included."""
     workload = examination.workload
-    windows = -(-workload.steps_per_epoch // workload.accumulate)
-    expected = workload.max_steps or workload.epochs * windows
+    expected = workload.steps(examination.devices)
     if not examination.taken:
         raise Vacuous("no optimizer step was seen on every rank, so there is nothing to compare")
     for trace in examination.trace.ranks:
