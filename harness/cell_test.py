@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,9 +56,8 @@ class CellTest:
         return session.results(cell, findings, self._reproduce(), seconds)
 
     def _reproduce(self) -> str:
-        """Return the command that runs just this cell again, from where pytest was called."""
-        path = os.path.relpath(self._item.path, self._item.config.invocation_params.dir)
-        return self._session.reproduce(f"{path}::{self._item.nodeid.partition('::')[2]}")
+        """Return the command that runs just this cell again, from where this one was called."""
+        return self._session.reproduce(self._planned, self._item.path.parent)
 
     def _tried(self) -> Examined:
         ahead = self._session.launched(self._planned)

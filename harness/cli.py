@@ -1,4 +1,4 @@
-"""The command ``plumbline``: what there is around a run. Training over the matrix is pytest's: ``pytest suites``."""
+"""The command ``plumbline``: a run of the suites, and what there is around it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from harness.commands import compare, doctor, judge, new_subject, report, show, smoke, subjects, submit
+from harness.commands import compare, doctor, judge, new_subject, report, run, show, smoke, subjects, submit
 from harness.commands.exits import TROUBLE, USAGE
 from harness.core.errors import PlumblineError
 
-COMMANDS = (new_subject, smoke, subjects, judge, report, show, compare, submit, doctor)
+COMMANDS = (new_subject, smoke, run, subjects, judge, report, show, compare, submit, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,20 +1,18 @@
-"""What was asked on pytest's command line, in the words of the plan; and how to ask for one cell again."""
+"""What was asked on pytest's command line, in the words of the plan."""
 
 from __future__ import annotations
 
 import os
-import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.core.errors import PlanError
-from harness.core.sketch import SKETCH_ABOVE
 from harness.expectations import FOLDER, ExpectationsError
 from harness.launch.launcher import Asked, Launcher, find_launcher
 from harness.launch.settings import Settings
-from harness.measure.estimate import FEWEST_LAUNCHES
 from harness.plan import DEFAULT_GPUS, Matrix, check_devices, plan, topologies
+from harness.store.run import check_report_dir
 from harness.subjects.locator import parse_subject
 
 
@@ -23,6 +21,7 @@ class Options:
 
     Raises:
         PlanError: they ask for something that cannot be planned here.
+        ReportDirUnusable: the report directory cannot be made.
     """
 
     def __init__(self, given: Mapping[str, Any], root: Path, say: Callable[[str], None]) -> None:
@@ -34,14 +33,16 @@ class Options:
         self.keep_traces: bool = given["keep_traces"]
         self.resume: str | None = given["resume"]
         self.report_dir = Path(given["report_dir"] or root / "reports")
-        self.report_dir_is_ours = not given["report_dir"]
+        check_report_dir(self.report_dir)
+        self.cells: Collection[str] | None = given["cell"]
         self.interpreters = {locator: parse_subject(locator) for locator in given["subject"] or ["reference"]}
         present = torch.cuda.device_count()
         accelerator = given["accelerator"]
         if accelerator == "auto":
             accelerator = "cuda" if present else "cpu"
+        self.default_gpus = present if accelerator == "cuda" else DEFAULT_GPUS
         self.matrix = Matrix(
-            gpus=given["gpus"] or (present if accelerator == "cuda" else DEFAULT_GPUS),
+            gpus=given["gpus"] or self.default_gpus,
             nodes=given["nodes"],
             backends=_names(given["backends"]),
             precisions=_names(given["precisions"]),
@@ -83,32 +84,6 @@ class Options:
         if given and not os.path.isdir(given):
             raise ExpectationsError(f"--expectations {given}: there is no such folder")
         return Path(given) if given else suite.parent.parent / FOLDER
-
-    def reproduce(self, nodeid: str) -> str:
-        """Return the command that runs just this test again."""
-        given = self._given
-        words = ["pytest", nodeid]
-        for name in ("gpus", "nodes", "seed"):
-            if given[name] is not None:
-                words += [f"--{name}", str(given[name])]
-        for locator in given["subject"] or ():
-            words += ["--subject", locator]
-        if given["accelerator"] != "auto":
-            words += ["--accelerator", given["accelerator"]]
-        if given["launcher"] != "local":
-            words += ["--launcher", given["launcher"]]
-        for name in ("rendezvous", "node_command"):
-            if given[name]:
-                words += [f"--{name.replace('_', '-')}", given[name]]
-        if given["expectations"]:
-            words += ["--expectations", given["expectations"]]
-        if self.settings.oversubscribe:
-            words.append("--oversubscribe")
-        if self.launches != FEWEST_LAUNCHES:
-            words += ["--launches", str(self.launches)]
-        if self.settings.sketch_above != SKETCH_ABOVE:
-            words += ["--sketch-above", str(self.settings.sketch_above)]
-        return shlex.join(words)
 
 
 def _names(given: str | None) -> tuple[str, ...] | None:

@@ -1,7 +1,7 @@
 """The pytest plugin: options, cells as tests, the run on disk, the table at the end.
 
-Registered as an entry point, so that its options work from any invocation that reaches ``suites/``. Nothing heavy
-is imported before a cell is really asked for: the plugin is loaded by every pytest in the environment.
+``suites/conftest.py`` loads it, and ``plumbline run`` by ``-p``; no other pytest of the environment knows its options.
+Nothing heavy is imported before a cell is really asked for.
 
 The process that the user started writes the run; under xdist the workers train and judge, and their findings
 travel to it with the test reports.
@@ -10,7 +10,7 @@ travel to it with the test reports.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ import pytest
 
 from harness.core.backend import BACKENDS
 from harness.core.sketch import SKETCH_ABOVE
+from harness.invocation import command
 from harness.live import follow
 
 if TYPE_CHECKING:
@@ -31,12 +32,25 @@ SESSION: pytest.StashKey[Session] = pytest.StashKey()
 CELL_FIXTURES = ("plumbline_cell", "plumbline_benchmark")
 REFUSAL = "plumbline-refusal"
 REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
+COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()
+"""What the user typed, where it was another program than pytest."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add Plumbline's options."""
     group = parser.getgroup("plumbline", "plumbline: conformance of distributed trainers")
-    add = group.addoption
+    try:
+        add_options(group.addoption)
+    except ValueError as error:
+        raise pytest.UsageError(
+            f"a conftest.py or another plugin has an option of Plumbline's: {error}. "
+            f"`{command('plumbline', 'run')}` runs the suites and reads no conftest.py but theirs; "
+            "a plugin is left out by -p no:NAME"
+        ) from error
+
+
+def add_options(add: Callable[..., object]) -> None:
+    """Add Plumbline's options by ``add``, which takes what argparse's ``add_argument`` takes."""
     add("--gpus", type=int, metavar="N", help="budget of devices; with --nodes, devices of each node")
     add("--nodes", type=int, metavar="N", help="nodes with so many gpus each")
     add("--backends", metavar="A,B", help=f"{', '.join(BACKENDS)} (default: all)")
@@ -49,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="trainer under test: a short name, file.py, file.py::name or a module; "
         "'…;python=/path/to/python' runs it in another environment (repeatable, default: reference)",
     )
+    add("--cell", action="append", metavar="ID", help="this cell only, of those that the options plan (repeatable)")
     add("--seed", type=int, metavar="N", help="other weights, data and order than the workloads' own")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device")
     add(
@@ -83,7 +98,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="RUN",
         help="go on with a run that broke off, or was stopped (default: the latest)",
     )
-    add("--report-dir", metavar="DIR", help="where runs are written (default: reports/ in the root directory)")
+    add("--report-dir", metavar="DIR", help="where runs are written, made if need be (default: reports/)")
     add("--keep-traces", action="store_true", help="keep the evidence of every cell, not only of the bad ones")
     add(
         "--time-limit",
@@ -114,7 +129,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         with _usage_errors():
             session = _session(metafunc.config, metafunc.definition.path)
-            planned = session.planned if fixture == "plumbline_cell" else session.to_measure
+            planned = session.selected(session.planned if fixture == "plumbline_cell" else session.to_measure)
     except pytest.UsageError as error:
         # Raised here it would read like a broken test file; it is said when the collection is done.
         metafunc.config.stash[REFUSED] = error
@@ -214,4 +229,4 @@ def _say(config: pytest.Config, text: str) -> None:
 
 
 def _command(config: pytest.Config) -> list[str]:
-    return [sys.argv[0], *config.invocation_params.args]
+    return config.stash.get(COMMAND, ["pytest", *map(str, config.invocation_params.args)])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from harness.core.conduct import Conduct
 from harness.core.errors import PlanError
 from harness.core.software import Software
 from harness.handover import handed
+from harness.invocation import command as command_line
 from harness.launch.workspace import Workspace
 from harness.measure.scaling import scaling
 from harness.options import Options
@@ -40,6 +40,7 @@ class Recording:
         self._writer: RunWriter | None = None
         self._results: list[Result] = []
         self._measurements: list[Measurement] = []
+        self._command: list[str] = []
         self._own: Workspace | None = None
         self._workspaces: dict[Path, Workspace] = {}
         self._resumed = self._run_to_resume()
@@ -49,6 +50,12 @@ class Recording:
     def path(self) -> Path | None:
         """The run's folder, None where nothing was begun."""
         return None if self._writer is None else self._writer.path
+
+    @property
+    def to_go_on(self) -> str:
+        """The command that goes on with the run."""
+        resume = [] if self._options.resume is not None else ["--resume"]
+        return command_line(*self._command, *resume)
 
     def known(self, cell: Cell) -> Sequence[Result] | None:
         """Return what the resumed run has of a cell, None if it is still to be examined."""
@@ -69,12 +76,10 @@ class Recording:
             NothingToResume: or was begun with other versions of the subjects' libraries, or other declarations.
             StoreError: nothing can be written there.
         """
+        self._command = command
         if self._resumed is not None:
             self._go_on(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, conducts)
             return
-        if self._options.report_dir_is_ours:
-            with suppress(OSError):  # the writer says what is in the way
-                self._options.report_dir.mkdir(exist_ok=True)
         accelerator = self._options.matrix.accelerator
         header = Header.of(
             examined,
@@ -96,7 +101,7 @@ class Recording:
         if unknown:
             raise PlanError(
                 f"--resume: {resumed.path} was not to answer for {min(unknown)}: select what it was begun with: "
-                f"{shlex.join(resumed.header.command)}"
+                f"{command_line(*resumed.header.command)}"
             )
         for name, software in subjects.items():
             if (before := resumed.header.subjects.get(name, software)) != software:
@@ -123,7 +128,7 @@ class Recording:
         if differing:
             raise NothingToResume(
                 f"--resume: {run.path} was begun with other options ({', '.join(differing)}): repeat its own: "
-                f"{shlex.join(run.header.command)}"
+                f"{command_line(*run.header.command)}"
             )
         if run.header.fingerprint.key != take_fingerprint(self._options.matrix.accelerator).key:
             raise NothingToResume(f"--resume: {run.path} was begun on another machine, or with other software.")

@@ -6,6 +6,7 @@ that trains and judges; the controller's, which alone has begun a run, writes do
 
 from __future__ import annotations
 
+import difflib
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from harness.plan import Declaration, Planned, plan
 from harness.recording import Recording
 from harness.report.speed import speed_for_terminal
 from harness.report.terminal import support_for_terminal
+from harness.reproduction import Reproduction
 from harness.store.records import KNOWN, UNEXPECTED_PASS, Result
 from harness.store.run import read_run
 from harness.subjects.locator import parse_subject
@@ -69,8 +71,9 @@ class Session:
         self._say = say
         self._options = Options(options, root, say)
         self._recording = Recording(self._options)
+        self._reproduction = Reproduction(options, self._options.matrix, self._options.default_gpus)
         self.settings, self.launches = self._options.settings, self._options.launches
-        self.reproduce, self.recorded = self._options.reproduce, self._recording.known
+        self.recorded = self._recording.known
         self.new_folder = self._recording.new_folder
         self._launcher = self._options.launcher
         self.warm = WarmPools(self._pool)
@@ -93,11 +96,32 @@ class Session:
             cells = [one.cell for one in self.planned if not one.refusal]
             check_nodes(max((cell.topology.num_nodes for cell in cells), default=1), self._launcher)
             check_devices_of_nodes(cells, self._pools.values(), oversubscribe=self.settings.oversubscribe)
+            self._check_selected()
         except BaseException:
             self.close()
             raise
         finally:
             lease.give_back()
+
+    def _check_selected(self) -> None:
+        every = [one.cell.id for one in (*self.planned, *plan(self._options.matrix, self._declarations, PERFORMANCE))]
+        for name in self._options.cells or ():
+            if name not in every:
+                close = difflib.get_close_matches(name, every, 1)
+                raise PlanError(
+                    f"--cell {name}: these options plan no such cell{f'; did you mean {close[0]}?' if close else ''}"
+                )
+
+    def selected(self, planned: Sequence[Planned]) -> list[Planned]:
+        """Return those of the cells that ``--cell`` names, or all."""
+        wanted = self._options.cells
+        return [one for one in planned if wanted is None or one.cell.id in wanted]
+
+    def reproduce(self, planned: Planned, suite: Path) -> str:
+        """Return the command that runs just this cell again; ``suite`` is the folder of the suite it is in."""
+        locator = self.locator_of(planned.cell.subject)
+        declared = [one for one in self._declarations if one.locator == locator]
+        return self._reproduction.command(planned, declared, suite)
 
     @cached_property
     def to_measure(self) -> list[Planned]:
@@ -216,8 +240,8 @@ class Session:
         self.close()
         self._recording.finish(exitstatus)
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Close the output with the support table."""
+    def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
+        """Close the output with the support table, and, where it was interrupted, with how to go on."""
         path = self._recording.path
         if path is None:
             return
@@ -231,6 +255,10 @@ class Session:
                 terminalreporter.section(title)
                 terminalreporter.write_line(lines)
         terminalreporter.write_line(f"report: {path / 'report.html'}")
+        if exitstatus == pytest.ExitCode.INTERRUPTED and run.missing:
+            done = len(run.header.planned) - len(run.missing)
+            terminalreporter.write_line(f"interrupted after {done} of {len(run.header.planned)} cells; to go on:")
+            terminalreporter.write_line(f"  {self._recording.to_go_on}")
 
     def close(self) -> None:
         """End every pool."""

@@ -1,4 +1,8 @@
-"""``pytest suites/`` asks whether a trainer is right. Suites that ask something else run by their own path alone."""
+"""``pytest suites/`` asks whether a trainer is right. Suites that ask something else run by their own path alone.
+
+Here Plumbline's pytest plugin is loaded. It is no entry point: installed, it would add its options to every pytest of
+the environment. This file is read before the options are parsed where ``suites/``, or something in it, is named.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
+import harness.plugin
+
 ONLY_BY_NAME = tuple(Path(__file__).parent.resolve() / name for name in ("detection", "performance"))
+
+
+def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
+    """Load the plugin, unless ``-p`` did so already."""
+    if not pluginmanager.is_registered(harness.plugin):
+        pluginmanager.register(harness.plugin, "harness.plugin")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

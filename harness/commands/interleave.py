@@ -121,8 +121,6 @@ def interleave(options: Any, tell: Callable[[str], None]) -> tuple[Run, Run]:
     sides = [Side.of(text) for text in (options.a, options.b)]
     pairs = cells_of_both(matrix, sides)
     report_dir = Path(options.report_dir or "reports")
-    if not options.report_dir:
-        report_dir.mkdir(exist_ok=True)
     header = partial(  # of either run: the same machine, and one word that nobody else has
         Header.of,
         (),

@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import SubjectError
+from harness.invocation import command
 
 SKELETON = Path(__file__).with_name("skeleton.py")
 NAME = "my-trainer"
 """What the skeleton calls itself."""
+FILE = "skeleton.py"
+"""What its text calls its file."""
 
 
 def add_to(commands: Any) -> None:
@@ -25,7 +28,7 @@ def add_to(commands: Any) -> None:
 def new_subject(options: argparse.Namespace) -> int:
     """Write a commented trainer into a new file, never over one that is there."""
     write(options.file)
-    print(f"{options.file} is written. Does it run?  plumbline smoke {options.file}")
+    print(f"{options.file} is written. Does it run?  {command('plumbline', 'smoke', str(options.file))}")
     return 0
 
 
@@ -38,7 +41,7 @@ def write(path: Path) -> None:
     if path.suffix != ".py":
         raise SubjectError(f"{path} is no Python file: call it {path.with_suffix('.py').name}")
     name = re.sub(r"[^A-Za-z0-9.+]+", "-", path.stem).strip("-.+") or NAME
-    text = SKELETON.read_text(encoding="utf-8").replace(f'name="{NAME}"', f'name="{name}"')
+    text = SKELETON.read_text(encoding="utf-8").replace(f'name="{NAME}"', f'name="{name}"').replace(FILE, path.name)
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(text)

@@ -1,7 +1,7 @@
 """A trainer under test: plain DistributedDataParallel, to be replaced by yours piece by piece.
 
-It runs as it is. After each piece ask ``plumbline smoke`` with this file, which says in a few seconds whether what is
-wrong is this file or the trainer in it; then ``pytest suites/ --subject`` with it, for the whole matrix.
+It runs as it is. ``plumbline smoke skeleton.py`` says in a few seconds, after each piece, whether what is wrong is this
+file or the trainer in it; ``plumbline run --subject skeleton.py`` is for the whole matrix then.
 All members of ``job`` stand in Plumbline's README.
 """
 

@@ -18,6 +18,7 @@ from harness.commands.exits import ADAPTER_WRONG, USAGE
 from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
 from harness.core.topology import Topology
+from harness.invocation import command, suite_command
 from harness.report.text import printable
 from harness.subjects.locator import parse_subject
 
@@ -50,7 +51,7 @@ def add_to(commands: Any) -> None:
     told = "train a tiny cell, and tell a wrong adapter from a wrong trainer"
     command = commands.add_parser("smoke", help=told, description=smoke.__doc__)
     command.add_argument(
-        "subject", metavar="WHAT", help="file.py, file.py::name, package.module or a short name, as pytest --subject"
+        "subject", metavar="WHAT", help="file.py, file.py::name, package.module or a short name, as for --subject"
     )
     command.add_argument(
         "--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates every device"
@@ -87,7 +88,7 @@ def smoke(options: argparse.Namespace) -> int:
         print(f"The adapter is wrong: {error}")
         return ADAPTER_WRONG
     if not worst:
-        print(f"All of the matrix:  pytest suites/ --subject {shlex.quote(options.subject)}")
+        print(f"All of the matrix:  {shlex.join(suite_command('--subject', options.subject))}")
     return worst
 
 
@@ -97,7 +98,9 @@ def _located(what: str) -> tuple[str, str | None]:
         locator, python = parse_subject(what)
     place = locator.partition("::")[0]
     if place.endswith(".py") and not Path(place).is_file():
-        raise PlanError(f"there is no file {place}; `plumbline new-subject {place}` writes one to begin with")
+        raise PlanError(
+            f"there is no file {place}; `{command('plumbline', 'new-subject', place)}` writes one to begin with"
+        )
     return locator, python
 
 

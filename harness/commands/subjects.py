@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from harness.commands.environments import LIBRARIES, environments, install, pip_command, wanted
+from harness.invocation import command, suite_command
 from harness.report.text import printable, shortened
 
 if TYPE_CHECKING:
@@ -89,7 +91,7 @@ def show(subjects: list[Shipped], console: Console) -> None:
         if shipped.obstacle:
             console.print(f"{shipped.name} cannot be imported: {printable(shipped.obstacle)}", **as_it_is)
         elif shipped.library is None:
-            beside = f"plumbline subjects install {shipped.name}==VERSION"
+            beside = command("plumbline", "subjects", "install", f"{shipped.name}==VERSION")
             console.print(
                 f"{shipped.name}: {pip_command(shipped.name)}, or beside this environment: {beside}", **as_it_is
             )
@@ -124,5 +126,5 @@ def installed(options: argparse.Namespace) -> int:
 
         python = install(environment, tell)
     print(f"{environment.requirement} is installed, with {environment.torch}. Use it:")
-    print(f'pytest suites/ --subject "{environment.subject};python={python}"')
+    print(shlex.join(suite_command("--subject", f"{environment.subject};python={python}")))
     return 0

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from harness.commands.exits import TROUBLE
 from harness.core.errors import PlanError
+from harness.invocation import command
 
 
 def add_to(commands: Any) -> None:
     """Say how the command is called."""
     told = "run the matrix on a SLURM cluster, as one job array"
-    command = commands.add_parser(
+    parser = commands.add_parser(
         "submit",
         help=told,
-        description="Run `pytest ARGUMENTS --launcher slurm` on a SLURM cluster, split over a job array; wait, send "
-        "again what a preempted or failed task left undone, and make one run of all parts. The checkout, the "
-        "environment and the report directory must lie where every node sees them.",
+        description="Run `plumbline run ARGUMENTS --launcher slurm` on a SLURM cluster, split over a job array; wait, "
+        "send again what a preempted or failed task left undone, and make one run of all parts. The environment, the "
+        "checkout if there is one, and the report directory must lie where every node sees them.",
     )
-    add = command.add_argument
+    add = parser.add_argument
     add("--nodes", type=int, metavar="N", help="nodes of each job")
     add("--gpus", type=int, metavar="N", help="devices of each node")
     add("--array", type=int, default=1, metavar="N", help="tasks that share the cells (default: 1)")
@@ -32,11 +32,11 @@ def add_to(commands: Any) -> None:
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable to set (repeatable)")
     add("--slurm", action="append", default=[], metavar="NAME=VALUE", help="any other option of sbatch (repeatable)")
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu asks SLURM for no gpus")
-    add("--report-dir", type=Path, metavar="DIR", help="where the run is written (default: as for pytest)")
+    add("--report-dir", type=Path, metavar="DIR", help="where the run is written (default: reports/)")
     add("--dry-run", action="store_true", help="show the batch script and the cells, and send nothing")
     add("--attach", type=Path, metavar="RUN", help="go on with a run that was submitted, for example reports/latest")
-    add("arguments", nargs="*", metavar="-- ARGUMENTS", help="for pytest (default: suites/)")
-    command.set_defaults(do=submit)
+    add("arguments", nargs="*", metavar="-- ARGUMENTS", help="as for plumbline run, or pytest's, with a path")
+    parser.set_defaults(do=submit)
 
 
 def submit(options: argparse.Namespace) -> int:
@@ -74,7 +74,8 @@ def submit(options: argparse.Namespace) -> int:
                 print(f"# task {task}: {len(cells)} cells: {', '.join(cells[:3])}{', …' if len(cells) > 3 else ''}")
             return 0
         submission.save()
-    print(f"{submission.run}: to go on with it later, plumbline submit --attach {shlex.quote(str(submission.run))}")
+    later = command("plumbline", "submit", "--attach", str(submission.run))
+    print(f"{submission.run}: to go on with it later, {later}")
     run = Follower(submission, lambda line: print(line, flush=True)).follow()
     if run is None:
         return TROUBLE

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib import metadata
 
 from harness.doctor.line import Line
+from harness.invocation import command
 
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 4)
@@ -51,4 +52,5 @@ def subjects() -> Iterator[Line]:
             missing.append(name)
     yield Line(", ".join(there))
     if missing:
-        yield Line(f"not installed, which is fine: {', '.join(missing)} (`plumbline subjects` says how to get them)")
+        listing = command("plumbline", "subjects")
+        yield Line(f"not installed, which is fine: {', '.join(missing)} (`{listing}` says how to get them)")

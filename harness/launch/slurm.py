@@ -8,6 +8,7 @@ where SLURM put it, and are told what srun would tell them, had it started one t
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
+from harness.invocation import command, suite_command
 from harness.launch.pool import RankEnd, Running
 from harness.launch.remote import WORKER, RemotePool
 
@@ -27,9 +29,10 @@ def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
     """
     count = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES", "")
     if "SLURM_JOB_ID" not in variables or not count.isdecimal():
+        here = shlex.join(suite_command("--launcher", "slurm"))
         raise PlanError(
-            "--launcher slurm: this process is in no SLURM job. `plumbline submit` makes one, "
-            "or ask for nodes first: salloc --nodes 2 --gpus-per-node 8 pytest …"
+            f"--launcher slurm: this process is in no SLURM job. `{command('plumbline', 'submit')}` makes one, "
+            f"or ask for nodes first: salloc --nodes 2 --gpus-per-node 8 {here} …"
         )
     if shutil.which("srun") is None:
         raise PlanError(f"--launcher slurm: job {variables['SLURM_JOB_ID']} has no srun on its PATH")

@@ -12,6 +12,7 @@ from types import TracebackType
 
 from pydantic import BaseModel, ValidationError
 
+from harness.invocation import command
 from harness.store.atomic import point_symlink
 from harness.store.errors import (
     CorruptRecord,
@@ -80,20 +81,15 @@ class RunWriter:
     Left without ``close`` (a crash, or the end of its ``with`` block) it leaves a run without a footer.
 
     Raises:
-        ReportDirUnusable: the report directory is missing or cannot be written to.
+        ReportDirUnusable: the report directory cannot be made, or not be written to.
         StoreError: a record cannot be written, for instance because the disk is full.
 
     """
 
     def __init__(self, report_dir: Path, header: Header) -> None:
-        if not os.path.isdir(report_dir):
-            raise ReportDirUnusable(
-                f"The report directory {report_dir} is not there: "
-                f"create it (mkdir -p {report_dir}) or name another with --report-dir."
-            )
         self.path = report_dir / header.run_id
         try:
-            self.path.mkdir()
+            self.path.mkdir(parents=True)
             self._file: FileIO = (self.path / RESULTS).open("xb", buffering=0)
             _claim(self._file)
             self._write(header)
@@ -125,7 +121,7 @@ class RunWriter:
             if not run.incomplete:
                 raise NothingToResume(
                     f"The run {file.parent} came to its end: there is nothing to resume. Begin anew; if a page is "
-                    f"missing, `plumbline report {file.parent}` makes it."
+                    f"missing, `{command('plumbline', 'report', str(file.parent))}` makes it."
                 )
             content = file.read_bytes()
             end = _end_of_whole_cells(content, run)
@@ -165,6 +161,25 @@ class RunWriter:
                 f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
                 "make room on the disk or name another with --report-dir."
             ) from error
+
+
+def check_report_dir(report_dir: Path) -> None:
+    """Look whether a run could be written below ``report_dir``, which need not be there yet; make nothing.
+
+    Raises:
+        ReportDirUnusable: a file is in the way, or a folder cannot be written to.
+    """
+    nearest = next(path for path in (report_dir, *report_dir.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest):
+        raise ReportDirUnusable(
+            f"The report directory {report_dir} cannot be made: {nearest} is no folder. "
+            "Move it away or name another directory with --report-dir."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ReportDirUnusable(
+            f"Nothing can be written to the report directory {report_dir}: {nearest} is not writable. "
+            "Make it writable or name another with --report-dir."
+        )
 
 
 def _claim(file: FileIO) -> None:

@@ -28,10 +28,13 @@ class Selected:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a pytest command selects: cells, in order; ``root`` is pytest's, ``flags`` are its words but for paths."""
+    """What a pytest command selects: cells, in order.
+
+    ``reports`` is where runs are written, ``flags`` are pytest's words but for paths.
+    """
 
     cells: tuple[Selected, ...]
-    root: Path
+    reports: Path
     flags: tuple[str, ...]
 
 
@@ -55,7 +58,7 @@ def select(arguments: Sequence[str]) -> Selection:
     if not values["cells"]:
         raise PlanError(f"pytest {' '.join(arguments)}: selects no cell")
     flags = tuple(word for word in arguments if word not in values["paths"])
-    return Selection(tuple(Selected(**cell) for cell in values["cells"]), Path(values["root"]), flags)
+    return Selection(tuple(Selected(**cell) for cell in values["cells"]), Path(values["reports"]), flags)
 
 
 class _Collector:
@@ -75,7 +78,8 @@ class _Collector:
                 described = PlannedCell.of(planned.cell, conduct=planned.conduct).model_dump(mode="json")
                 cells.append({"cell": planned.cell.id, "nodeid": nodeid, "planned": described})
         config = session.config
-        found = {"root": str(config.rootpath), "paths": config.option.file_or_dir, "cells": cells}
+        reports = Path(config.option.report_dir or config.rootpath / "reports").resolve()
+        found = {"reports": str(reports), "paths": config.option.file_or_dir, "cells": cells}
         self._file.write_text(json.dumps(found))
 
 

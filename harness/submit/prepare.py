@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from harness.core.errors import PlanError
+from harness.invocation import SUITES, pytest_arguments
 from harness.store.records import new_run_id
 from harness.submit.matrix import Selection, select
 from harness.submit.script import Batch
@@ -44,9 +45,12 @@ def prepare(asked: Asked, command: tuple[str, ...]) -> Submission:
     Raises:
         PlanError: it cannot be planned, or written down for SLURM.
     """
-    matrix = [*(asked.pytest or ("suites/",)), "--nodes", str(asked.nodes), "--gpus", str(asked.gpus)]
+    words = asked.pytest
+    if not words or words[0] in SUITES or words[0].startswith("-"):
+        words = tuple(pytest_arguments(words))
+    matrix = [*words, "--nodes", str(asked.nodes), "--gpus", str(asked.gpus)]
     selection = select(matrix)
-    reports = (asked.report_dir or selection.root / "reports").resolve()
+    reports = (asked.report_dir or selection.reports).resolve()
     run = reports / new_run_id(datetime.now(timezone.utc))
     tasks = shares([cell.cell for cell in selection.cells], asked.tasks)
     return Submission(run, command, batch_of(asked, selection, run, len(tasks)), selection.cells, tasks)

@@ -19,7 +19,7 @@ INTERRUPTED = ROOT / "tests" / "judge" / "subjects" / "interrupted.py"
 @pytest.fixture
 def run(pytester, one_thread):
     """Return the folder of a run of the suite in which a trainer forgets its optimizer's state."""
-    shutil.copytree(ROOT / "suites" / "conformance", Path(pytester.path) / "suites" / "conformance")
+    shutil.copytree(ROOT / "suites", Path(pytester.path) / "suites", ignore=shutil.ignore_patterns("__pycache__"))
     pytester.makeini("[pytest]\naddopts = --import-mode=importlib --strict-markers\n")
     selection = ("--gpus=2", "--backends=ddp", "--workloads=checkpoint,checkpoint-elastic,mlp", "--precisions=32,16")
     subject = f"--subject={INTERRUPTED}::forgets-the-optimizer"

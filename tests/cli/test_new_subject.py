@@ -8,14 +8,15 @@ from harness.cli import main
 from harness.subjects.load import load
 
 
-def test_what_it_writes_is_right(tmp_path, one_thread, capsys):
+def test_what_it_writes_is_right(tmp_path, one_thread, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     file = tmp_path / "my_trainer.py"
     assert main(["new-subject", str(file)]) == 0
-    assert f"plumbline smoke {file}" in capsys.readouterr().out
+    assert f"plumbline smoke {file}\n" in capsys.readouterr().out
     assert main(["smoke", "--accelerator=cpu", str(file)]) == 0
     said = capsys.readouterr().out
     assert said.startswith("my-trainer: mlp, ddp on 1x2 simulated devices, 32 bit")
-    assert said.endswith(f"pytest suites/ --subject {file}\n")
+    assert said.endswith(f"plumbline run --subject {file}\n")
 
 
 def test_a_file_that_is_there_stays_as_it_is(tmp_path, capsys):

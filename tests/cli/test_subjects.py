@@ -89,10 +89,11 @@ def test_the_library_is_the_one_that_the_adapter_names(name):
     assert pip_command(name) in source
 
 
-def test_an_environment_has_exactly_what_was_asked_for(shelf, cache, capsys):
+def test_an_environment_has_exactly_what_was_asked_for(shelf, cache, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert main(["subjects", "install", "lightning==9.8"]) == 0
     python = wanted("lightning==9.8").python
-    assert f'pytest suites/ --subject "lightning;python={python}"' in capsys.readouterr().out
+    assert f"plumbline run --subject 'lightning;python={python}'\n" in capsys.readouterr().out
     code = "import torch, numpy, lightning; print(lightning.version, torch.version)"
     said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
     assert said.split() == ["9.8", wanted("lightning==9.8").torch.partition("==")[2]]

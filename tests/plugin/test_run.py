@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -44,14 +45,15 @@ def test_a_wrong_trainer_is_red_and_can_be_run_again_alone(project):
     result = project.pytest(*SMALL, "--subject", project.trainer("doubled.py", factor="job.world_size"))
     assert result.ret == 1
     assert outcomes_of(result) == {"passed": 1, "failed": 2, "unsupported": 1}
-    result.stdout.fnmatch_lines(["*doubled-mlp-ddp-1x2-32 failed*", "*gradients: failed:*", "*reproduce: pytest *"])
+    result.stdout.fnmatch_lines(["*doubled-mlp-ddp-1x2-32 failed*", "*gradients: failed:*", "*reproduce: *pytest *"])
     assert "Traceback" not in result.stdout.str()
     assert ends_by_backend(project.run) == DOUBLED
     assert project.run.traces == ["doubled-mlp-ddp-1x2-32", "doubled-mlp-ddp-2x1-32"]
 
     failed = next(result for result in project.run.results if result["outcome"] == "failed" and result["gpus"] == 2)
     program, *arguments = shlex.split(failed["reproduce"])
-    assert program == "pytest"
+    assert Path(program).name == "pytest"
+    assert arguments == ["suites/conformance", "--cell", "doubled-mlp-ddp-1x2-32", "--subject", "doubled.py"]
     again = project.pytest(suites=arguments)
     assert again.ret == 1
     assert outcomes_of(again) == {"failed": 1}
@@ -88,12 +90,11 @@ def test_subjects_stand_side_by_side_and_what_they_do_not_declare_is_unsupported
 
 
 def test_a_name_selects_cells(project):
-    (project.root / "elsewhere").mkdir()
-    result = project.pytest(*SMALL, "-k", "ddp and 1x2", "--keep-traces", "--report-dir", "elsewhere")
+    result = project.pytest(*SMALL, "-k", "ddp and 1x2", "--keep-traces", "--report-dir", "else/where")
     assert result.ret == 0
     assert outcomes_of(result) == {"passed": 1, "deselected": 4}
     assert not (project.root / "reports").exists(), "the report directory is the one that was named"
-    run = project.run_in("elsewhere")
+    run = project.run_in("else/where")
     assert {(r["backend"], r["gpus"]) for r in run.results} == {("ddp", 2)}
     assert run.traces == ["reference-mlp-ddp-1x2-32"], "evidence is kept when asked for"
     assert run.footer is not None
@@ -132,7 +133,11 @@ def test_a_run_that_stops_at_the_first_failure_is_shown_as_incomplete(project, m
     [
         (("--backends", "dpp"), "*there is no backend 'dpp': did you mean*'ddp'*"),
         (("--subject", "nowhere.py"), "*--subject nowhere.py: there is no file nowhere.py*"),
-        (("--report-dir", "not/there"), "*report directory not/there is not there*mkdir -p*"),
+        (
+            ("--report-dir", "pytest.ini/there"),
+            "*report directory pytest.ini/there cannot be made*pytest.ini is no folder*",
+        ),
+        (("--cell", "reference-mlp-ddp-1x2-31"), "*plan no such cell; did you mean reference-mlp-ddp-1x2-32?*"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -142,6 +147,13 @@ def test_what_cannot_be_done_is_a_usage_error_before_anything_runs(project, argu
     result.stderr.fnmatch_lines([said])
     assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
     assert not list(project.root.glob("reports/*"))
+
+
+def test_options_of_the_suites_that_are_somebody_else_s_too_are_a_usage_error(project):
+    (project.root / "conftest.py").write_text("def pytest_addoption(parser):\n    parser.addoption('--gpus')\n")
+    result = project.pytest("-p", "no:plumbline", suites=("conftest.py", "suites/"))
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["*has an option of Plumbline's: *--gpus*plumbline run*"])
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
@@ -155,7 +167,8 @@ def test_tests_that_are_no_cells_start_no_pool_and_leave_no_reports(project, wor
             assert "harness.session" not in sys.modules
         """
     )
-    result = project.pytest("--gpus", "2", *workers, suites=("test_mine.py",), fresh=True)
+    plugin = ("-p", "no:plumbline", "-p", "harness.plugin")
+    result = project.pytest(*plugin, "--gpus", "2", *workers, suites=("test_mine.py",), fresh=True)
     assert result.ret == 0
     assert outcomes_of(result) == {"passed": 1}
     assert "support" not in result.stdout.str()

@@ -27,7 +27,7 @@ from harness.store.errors import (
 from harness.store.fingerprint import Fingerprint
 from harness.store.lines import line_of
 from harness.store.records import SCHEMA_VERSION, Footer, Header, Result
-from harness.store.run import RESULTS, Run, RunWriter, read_run
+from harness.store.run import RESULTS, Run, RunWriter, check_report_dir, read_run
 
 CELLS = [Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu") for backend in ("dp", "ddp")]
 
@@ -199,9 +199,20 @@ def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
 def test_an_unusable_report_directory_is_answered_with_the_way_out(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "taken" / "latest").mkdir(parents=True)
-    for report_dir in (tmp_path / "nowhere", tmp_path / "file", tmp_path / "taken"):
+    for report_dir in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / "taken"):
         with pytest.raises(ReportDirUnusable, match="--report-dir"):
             RunWriter(report_dir, new_header())
+
+
+def test_a_look_at_a_report_directory_makes_nothing_and_a_run_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportDirUnusable, match="file is no folder"):
+        check_report_dir(tmp_path / "file" / "below")
+    report_dir = tmp_path / "there" / "is" / "none"
+    check_report_dir(report_dir)
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+    RunWriter(report_dir, new_header())
+    assert (report_dir / "latest" / RESULTS).is_file()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
