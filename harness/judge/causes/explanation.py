@@ -64,11 +64,11 @@ class Laboratory:
     @property
     def steps_per_epoch(self) -> int:
         """Return how many optimizer steps an epoch has."""
-        return -(-self.workload.steps_per_epoch // self.workload.accumulate)
+        return self._examination.epochs.windows
 
     def evaluations(self) -> list[tuple[int, int]]:
         """Return where the model was evaluated or should have been: after so many steps, and so many micro-batches."""
-        due = [where[0] for where in places.due(self.workload)]
+        due = [where[0] for where in places.due(self._examination)]
         made = [(one.step, one.micro_batches) for trace in self._examination.trace.ranks for one in trace.evaluations]
         return [*due, *made]
 
