@@ -17,7 +17,7 @@ from harness.commands.exits import ADAPTER_WRONG, USAGE
 from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
 from harness.core.topology import Topology
-from harness.report.text import printable
+from harness.report.text import printable, printable_lines
 from harness.subjects.locator import parse_subject
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def smoke(options: argparse.Namespace) -> int:
         if not place.endswith(".py") or (name and f"has no subject {name!r}" in str(error)):
             print(f"plumbline: {error}", file=sys.stderr)
             return USAGE
-        print(f"The adapter is wrong: {error}")
+        print(f"The adapter is wrong: {printable_lines(str(error).removeprefix('--subject '))}")
         return ADAPTER_WRONG
     if not worst:
         print(f"All of the matrix:  pytest suites/ --subject {shlex.quote(options.subject)}")
