@@ -32,6 +32,7 @@ class Options:
         self.settings = Settings(given["time_limit"], given["oversubscribe"], given["sketch_above"])
         self.launches: int = given["launches"]
         self.keep_traces: bool = given["keep_traces"]
+        self.show_unsupported: bool = given["show_unsupported"]
         self.resume: str | None = given["resume"]
         self.report_dir = Path(given["report_dir"] or root / "reports")
         self.report_dir_is_ours = not given["report_dir"]

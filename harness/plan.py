@@ -10,9 +10,12 @@ from typing import Any
 from harness.core.backend import BACKENDS, declared_for, resized
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.software import UNKNOWN, Software
 from harness.core.topology import Topology
+from harness.store.records import PERFORMANCE
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
 COUNTS = (1, 2, 3, 4, 8)
@@ -62,6 +65,14 @@ class Declaration:
             launch=values["launch"],
         )
 
+    def undeclared(self, cell: Cell) -> tuple[str, ...]:
+        """Return what ``cell`` needs and the subject does not declare: its backend, precision, or capabilities."""
+        if cell.backend not in self.backends:
+            return (f"backend {cell.backend}",)
+        if cell.precision not in self.precisions[cell.accelerator]:
+            return (f"precision {cell.precision}",)
+        return tuple(sorted(EVERY[cell.workload].needs - self.capabilities))
+
     def refusal(self, cell: Cell) -> str | None:
         """Return why the subject does not do ``cell``, in a sentence, or None if it does."""
         if cell.backend not in self.backends:
@@ -69,9 +80,8 @@ class Declaration:
         if cell.precision not in self.precisions[cell.accelerator]:
             return f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}"
         workload = EVERY[cell.workload]
-        missing = workload.needs - self.capabilities
-        if missing:
-            return f"{self.name} does not declare {', '.join(sorted(missing))}, which {cell.workload} needs"
+        if missing := self.undeclared(cell):
+            return f"{self.name} does not declare {', '.join(missing)}, which {cell.workload} needs"
         if self.launch == "node" and isinstance(workload, PerformanceWorkload):
             return f"{self.name} starts its ranks by itself: they can be examined, but not timed"
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
@@ -81,10 +91,21 @@ class Declaration:
 
 @dataclass(frozen=True)
 class Planned:
-    """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does."""
+    """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does.
+
+    ``undeclared`` is what the cell needs and the subject does not declare.
+    """
 
     cell: Cell
     refusal: str | None
+    undeclared: tuple[str, ...] = ()
+
+    @property
+    def declined(self) -> Finding:
+        """The finding about a cell that is refused: nothing is trained."""
+        assert self.refusal is not None
+        check = PERFORMANCE if isinstance(EVERY[self.cell.workload], PerformanceWorkload) else "declared"
+        return Finding(check, Outcome.UNSUPPORTED, self.refusal, undeclared=self.undeclared)
 
     @property
     def is_smoke(self) -> bool:
@@ -111,7 +132,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     _refuse_namesakes(subjects)
     planned = topologies(matrix.gpus, matrix.nodes)
     return [
-        Planned(cell, declared.refusal(cell))
+        Planned(cell, declared.refusal(cell), declared.undeclared(cell))
         for topology in planned
         for name in dict.fromkeys(declared.name for declared in subjects)
         for backend in backends

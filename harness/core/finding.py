@@ -13,7 +13,8 @@ class Finding:
 
     ``error_x_noise`` is the error in multiples of what rounding alone explains, and ``limit_x_noise`` how much of it a
     right trainer may show. ``step`` counts optimizer steps from 0. ``parameters`` has the error of each parameter at
-    that step on that rank, in the model's order, where the finding is bad.
+    that step on that rank, in the model's order, where the finding is bad. ``undeclared`` is what an unsupported cell
+    needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their names.
     """
 
     check: str
@@ -27,3 +28,4 @@ class Finding:
     rank: int | None = None
     limit_x_noise: float | None = None
     parameters: tuple[tuple[str, float], ...] = ()
+    undeclared: tuple[str, ...] = ()

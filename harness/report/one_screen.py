@@ -14,6 +14,7 @@ from harness.report.scales import between, in_words
 from harness.report.summary import SIMULATED, computed_by, counts_in_words, what_is_missing
 from harness.report.support import IN_A_WORD, passed_of_tried
 from harness.report.text import compact, markdown, markdown_code, shortened
+from harness.report.undeclared import undeclared_in_words, unsupported
 from harness.report.verdict import verdict_of
 from harness.store.run import Run
 
@@ -35,6 +36,8 @@ def one_screen(run: Run) -> str:
     lines += [f"**{markdown(missing)}**  "] if (missing := what_is_missing(run, cells)) else []
     by = computed_by(run)
     lines.append(f"{markdown(counts_in_words(cells['outcome']))}. Devices: {markdown(', '.join(by) or 'none')}.  ")
+    if undeclared := unsupported(run, cells):
+        lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
     lines.append(f"Run {markdown_code(told['run'])}: {markdown_code(shortened(told.get('command', ''), 200))}")
     lines += _support(grids(run))
     lines += _wrong(failures(run))

@@ -159,7 +159,9 @@ class Result(CellRecord):
     optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
     ``limit_x_noise`` is how much a right trainer may show; ``parameters`` has the error of each parameter at that step
     on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is what was
-    known of it beforehand. ``findings`` says how many of them its cell has. What does not apply is None.
+    known of it beforehand. ``findings`` says how many of them its cell has. ``undeclared`` is what an unsupported cell
+    needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their names. What does
+    not apply is None.
     """
 
     type: Literal["result"] = "result"
@@ -178,6 +180,7 @@ class Result(CellRecord):
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     expected: Expected | None = None
     findings: AtLeastOne | None = None
+    undeclared: tuple[Text, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -217,6 +220,7 @@ class Result(CellRecord):
             seconds=seconds,
             expected=expected,
             findings=findings,
+            undeclared=finding.undeclared,
         )
 
 
