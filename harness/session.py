@@ -225,7 +225,8 @@ class Session:
             if self._left_out:
                 terminalreporter.write_line(nothing_to_run(self._left_out.values()))
             return
-        width = max(100, shutil.get_terminal_size((100, 24)).columns)
+        columns = shutil.get_terminal_size((100, 24)).columns
+        width = max(72 if terminalreporter.isatty() else 100, columns)  # a file has room for whole commands
         run = read_run(path)
         every = self._options.show_unsupported
         tables: dict[str, Callable[..., str]] = {
