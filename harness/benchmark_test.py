@@ -43,17 +43,16 @@ class BenchmarkTest(CellTest):
         reproduce = self._reproduce()
         seconds = None
         if self._planned.refusal:
-            finding = Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal)
-        else:
-            try:
-                turns = self._timed(benchmark)
-                seconds = sum(launch.timed.seconds for launch in turns.launches)
-                self._measurements = measurements(cell, turns.launches, reproduce)
-                finding = _verdict(self._measurements)
-            except GroupError as failed:
-                finding, self._evidence = failed.finding, str(failed.folder)
-            except (LaunchError, SubjectError, SamplesError) as error:
-                finding = Finding(CHECK, Outcome.ERRORED, str(error))
+            return self.declined()
+        try:
+            turns = self._timed(benchmark)
+            seconds = sum(launch.timed.seconds for launch in turns.launches)
+            self._measurements = measurements(cell, turns.launches, reproduce)
+            finding = _verdict(self._measurements)
+        except GroupError as failed:
+            finding, self._evidence = failed.finding, str(failed.folder)
+        except (LaunchError, SubjectError, SamplesError) as error:
+            finding = Finding(CHECK, Outcome.ERRORED, str(error))
         benchmark.extra_info.update(_extra_info(self._measurements))
         return session.results(cell, (finding,), reproduce, seconds)
 

@@ -43,17 +43,18 @@ class CellTest:
 
     def _examined(self) -> Sequence[Result]:
         cell, session = self._planned.cell, self._session
-        seconds = None
         if self._planned.refusal:
-            findings: tuple[Finding, ...] = (Finding("declared", Outcome.UNSUPPORTED, self._planned.refusal),)
-        else:
-            try:
-                examined = self._tried()
-            except LaunchError as error:
-                # Not the subject's fault, as far as anybody can tell: once more, with another pool.
-                examined = self._tried_again(error)
-            findings, seconds = examined.findings, examined.seconds
-        return session.results(cell, findings, self._reproduce(), seconds)
+            return self.declined()
+        try:
+            examined = self._tried()
+        except LaunchError as error:
+            # Not the subject's fault, as far as anybody can tell: once more, with another pool.
+            examined = self._tried_again(error)
+        return session.results(cell, examined.findings, self._reproduce(), examined.seconds)
+
+    def declined(self) -> Sequence[Result]:
+        """Return the record of a cell that its subject does not do; nothing is trained."""
+        return self._session.results(self._planned.cell, (self._planned.declined,), self._reproduce(), None)
 
     def _reproduce(self) -> str:
         """Return the command that runs just this cell again, from where this one was called."""

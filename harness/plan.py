@@ -11,9 +11,12 @@ from harness.core.backend import BACKENDS, declared_for, resized
 from harness.core.cell import Cell
 from harness.core.conduct import ORDINARY, Conduct
 from harness.core.errors import PlanError
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.software import UNKNOWN, Software
 from harness.core.topology import Topology
+from harness.store.records import PERFORMANCE
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
 COUNTS = (1, 2, 3, 4, 8)
@@ -65,6 +68,20 @@ class Declaration:
             conduct=Conduct.of(values["conduct"]),
         )
 
+    def undeclared(self, cell: Cell) -> tuple[str, ...]:
+        """Return what ``cell`` needs and the subject does not declare: its backend, precision, or capabilities."""
+        if cell.backend not in self.backends:
+            return (f"backend {cell.backend}",)
+        if cell.precision not in self.precisions[cell.accelerator]:
+            return (f"precision {cell.precision}",)
+        workload = EVERY[cell.workload]
+        nodes, most = cell.topology.num_nodes, self.conduct.max_nodes
+        return (
+            *sorted(workload.needs - self.capabilities),
+            *((f"{nodes} nodes",) if most is not None and nodes > most else ()),
+            *(("epochs",) if self.conduct.by_iterations and workload.needs_epochs else ()),
+        )
+
     def refusal(self, cell: Cell) -> str | None:
         """Return why the subject does not do ``cell``, in a sentence, or None if it does."""
         if cell.backend not in self.backends:
@@ -72,14 +89,13 @@ class Declaration:
         if cell.precision not in self.precisions[cell.accelerator]:
             return f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}"
         workload = EVERY[cell.workload]
-        missing = workload.needs - self.capabilities
-        if missing:
-            return f"{self.name} does not declare {', '.join(sorted(missing))}, which {cell.workload} needs"
         most = self.conduct.max_nodes
         if most is not None and cell.topology.num_nodes > most:
             return f"{self.name} declares max_nodes={most}, and this cell has {cell.topology.num_nodes} nodes"
         if self.conduct.by_iterations and workload.needs_epochs:
             return f"{self.name} declares data='iterations', and {cell.workload} {workload.needs_epochs}"
+        if missing := self.undeclared(cell):
+            return f"{self.name} does not declare {', '.join(missing)}, which {cell.workload} needs"
         if self.launch == "node" and isinstance(workload, PerformanceWorkload):
             return f"{self.name} starts its ranks by itself: they can be examined, but not timed"
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
@@ -91,12 +107,21 @@ class Declaration:
 class Planned:
     """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does.
 
-    ``conduct`` is what its subject declares of its way of training, by which it is judged.
+    ``conduct`` is what its subject declares of its way of training, by which it is judged. ``undeclared`` is what the
+    cell needs and the subject does not declare.
     """
 
     cell: Cell
     refusal: str | None
     conduct: Conduct = ORDINARY
+    undeclared: tuple[str, ...] = ()
+
+    @property
+    def declined(self) -> Finding:
+        """The finding about a cell that is refused: nothing is trained."""
+        assert self.refusal is not None
+        check = PERFORMANCE if isinstance(EVERY[self.cell.workload], PerformanceWorkload) else "declared"
+        return Finding(check, Outcome.UNSUPPORTED, self.refusal, undeclared=self.undeclared)
 
     @property
     def is_smoke(self) -> bool:
@@ -123,7 +148,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     _refuse_namesakes(subjects)
     planned = topologies(matrix.gpus, matrix.nodes)
     return [
-        Planned(cell, declared.refusal(cell), declared.conduct)
+        Planned(cell, declared.refusal(cell), declared.conduct, declared.undeclared(cell))
         for topology in planned
         for name in dict.fromkeys(declared.name for declared in subjects)
         for backend in backends

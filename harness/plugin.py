@@ -99,6 +99,11 @@ def add_options(add: Callable[..., object]) -> None:
         help="go on with a run that broke off, or was stopped (default: the latest)",
     )
     add("--report-dir", metavar="DIR", help="where runs are written, made if need be (default: reports/)")
+    add(
+        "--show-unsupported",
+        action="store_true",
+        help="make a test of each cell that its subject does not declare, too; by default they are counted in one line",
+    )
     add("--keep-traces", action="store_true", help="keep the evidence of every cell, not only of the bad ones")
     add(
         "--time-limit",
@@ -159,6 +164,15 @@ def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkTest:
     return BenchmarkTest(_session(request.config, request.path), request.param, request.node)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out cells that their subjects do not declare, of those that were selected."""
+    if SESSION in config.stash and not config.option.show_unsupported:
+        from harness.undeclared import leave_out
+
+        leave_out(config, config.stash[SESSION], items)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begin the run on disk once it is known which cells were selected."""
     config = session.config
@@ -183,9 +197,13 @@ def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """Say in xdist's controller why its workers found nothing to do."""
-    refusal = getattr(node, "workeroutput", {}).get(REFUSAL)
-    if refusal:
+    told = getattr(node, "workeroutput", {})
+    if refusal := told.get(REFUSAL):
         raise pytest.UsageError(refusal)
+    if told:
+        from harness.undeclared import take_over
+
+        take_over(node.config, node.config.stash.get(SESSION, None), told)
 
 
 def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:

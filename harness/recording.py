@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -56,6 +56,11 @@ class Recording:
         """The command that goes on with the run."""
         resume = [] if self._options.resume is not None else ["--resume"]
         return command_line(*self._command, *resume)
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a run is gone on with."""
+        return self._resumed is not None
 
     def known(self, cell: Cell) -> Sequence[Result] | None:
         """Return what the resumed run has of a cell, None if it is still to be examined."""
@@ -168,8 +173,11 @@ class Recording:
             shutil.rmtree(kept, ignore_errors=True)  # from before the run was resumed
             shutil.move(folder, kept)
 
-    def finish(self, exitstatus: int) -> None:
-        """Close the run, unless somebody interrupted it, and write its tables."""
+    def finish(self, exitstatus: int, left_out: Iterable[Result] = ()) -> None:
+        """Close the run, unless somebody interrupted it, and write its tables.
+
+        ``left_out`` are the records of cells that no test speaks of: a run that is whole has them too.
+        """
         for workspace in self._workspaces.values():
             # An xdist worker has no writer: what it leaves is still to be looked through.
             workspace.leave(remove=self._writer is not None)
@@ -178,7 +186,9 @@ class Recording:
             return
         if exitstatus != pytest.ExitCode.INTERRUPTED:
             with _ending_in_a_sentence():
-                self._writer.write(*scaling(self._measurements))
+                unsaid = [result for result in left_out if result.coordinates not in self._known]
+                self._results += unsaid
+                self._writer.write(*unsaid, *scaling(self._measurements))
                 self._writer.close(Footer.of(self._results, int(exitstatus)))
         with _ending_in_a_sentence():
             write_report(self._writer.path)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 import shutil
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,9 @@ from harness.plan import Declaration, Planned, plan
 from harness.recording import Recording
 from harness.report.speed import speed_for_terminal
 from harness.report.terminal import support_for_terminal
+from harness.report.undeclared import undeclared_in_words
 from harness.reproduction import Reproduction
-from harness.store.records import KNOWN, UNEXPECTED_PASS, Result
+from harness.store.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result
 from harness.store.run import read_run
 from harness.subjects.locator import parse_subject
 from harness.workloads import PERFORMANCE
@@ -81,6 +82,7 @@ class Session:
         self.reason_not_to_run = self._timeouts.reason
         self._next: Planned | None = None
         self._ahead: Ahead | None = None
+        self._left_out: dict[Coordinates, Result] = {}
         known = read_expectations(self._options.expectations(suite))
         lease = share()  # to import a library is work too
         self._pools = {locator: self._launcher.pool(*where) for locator, where in self._options.interpreters.items()}
@@ -140,12 +142,18 @@ class Session:
         """Open the run on disk for the cells whose ids were ``chosen``; once is enough."""
         if not chosen or self._recording.path is not None:
             return
+        if self._recording.resumes:  # what is not declared needs no answer, so no run was begun for it
+            chosen = chosen - {one.cell.id for one in self.planned if one.refusal}
         examined = [planned.cell for planned in self.planned if planned.cell.id in chosen]
         rest = chosen - {cell.id for cell in examined}
         measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
         subjects = {declared.name: declared.software for declared in self._declarations}
         conducts = {planned.cell: planned.conduct for planned in self.planned}
         self._recording.begin(examined, measured, command, subjects, conducts)
+
+    def leave_out(self, results: Iterable[Result]) -> None:
+        """Take the records of cells that subjects do not declare, and that were not made into tests."""
+        self._left_out = {result.coordinates: result for result in results}
 
     def results(self, cell: Cell, findings: Sequence[Finding], reproduce: str, seconds: float | None) -> list[Result]:
         """Return the records of a cell's findings, with what was expected of them; ``seconds`` is its launch's time."""
@@ -238,22 +246,31 @@ class Session:
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """End every pool, and the run on disk."""
         self.close()
-        self._recording.finish(exitstatus)
+        self._recording.finish(exitstatus, self._left_out.values())
 
     def pytest_terminal_summary(self, terminalreporter: Any, exitstatus: int) -> None:
         """Close the output with the support table, and, where it was interrupted, with how to go on."""
         path = self._recording.path
         if path is None:
+            if self._left_out:
+                terminalreporter.write_line(nothing_to_run(self._left_out.values()))
             return
-        width = max(100, shutil.get_terminal_size((100, 24)).columns)
+        columns = shutil.get_terminal_size((100, 24)).columns
+        width = max(72 if terminalreporter.isatty() else 100, columns)  # a file has room for whole commands
         run = read_run(path)
-        tables: dict[str, Callable[..., str]] = {"support": support_for_terminal, "speed": speed_for_terminal}
+        every = self._options.show_unsupported
+        tables: dict[str, Callable[..., str]] = {
+            "support": partial(support_for_terminal, every=every, counted=not self._left_out),
+            "speed": speed_for_terminal,
+        }
         if all(cell.measured for cell in run.header.planned):
             del tables["support"]
         for title, table in tables.items():
             if lines := table(run, width=width, colour=terminalreporter.hasmarkup).rstrip("\n"):
                 terminalreporter.section(title)
                 terminalreporter.write_line(lines)
+        if self._left_out:
+            terminalreporter.write_line(_left_out(self._left_out.values()))
         terminalreporter.write_line(f"report: {path / 'report.html'}")
         if exitstatus == pytest.ExitCode.INTERRUPTED and run.missing:
             done = len(run.header.planned) - len(run.missing)
@@ -269,6 +286,15 @@ class Session:
             shutil.rmtree(self._ahead.folder, ignore_errors=True)
             self._ahead.lease.give_back()
             self._ahead = None
+
+
+def nothing_to_run(results: Iterable[Result]) -> str:
+    """Return why there is nothing to run, where every cell that was selected is one of ``results``."""
+    return f"Nothing to run: {_left_out(results)}"
+
+
+def _left_out(results: Iterable[Result]) -> str:
+    return f"{undeclared_in_words(results)}: --show-unsupported lists them"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,8 @@ def add_to(commands: Any) -> None:
 def doctor(options: argparse.Namespace) -> int:
     """Ask this machine what a run will ask of it. Each line is ok, or begins with !! and says what to do.
 
+    A line that begins with ~~ is a note: the machine is fit for a run, but busy, for example.
+
     Exit code: 0 all is well, 1 something is to be done.
     """
     from rich.console import Console
@@ -33,14 +35,18 @@ def doctor(options: argparse.Namespace) -> int:
     from harness.report.text import printable
 
     console = Console(highlight=False, soft_wrap=True)
-    troubles = 0
+    troubles = notes = 0
     for name, line in examination(questions(options.report_dir)):
-        troubles += line.advice is not None
-        sign, style = ("ok", "green") if line.advice is None else ("!!", "bold red")
+        sign, style = ("ok", "green")
+        if line.advice is not None:
+            sign, style = ("~~", "yellow") if line.is_note else ("!!", "bold red")
+            notes += line.is_note
+            troubles += not line.is_note
         told = Text.assemble((sign, style), " ", (name, "bold"), f": {printable(line.found)}")
         if line.advice is not None:
             told.append(f"; {printable(line.advice)}")
         console.print(told)
         sys.stdout.flush()
-    console.print("All is well." if not troubles else f"{troubles} to be seen to.", style="bold")
+    summary = "This machine is fit for a run." if not troubles else f"To be done before a run: {troubles} (see !!)."
+    console.print(f"{summary} Notes: {notes} (see ~~)." if notes else summary, style="bold")
     return UNFIT if troubles else 0

@@ -19,7 +19,7 @@ from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
 from harness.core.topology import Topology
 from harness.invocation import command, suite_command
-from harness.report.text import printable
+from harness.report.text import printable, printable_lines
 from harness.subjects.locator import parse_subject
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def smoke(options: argparse.Namespace) -> int:
         if not place.endswith(".py") or (name and f"has no subject {name!r}" in str(error)):
             print(f"plumbline: {error}", file=sys.stderr)
             return USAGE
-        print(f"The adapter is wrong: {error}")
+        print(f"The adapter is wrong: {printable_lines(str(error).removeprefix('--subject '))}")
         return ADAPTER_WRONG
     if not worst:
         print(f"All of the matrix:  {shlex.join(suite_command('--subject', options.subject))}")

@@ -10,8 +10,9 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from harness.commands.environments import LIBRARIES, environments, install, pip_command, wanted
+from harness.core.errors import SubjectError
 from harness.invocation import command, suite_command
-from harness.report.text import printable, shortened
+from harness.report.text import printable, printable_lines, shortened
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -60,7 +61,8 @@ def shipped() -> list[Shipped]:
         try:
             every.append(Shipped(name, library, tuple(load(name))))
         except (Exception, SystemExit) as error:
-            every.append(Shipped(name, library, obstacle=f"{type(error).__name__}: {error}"))
+            said = str(error) if isinstance(error, SubjectError) else f"{type(error).__name__}: {error}"
+            every.append(Shipped(name, library, obstacle=said.removeprefix("cannot be imported: ")))
     return every
 
 
@@ -89,7 +91,7 @@ def show(subjects: list[Shipped], console: Console) -> None:
     as_it_is: Any = {"markup": False, "soft_wrap": True}  # to be copied: a line stays a line
     for shipped in subjects:
         if shipped.obstacle:
-            console.print(f"{shipped.name} cannot be imported: {printable(shipped.obstacle)}", **as_it_is)
+            console.print(f"{shipped.name} cannot be imported: {printable_lines(shipped.obstacle)}", **as_it_is)
         elif shipped.library is None:
             beside = command("plumbline", "subjects", "install", f"{shipped.name}==VERSION")
             console.print(

@@ -14,7 +14,8 @@ class Finding:
     ``error_x_noise`` is the error in multiples of what rounding alone explains, and ``limit_x_noise`` how much of it a
     right trainer may show. ``step`` counts optimizer steps from 0. ``parameters`` has the error of each parameter at
     that step on that rank, in the model's order, where the finding is bad. ``consequence_of`` is the check whose
-    finding in the same cell explains this one, None where it stands by itself.
+    finding in the same cell explains this one, None where it stands by itself. ``undeclared`` is what an unsupported
+    cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their names.
     """
 
     check: str
@@ -29,3 +30,4 @@ class Finding:
     limit_x_noise: float | None = None
     parameters: tuple[tuple[str, float], ...] = ()
     consequence_of: str | None = None
+    undeclared: tuple[str, ...] = ()

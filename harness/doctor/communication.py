@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -16,7 +17,10 @@ if TYPE_CHECKING:
     from harness.launch.pool import Pool
 
 SECONDS = 10.0
-"""For two ranks that train together."""
+"""For two ranks that train together on a machine that starts the fork server at once."""
+
+STARTS = 4
+"""A busy machine, or a slow one, has as many times longer as it took to start the fork server."""
 
 FEWEST_PORTS = 1000
 
@@ -28,15 +32,19 @@ def ranks() -> Iterator[Line]:
     """
     from harness.launch.pool import Pool
 
+    begun = time.monotonic()
     with closing(Pool("reference")) as pool:
         assert pool.subjects
-        yield Line("the fork server is warm")
-        yield _together(pool, "cpu", "gloo", "is the loopback interface up? may processes here connect to each other?")
-        over_nccl = _over_nccl(pool)
+        started = time.monotonic() - begun
+        yield Line(f"the fork server started in {started:.1f} s")
+        limit = SECONDS + STARTS * started
+        advice = "is the loopback interface up? may processes here connect to each other?"
+        yield _together(pool, "cpu", "gloo", advice, limit)
+        over_nccl = _over_nccl(pool, limit)
     yield over_nccl
 
 
-def _over_nccl(pool: Pool) -> Line:
+def _over_nccl(pool: Pool, limit: float) -> Line:
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
@@ -44,10 +52,11 @@ def _over_nccl(pool: Pool) -> Line:
     version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     if torch.cuda.device_count() < 2:
         return Line(f"{version}; fewer than two CUDA devices to try it on")
-    return _together(pool, "cuda", version, "set NCCL_DEBUG=INFO; in a container, is there shared memory enough?")
+    advice = "set NCCL_DEBUG=INFO; in a container, is there shared memory enough?"
+    return _together(pool, "cuda", version, advice, limit)
 
 
-def _together(pool: Pool, accelerator: str, over: str, advice: str) -> Line:
+def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> Line:
     from harness.judge.judge import judge
     from harness.launch.local import launch
     from harness.launch.settings import Settings
@@ -55,7 +64,7 @@ def _together(pool: Pool, accelerator: str, over: str, advice: str) -> Line:
 
     cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", accelerator)
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
-        trace = launch(pool, cell, Path(folder), Settings(time_limit=SECONDS))
+        trace = launch(pool, cell, Path(folder), Settings(time_limit=limit))
     wrong = [finding for finding in judge(trace, find(cell.workload), cell) if finding.outcome.is_bad]
     if wrong:
         return Line(f"two ranks did not train together over {over}: {wrong[0].message}", advice)

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """``found`` is what is there; ``advice`` what to do about it, None where all is well."""
+    """``found`` is what is there; ``advice`` what to do about it, None where all is well.
+
+    ``is_note``: the machine is fit for a run all the same.
+    """
 
     found: str
     advice: str | None = None
+    is_note: bool = False

@@ -138,7 +138,8 @@ class Pool:
             if event is None or event["event"] != "ready":
                 said = event["message"] if event else self._stderr_tail()
                 self.close()
-                raise SubjectError(f"--subject {self.locator}: {said.strip() or 'its interpreter did not start'}")
+                silent = f"its interpreter, {self._process.args[0]}, ended at once: is it Python?"
+                raise SubjectError(f"--subject {self.locator}: {said.strip() or silent}")
             self._subjects = event["subjects"]
         return self._subjects
 

@@ -15,6 +15,7 @@ from harness.report.failures import is_wrong
 from harness.report.once import once_for_a_run
 from harness.report.summary import counts_in_words
 from harness.report.support import Configuration, mark, passed_of_tried, reading_order
+from harness.report.undeclared import undeclared_in_words
 from harness.store.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result
 from harness.store.run import Run
 
@@ -106,7 +107,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Grid:
-    """All cells of one subject on one accelerator. ``topologies`` are nodes and gpus of each."""
+    """All cells of one subject on one accelerator. ``topologies`` are nodes and gpus of each.
+
+    ``undeclared`` are the backends and precisions of which the subject declares no cell, with the number of their
+    cells; ``undeclared_in_words`` counts these, and those in other rows.
+    """
 
     subject: str
     accelerator: str
@@ -114,6 +119,8 @@ class Grid:
     rows: tuple[Row, ...]
     goes_wrong: bool
     counts: str
+    undeclared: tuple[tuple[str, str, int], ...] = ()
+    undeclared_in_words: str = ""
 
 
 @once_for_a_run
@@ -131,19 +138,25 @@ def grids(run: Run) -> list[Grid]:
 
 
 def _grid(subject: str, accelerator: str, cells: Sequence[GridCell]) -> Grid:
-    topologies = sorted({cell.topology for cell in cells}, key=lambda one: (one[0] * one[1], one[0]))
+    places = {cell.topology for cell in cells if cell.mark != "-"} or {cell.topology for cell in cells}
+    topologies = sorted(places, key=lambda one: (one[0] * one[1], one[0]))
     rows: dict[Configuration, list[GridCell]] = {}
     for cell in cells:
         _, _, backend, _, _, precision, _ = cell.coordinates
         row = Configuration(subject, backend, False, False, precision, accelerator)
         rows.setdefault(row, []).append(cell)
+    ordered = sorted(rows, key=reading_order)
+    folded = [row for row in ordered if _mark(rows[row]) == "-"]
+    declined = [finding for cell in cells for finding in cell.others if finding.outcome is Outcome.UNSUPPORTED]
     return Grid(
         subject,
         accelerator,
         tuple(topologies),
-        tuple(_row(row, rows[row], topologies) for row in sorted(rows, key=reading_order)),
+        tuple(_row(row, rows[row], topologies) for row in ordered if row not in folded),
         any(cell.bad for cell in cells),
         counts_in_words(cell.outcome for cell in cells),
+        tuple((row.backend, row.precision, len(rows[row])) for row in folded),
+        undeclared_in_words(declined) if declined else "",
     )
 
 

@@ -15,6 +15,7 @@ from harness.report.subject_causes import SubjectCauses, subject_causes
 from harness.report.summary import SIMULATED, computed_by, counts_in_words, notes, what_is_missing
 from harness.report.support import IN_A_WORD, passed_of_tried
 from harness.report.text import compact, markdown, markdown_code, shortened
+from harness.report.undeclared import undeclared_in_words, unsupported
 from harness.report.verdict import verdict_of
 from harness.store.run import Run
 
@@ -39,6 +40,8 @@ def one_screen(run: Run) -> str:
     lines += [f"{markdown(note)}  " for note in notes(run)[:_MOST_NOTES]]
     by = computed_by(run)
     lines.append(f"{markdown(counts_in_words(cells['outcome']))}. Devices: {markdown(', '.join(by) or 'none')}.  ")
+    if undeclared := unsupported(run, cells):
+        lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
     lines.append(f"Run {markdown_code(told['run'])}: {markdown_code(shortened(told.get('command', ''), 200))}")
     lines += _support(grids(run))
     lines += _wrong(failures(run), subject_causes(run))

@@ -14,11 +14,11 @@ from harness.store.run import Run
 ROW_COLUMNS: Final = ("Backend", "Nodes × gpus", "Precision")
 
 
-def side_by_side(run: Run) -> pd.DataFrame | None:
+def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
     """Return a table with ``ROW_COLUMNS`` and a column for each subject, None where the run has only one.
 
     A square is the mark of ``support.MARKS`` for the subject's cells there, with ``passed/tried``; empty where the
-    subject was not asked.
+    subject was not asked. Rows of which no subject declares a cell are left out, unless ``every`` is to be there.
     """
     cells = configurations(cell_table(run))
     subjects = list(dict.fromkeys(one.subject for one in cells))
@@ -30,7 +30,11 @@ def side_by_side(run: Run) -> pd.DataFrame | None:
         row = rows.setdefault((backend_in_words(one.backend), devices, one.precision), {})
         row[one.subject] = _square(cells[one])
     table: pd.DataFrame = pd.DataFrame(
-        [(*named, *(row.get(subject, "") for subject in subjects)) for named, row in rows.items()],
+        [
+            (*named, *(row.get(subject, "") for subject in subjects))
+            for named, row in rows.items()
+            if every or set(row.values()) != {"-"}
+        ],
         columns=[*ROW_COLUMNS, *subjects],
     )
     return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -13,6 +13,7 @@ from harness.core.backend import BACKENDS
 from harness.core.outcome import Outcome
 from harness.report.cells import DECLINED, MISSING, cell_table
 from harness.report.summary import devices
+from harness.report.undeclared import undeclared_kinds, unsupported
 from harness.store.records import KNOWN, UNEXPECTED_PASS
 from harness.store.run import Run
 
@@ -137,17 +138,25 @@ def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
     return "C" if Outcome.DEVIATES.value in judged else "Y"
 
 
-def support_table(run: Run) -> pd.DataFrame:
+def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
     """Return one row a configuration; columns are ``SUPPORT_COLUMNS``, less the rare ones that no row needs.
+
+    Configurations of which a subject declares no cell share one row, its last one, unless ``every`` is to have its own.
 
     The columns that describe the row's configuration hold its mark, the others are empty.
     ``Cells passed`` is ``passed/tried``, and says how many cells are known not to, and how many were not tried.
     ``Worst × noise`` is the largest error in multiples of rounding noise, NaN where nothing was measured.
     """
     groups = configurations(cell_table(run))
-    subjects = list(dict.fromkeys(one.subject for one in groups))
-    ordered = sorted(groups, key=lambda one: (subjects.index(one.subject), *reading_order(one)))
-    rows = [_row(run, configuration, groups[configuration]) for configuration in ordered]
+    rows = []
+    for subject in dict.fromkeys(one.subject for one in groups):
+        own = sorted((one for one in groups if one.subject == subject), key=reading_order)
+        undeclared = [] if every else [one for one in own if is_undeclared(groups[one])]
+        declared = [one for one in own if one not in undeclared]
+        rows += [_row(run, one, groups[one]) for one in declared]
+        for accelerator in dict.fromkeys(one.accelerator for one in undeclared):
+            folded = [one for one in undeclared if one.accelerator == accelerator]
+            rows.append(_folded(run, folded, declared, groups))
     needed = {column for one in groups for column in one.described_by()}
     columns = [name for name in SUPPORT_COLUMNS if name in needed or name not in RARE_COLUMNS]
     table: pd.DataFrame = pd.DataFrame(rows, columns=columns)
@@ -161,6 +170,33 @@ def configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
     return {
         Configuration(*cast("tuple[str, str, bool, bool, str, str]", key)): behind
         for key, behind in cells.groupby(list(Configuration.__dataclass_fields__), sort=False)
+    }
+
+
+def is_undeclared(cells: pd.DataFrame) -> bool:
+    """Say whether a subject declares none of these cells."""
+    return bool((cells["outcome"] == Outcome.UNSUPPORTED.value).all())
+
+
+def _folded(
+    run: Run,
+    undeclared: Sequence[Configuration],
+    declared: Sequence[Configuration],
+    groups: Mapping[Configuration, pd.DataFrame],
+) -> dict[str, str | int | float]:
+    """Return the row of what a subject does not declare, marked where a column describes nothing that it does."""
+    described = {name for one in undeclared for name in one.described_by()}
+    described -= {name for one in declared for name in one.described_by()}
+    cells = pd.concat([groups[one] for one in undeclared])
+    kinds = undeclared_kinds(unsupported(run, cells))
+    subject = undeclared[0].subject
+    return {
+        **{column: "-" if column in described else "" for column in MARK_COLUMNS},
+        "Command": f"{subject}: not declared: {kinds}" if kinds else f"{subject}: not declared",
+        "Cells passed": _share(Counter(cells["outcome"])),
+        "Deviates": 0,
+        "Worst × noise": float("nan"),
+        "Devices": devices(run, undeclared[0].accelerator),
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
+from typing import Any
+
 import pandas as pd
 from rich import box
 from rich.table import Table
@@ -14,6 +17,7 @@ from harness.report.subject_causes import subject_causes
 from harness.report.summary import computed_by, counts_in_words, notes, what_is_missing
 from harness.report.support import IN_A_WORD, MARK_COLUMNS, support_table
 from harness.report.text import compact, printable
+from harness.report.undeclared import undeclared_in_words, unsupported
 from harness.store.records import KNOWN, UNEXPECTED_PASS
 from harness.store.run import Run
 
@@ -24,14 +28,19 @@ _LEGEND = "  ".join([*(f"{sign} {IN_A_WORD[sign]}" for sign in "YCN?-")])
 _LEGEND_OF_EXPECTED = "K known: failed as expected  X unexpected pass: should have failed and did not"
 
 
-def support_for_terminal(run: Run, width: int = 100, *, colour: bool = False) -> str:
+def support_for_terminal(
+    run: Run, width: int = 100, *, colour: bool = False, every: bool = False, counted: bool = True
+) -> str:
     """Return the support table, what its signs mean, and how the cells ended, in lines of at most ``width``.
 
     Several subjects stand side by side; what each row would be called is left to support.md.
+    Rows of which no cell is declared are left out unless ``every`` is to be there; where ``counted``, a line says how
+    many cells are not declared.
     """
-    together = side_by_side(run)
-    table = _support(run) if together is None else _columns(together)
-    return rendered(table, *_closing_lines(run, several=together is not None), width=width, colour=colour)
+    together = side_by_side(run, every=every)
+    table = _support(run, every=every) if together is None else _columns(together)
+    closing = _closing_lines(run, several=together is not None, counted=counted)
+    return rendered(table, *closing, width=width, colour=colour)
 
 
 def _columns(together: pd.DataFrame) -> Table:
@@ -46,13 +55,13 @@ def _columns(together: pd.DataFrame) -> Table:
     return table
 
 
-def _support(run: Run) -> Table:
+def _support(run: Run, *, every: bool) -> Table:
     """Return one subject's table.
 
     100 columns hold the reference trainer's rows whole; below that the commands lose their ends. The call is
     shortened to its arguments, and cells not tried are left to the counts below the table and to support.md.
     """
-    support = support_table(run)
+    support = support_table(run, every=True)
     marks = [name for name in MARK_COLUMNS if name in support]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, show_edge=False)
     for name in marks:
@@ -62,6 +71,8 @@ def _support(run: Run) -> Table:
     table.add_column("Devi-\nates", justify="right", no_wrap=True)
     table.add_column("Worst\n× noise", justify="right", no_wrap=True)
     for row in support.to_dict("records"):
+        if not every and _is_undeclared(row):
+            continue
         table.add_row(
             *(Text(row[name], style=_COLOURS.get(row[name], "")) for name in marks),
             Text(_arguments(printable(row["Command"]))),
@@ -72,6 +83,10 @@ def _support(run: Run) -> Table:
     return table
 
 
+def _is_undeclared(row: Mapping[Hashable, Any]) -> bool:
+    return any(row[name] == "-" for name in MARK_COLUMNS if name in row)
+
+
 def _arguments(command: str) -> str:
     """Return the arguments of a ``Trainer(…)`` call, without the longest of the keywords."""
     if command.startswith("Trainer(") and command.endswith(")"):
@@ -79,7 +94,7 @@ def _arguments(command: str) -> str:
     return command.replace("distributed_backend=", "…=")
 
 
-def _closing_lines(run: Run, *, several: bool) -> list[Text]:
+def _closing_lines(run: Run, *, several: bool, counted: bool) -> list[Text]:
     cells = cell_table(run)
     lines = [
         Text(_LEGEND if several else f"{_LEGEND}  … distributed_backend"),
@@ -90,6 +105,8 @@ def _closing_lines(run: Run, *, several: bool) -> list[Text]:
     lines += [Text(note, style="yellow") for note in notes(run)]
     for summary in subject_causes(run):
         lines += [Text(printable(sentence)) for sentence in summary.sentences]
+    if counted and (undeclared := unsupported(run, cells)):
+        lines.append(Text(printable(f"{undeclared_in_words(undeclared)}.")))
     if missing := what_is_missing(run, cells):
         lines.append(Text(missing, style="bold red"))
     return lines

@@ -169,7 +169,9 @@ class Result(CellRecord):
     ``limit_x_noise`` is how much a right trainer may show; ``parameters`` has the error of each parameter at that step
     on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is what was
     known of it beforehand. ``findings`` says how many of them its cell has. ``consequence_of`` is the check whose
-    finding in the same cell explains this one; runs recorded by older versions have None. What does not apply is None.
+    finding in the same cell explains this one; runs recorded by older versions have None. ``undeclared`` is what an
+    unsupported cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their
+    names. What does not apply is None.
     """
 
     type: Literal["result"] = "result"
@@ -189,6 +191,7 @@ class Result(CellRecord):
     expected: Expected | None = None
     findings: AtLeastOne | None = None
     consequence_of: Text | None = None
+    undeclared: tuple[Text, ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -229,6 +232,7 @@ class Result(CellRecord):
             expected=expected,
             findings=findings,
             consequence_of=finding.consequence_of,
+            undeclared=finding.undeclared,
         )
 
 

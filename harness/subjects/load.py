@@ -10,6 +10,7 @@ from types import ModuleType
 
 from harness.core.errors import SubjectError
 from harness.subjects.declare import Subject
+from harness.subjects.user_traceback import headline, user_traceback
 
 SHORT_NAMES = {
     "reference": "harness.subjects.reference",
@@ -64,15 +65,28 @@ def _import_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise SubjectError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        raise _broken(error) from error
     return module
 
 
 def _import_module(name: str) -> ModuleType:
+    if "/" in name or name.startswith("."):
+        raise SubjectError(f"there is no file {name}: a file's name ends in .py, a module's has no slash")
     try:
         return importlib.import_module(name)
-    except ImportError as error:
-        known = ", ".join(SHORT_NAMES)
-        raise SubjectError(
-            f"subject {name!r} cannot be imported ({error}); give a file.py, a module, or one of {known}"
-        ) from error
+    except SubjectError as error:
+        if name in SHORT_NAMES.values():
+            raise  # the library of a trainer that ships is missing: the message says how to install it
+        raise _broken(error) from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            known = ", ".join(SHORT_NAMES)
+            told = f"cannot be imported ({error}); give a file.py, a module, or one of {known}"
+            raise SubjectError(told) from error
+        raise _broken(error) from error
+
+
+def _broken(error: BaseException) -> SubjectError:
+    """Return what to tell of an error in the user's code: in a line, then with where it was raised."""
+    said = str(error) if isinstance(error, SubjectError) else headline(error)
+    return SubjectError(f"cannot be imported: {said}\n{user_traceback(error)}")

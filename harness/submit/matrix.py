@@ -52,8 +52,9 @@ def select(arguments: Sequence[str]) -> Selection:
         command = [sys.executable, "-m", "harness.submit.matrix", str(file), *asked]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode or not file.exists():
-            said = [line.removeprefix("ERROR: ") for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            raise PlanError(f"pytest {' '.join(arguments)}: {said[0] if said else 'it ended'}")
+            refusal = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
+            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            raise PlanError(f"pytest {' '.join(arguments)}: {refusal or next(iter(said), 'it ended')}")
         values = json.loads(file.read_text())
     if not values["cells"]:
         raise PlanError(f"pytest {' '.join(arguments)}: selects no cell")

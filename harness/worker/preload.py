@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
+
+from harness.core.errors import SubjectError
 
 
 def preload(locator: str) -> list[Any]:
     """Import torch, the rank's own code, and the subjects behind ``locator``; return these.
 
     Raises:
-        PlumblineError: the locator names none.
+        SubjectError: the locator names none, its code cannot be imported, or this interpreter has no torch.
     """
-    import torch
+    try:
+        import torch
+    except ImportError as error:
+        raise SubjectError(
+            f"its interpreter, {sys.executable}, cannot import torch ({error}): install torch there"
+        ) from error
     import torch._dynamo  # the first DistributedDataParallel(...) imports it
     import torch.distributed
     import torch.nn.parallel

@@ -13,6 +13,9 @@ _AROUND = (
 )
 """Who calls a trainer, by folder and file: the harness, and what starts processes."""
 
+_LONGEST_SOURCE = 100
+"""Characters of a line of source."""
+
 
 def in_words(raised: BaseException) -> str:
     """Return the error in a line or more; some raise when they are asked what they are."""
@@ -23,8 +26,14 @@ def in_words(raised: BaseException) -> str:
 
 
 def calls_in(raised: BaseException) -> str:
-    """Return the trainer's calls in which something was raised, a line each, the innermost first."""
+    """Return the trainer's calls in which something was raised, with their source, a line each, the innermost first."""
     calls = list(traceback.extract_tb(raised.__traceback__))
     while calls and tuple(calls[0].filename.split(os.sep)[-2:]) in _AROUND:
         del calls[0]
-    return "\n".join(f"{'/'.join(call.filename.split('/')[-2:])}:{call.lineno} in {call.name}" for call in calls[::-1])
+    return "\n".join(map(_in_a_line, calls[::-1]))
+
+
+def _in_a_line(call: traceback.FrameSummary) -> str:
+    place = f"{'/'.join(call.filename.split('/')[-2:])}:{call.lineno} in {call.name}"
+    source = " ".join((call.line or "").split())[:_LONGEST_SOURCE]
+    return f"{place}: {source}" if source else place

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -12,10 +14,16 @@ import pytest
 
 import harness.doctor.examination
 from harness.cli import main
-from harness.doctor import devices, limits
+from harness.doctor import devices, limits, pace
 from harness.doctor.communication import ranks
 from harness.doctor.examination import examination, questions
 from harness.doctor.line import Line
+
+SPINNING = """
+import time
+while time.process_time() < {seconds}:
+    pass
+"""
 
 TOPOLOGY = """\
 \t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m
@@ -46,14 +54,15 @@ def test_this_machine_is_asked_everything(tmp_path: Path) -> None:
     """Every question has an answer here but the one that trains, which the next test asks without a limit."""
     asked = questions(tmp_path)
     del asked["ranks"]
-    answered = list(examination(asked, seconds=60))
+    answered = list(examination(asked))
     assert {name for name, _ in answered} == set(asked)
     assert not [line.found for _, line in answered if "cannot be found out" in line.found]
 
 
 def test_two_ranks_train_together(one_thread: None) -> None:
     first, gloo, *_ = list(ranks())
-    assert first == Line("the fork server is warm")
+    assert first.found.startswith("the fork server started in ")
+    assert first.advice is None
     assert gloo.advice is None
     assert gloo.found.startswith("two ranks trained together over gloo in ")
 
@@ -61,13 +70,18 @@ def test_two_ranks_train_together(one_thread: None) -> None:
 def test_all_is_well(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
     asked(python=[Line("3.11")], links=[Line("none"), Line("at all")])
     assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == "ok python: 3.11\nok links: none\nok links: at all\nAll is well.\n"
+    assert (
+        capsys.readouterr().out == "ok python: 3.11\nok links: none\nok links: at all\nThis machine is fit for a run.\n"
+    )
 
 
 def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
     asked(python=[Line("3.11")], disk=[Line("full\x1b[31m\nto the brim", "make room")])
     assert main(["doctor"]) == 1
-    assert capsys.readouterr().out == "ok python: 3.11\n!! disk: full to the brim; make room\n1 to be seen to.\n"
+    assert (
+        capsys.readouterr().out
+        == "ok python: 3.11\n!! disk: full to the brim; make room\nTo be done before a run: 1 (see !!).\n"
+    )
 
 
 def test_a_question_that_raises_hides_no_other() -> None:
@@ -90,13 +104,70 @@ def test_a_question_that_hangs_is_not_waited_for() -> None:
         forever.wait()
 
     try:
-        answered = list(examination({"hanging": hanging, "sound": lambda: iter([Line("well")])}, seconds=0.5))
+        answered = list(examination({"hanging": hanging, "sound": lambda: iter([Line("well")])}, quiet=0.5))
     finally:
         forever.set()
     assert answered[0] == ("hanging", Line("begun"))
-    assert answered[1][1].found == "no answer within 0 s"
-    assert answered[1][1].advice
+    assert "nothing has been computed" in answered[1][1].found
+    assert "hangs" in (answered[1][1].advice or "")
     assert ("sound", Line("well")) in answered
+
+
+def test_a_question_that_computes_is_waited_for() -> None:
+    """However slow it is: a rank, or the import of a library, may have little of a busy machine's processors."""
+
+    def slow() -> Iterator[Line]:
+        subprocess.run([sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=2)], check=True)
+        yield Line("done")
+
+    assert list(examination({"slow": slow}, quiet=0.5)) == [("slow", Line("done"))]
+
+
+def test_nothing_is_waited_for_for_ever() -> None:
+    def spinning() -> Iterator[Line]:
+        with subprocess.Popen([sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=1000)]) as child:
+            try:
+                ended.wait()
+            finally:
+                child.kill()
+        yield Line("done")
+
+    ended = threading.Event()
+    try:
+        ((name, line),) = list(examination({"spinning": spinning}, longest=1))
+    finally:
+        ended.set()
+    assert name == "spinning"
+    assert line.found == "no answer within 1 s"
+    assert line.advice
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a core that is shared for certain")
+def test_a_busy_machine_is_measured_and_is_no_trouble() -> None:
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    command = [sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=1000)]
+    others = [subprocess.Popen(command) for _ in range(3)]
+    try:
+        busy = pace.load()
+    finally:
+        os.sched_setaffinity(0, cores)
+        for other in others:
+            other.kill()
+            other.wait()
+    assert busy.is_note
+    assert "the machine is busy" in (busy.advice or "")
+    assert "× its processor time" in busy.found
+
+
+def test_a_note_is_no_trouble(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
+    asked(load=[Line("a lot", "the machine is busy", is_note=True)], links=[Line("none")])
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        said
+        == "~~ load: a lot; the machine is busy\nok links: none\nThis machine is fit for a run. Notes: 1 (see ~~).\n"
+    )
 
 
 def test_links_are_read_off_the_matrix() -> None:

@@ -14,6 +14,7 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
+from harness.report.find_cell import NoSuchCell, cell_called
 from harness.store.fingerprint import Fingerprint
 from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
 from harness.store.run import RunWriter
@@ -110,15 +111,36 @@ def test_a_cell_is_shown_by_its_id_or_a_part_of_it(run: Path, capsys: pytest.Cap
     assert "pytest -k it" in shown
 
 
+def test_of_several_the_one_that_went_wrong_is_shown(run: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["show", str(run), "1x2"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("mine-mlp-ddp-1x2-32  failed\n")
+    assert "2 more cells match" in captured.err
+
+
 def test_several_cells_are_listed(run: Path, capsys: pytest.CaptureFixture) -> None:
-    assert main(["show", str(run), "1x2"]) == 2
-    said = capsys.readouterr().err
-    assert "3 cells of this run" in said
-    assert {"mine-mlp-ddp-1x2-32", "mine-adam-ddp-1x2-32", "mine-perf-mlp-ddp-1x2-32"} <= set(said.split())
+    assert main(["show", str(run), "adam"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert "2 cells of this run match 'adam'" in said[0]
+    assert said[1:] == ["  mine-adam-ddp-1x2-32  passed", "  mine-adam-ddp-1x4-32  passed"]
+
+
+def test_candidates_that_went_wrong_come_first_and_undeclared_ones_are_counted() -> None:
+    ends = ["unsupported", "passed", "deviates", "missing", "failed", "unsupported", "known", "timed_out"]
+    outcomes = {f"mine-w{place}-ddp-1x2-32": end for place, end in enumerate(ends)}
+    with pytest.raises(NoSuchCell) as raised:
+        cell_called("ddp", outcomes)
+    head, *shown, last = str(raised.value).splitlines()
+    assert head == "8 cells of this run match 'ddp':"
+    assert [line.split()[1] for line in shown] == ["failed", "timed", "missing", "known", "deviates", "passed"]
+    assert last == "  and 2 that the subject does not declare"
+    del outcomes["mine-w7-ddp-1x2-32"]
+    assert cell_called("ddp", outcomes) == "mine-w4-ddp-1x2-32"
+    assert cell_called("w0", outcomes) == "mine-w0-ddp-1x2-32", "who asks for it is shown it"
 
 
 def test_a_cell_that_is_not_there(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["show", str(run), "\x1b[31mnot-there"]) == 2
     said = capsys.readouterr().err
-    assert "no cell of this run is called 'not-there'" in said
+    assert "no cell of this run has all words of 'not-there'" in said
     assert "\x1b" not in said

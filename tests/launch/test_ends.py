@@ -33,8 +33,11 @@ def test_a_rank_that_raises_is_named_with_its_message(launched, topology):
 
 
 def test_a_rank_that_raises_leaves_its_traceback(launched):
-    _, _, folder = launched("raises")
+    _, findings, folder = launched("raises")
     assert "in broken_batch" in (folder / "rank-1.log").read_text()
+    line = 'in broken_batch: raise RuntimeError("the third batch is broken")'
+    assert line in findings["launch"].message, "the message leads to the user's line"
+    assert "in fit: in_the_middle()" in findings["launch"].message
 
 
 def test_leaving_with_sys_exit_is_no_success(launched):

@@ -44,7 +44,7 @@ def ends_by_backend(run):
 def test_a_wrong_trainer_is_red_and_can_be_run_again_alone(project):
     result = project.pytest(*SMALL, "--subject", project.trainer("doubled.py", factor="job.world_size"))
     assert result.ret == 1
-    assert outcomes_of(result) == {"passed": 1, "failed": 2, "unsupported": 1}
+    assert outcomes_of(result) == {"passed": 1, "failed": 2, "deselected": 1}
     result.stdout.fnmatch_lines(["*doubled-mlp-ddp-1x2-32 failed*", "*gradients: failed:*", "*reproduce: *pytest *"])
     assert "Traceback" not in result.stdout.str()
     assert ends_by_backend(project.run) == DOUBLED
@@ -65,7 +65,8 @@ def test_two_workers_find_what_one_process_finds(project):
         *SMALL, "-n", "2", "--subject", project.trainer("doubled.py", factor="job.world_size"), fresh=True
     )
     assert result.ret == 1
-    assert outcomes_of(result) == {"passed": 1, "failed": 2, "unsupported": 1}
+    assert outcomes_of(result) == {"passed": 1, "failed": 2}
+    result.stdout.fnmatch_lines(["1 cell is not declared by doubled (backend dp: 1): *"])
     assert ends_by_backend(project.run) == DOUBLED
     assert project.run.traces == ["doubled-mlp-ddp-1x2-32", "doubled-mlp-ddp-2x1-32"]
     assert project.run.footer is not None
@@ -78,7 +79,10 @@ def test_subjects_stand_side_by_side_and_what_they_do_not_declare_is_unsupported
     asked = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32,bf16", "--subject", "a.py", "--subject", "b.py")
     result = project.pytest(*asked)
     assert result.ret == 0
-    assert outcomes_of(result) == {"passed": 6, "unsupported": 10}
+    assert outcomes_of(result) == {"passed": 6, "deselected": 10}
+    result.stdout.fnmatch_lines(
+        ["10 cells are not declared by their subjects (left 5, right 5): --show-unsupported lists them"]
+    )
     by_subject = {"left": {}, "right": {}}
     for (subject, workload, backend, nodes, gpus, precision, check), outcome in project.run.outcomes.items():
         by_subject[subject][workload, backend, nodes, gpus, precision, check] = outcome

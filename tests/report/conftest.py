@@ -68,7 +68,8 @@ def _findings(cell: Cell) -> list[Finding]:
     if cell.precision == "64" and cell.backend == "dp" and cell.workload == "mlp":
         found = [Finding("launch", Outcome.CRASHED, "rank 0 ended with signal 11\nfatal error")]
     if cell.subject == "my-ddp" and cell.precision == "16":
-        found = [Finding("launch", Outcome.UNSUPPORTED, "my-ddp does not declare 16")]
+        refusal = "my-ddp does not declare 16"
+        found = [Finding("declared", Outcome.UNSUPPORTED, refusal, undeclared=("precision 16",))]
     return found
 
 

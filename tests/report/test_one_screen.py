@@ -21,6 +21,13 @@ BuildRun = Callable[..., Run]
 HOSTILE = "evil|\\|`<script>alert(1)</script>\n\n# title [link](http://x) \x1b[31m\u202e"
 
 
+def test_what_is_not_declared_is_one_line(realistic_run: Run) -> None:
+    page = one_screen(realistic_run)
+    assert page.count("not declared") == 1
+    assert "5 cells are not declared by my-ddp (precision 16: 5)." in page
+    assert "| my-ddp | ddp | C 4/5 |  |" in page
+
+
 def test_the_verdict_stands_first_and_a_table_follows(realistic_run: Run) -> None:
     lines = one_screen(realistic_run).splitlines()
     assert lines[0] == "# 5 of 225 cells went wrong: 3 failed, 2 crashed."

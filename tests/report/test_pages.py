@@ -40,6 +40,23 @@ def only(run: Run, subject: str) -> Run:
     return dataclasses.replace(run, header=run.header.model_copy(update={"planned": planned}), results=results)
 
 
+def test_what_is_not_declared_is_one_line_in_the_terminal(build_run: Callable[..., Run]) -> None:
+    ends = {
+        Cell("mine", f"w{number}", backend, Topology(1, 2), "32", "cpu"): [
+            Outcome.PASSED if backend == "ddp" else Outcome.UNSUPPORTED
+        ]
+        for number in range(3)
+        for backend in ("dp", "ddp")
+    }
+    run = build_run(ends)
+    shown = support_for_terminal(run)
+    assert "mine: dp" not in shown
+    assert "\n3 cells are not declared by mine." in shown
+    every = support_for_terminal(run, every=True, counted=False)
+    assert "mine: dp, 2 gpus, 32" in every
+    assert "not declared" not in every
+
+
 def test_the_page_says_what_ran_and_on_what(realistic_run: Run) -> None:
     page = page_of(realistic_run)
     above_table = page[: page.index("| 1 GPU |")]

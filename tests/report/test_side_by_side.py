@@ -69,6 +69,25 @@ def test_every_cell_tried_is_counted_once_in_its_subjects_column(
         assert counted == [own.count(Outcome.PASSED), len(own) - own.count(Outcome.UNSUPPORTED)]
 
 
+def test_what_nobody_declares_is_no_row(build_run: BuildRun) -> None:
+    ends = {
+        Cell(subject, "mlp", backend, Topology(1, 2), precision, "cpu"): [
+            Outcome.PASSED if (subject, backend, precision) == ("a", "ddp", "32") else Outcome.UNSUPPORTED
+        ]
+        for subject in ("a", "b")
+        for backend in ("dp", "ddp")
+        for precision in ("32", "16")
+    }
+    run = build_run(ends)
+    table = side_by_side(run)
+    assert table is not None
+    assert table[["Backend", "Precision", "a", "b"]].to_numpy().tolist() == [["ddp", "32", "Y 1/1", "-"]]
+    every = side_by_side(run, every=True)
+    assert every is not None
+    assert len(every) == 4
+    assert "7 cells are not declared by their subjects (a 3, b 4)." in support_for_terminal(run)
+
+
 def test_nine_trainers_fit_a_terminal(build_run: BuildRun) -> None:
     shown = support_for_terminal(everybody(build_run), 100)
     assert max(map(cell_len, shown.splitlines())) <= 100

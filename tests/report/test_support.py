@@ -124,9 +124,38 @@ def test_every_cell_is_in_exactly_one_row(build_run: BuildRun, ends: dict[Cell, 
         Outcome.PASSED in end and set(end) <= {Outcome.PASSED, Outcome.SKIPPED, Outcome.UNSUPPORTED}
         for end in ends.values()
     )
-    for _, row in table.iterrows():
+    folded = table["Command"].str.endswith(": not declared")
+    for _, row in table[~folded].iterrows():
         assert len(marks(row)) == 1
         assert (row["1 GPU"] == "") != (row["1+ GPUs"] == "")
+    assert not (table[~folded][["1 GPU", "1+ GPUs"]] == "-").any(axis=None)
+    assert all(marks(row) <= {"-"} for _, row in table[folded].iterrows())
+
+
+def test_what_a_subject_does_not_declare_is_one_row(build_run: BuildRun) -> None:
+    places = [("none", 1), ("dp", 2), ("dp", 3), ("ddp", 2)]
+    cells = [
+        Cell("mine", "mlp", name, Topology(1, gpus), precision, "cpu")
+        for name, gpus in places
+        for precision in ("32", "16", "bf16")
+    ]
+    run = build_run(
+        {
+            cell: [Outcome.PASSED if cell.backend == "ddp" and cell.precision != "16" else Outcome.UNSUPPORTED]
+            for cell in cells
+        }
+    )
+    lacks = {cell.id: "precision 16" if cell.backend == "ddp" else f"backend {cell.backend}" for cell in cells}
+    results = tuple(
+        one.model_copy(update={"undeclared": (lacks[one.cell],)}) if one.outcome is Outcome.UNSUPPORTED else one
+        for one in run.results
+    )
+    *_, last = support_table(dataclasses.replace(run, results=results)).to_dict("records")
+    assert last["Command"] == "mine: not declared: backends none, dp; precision 16"
+    assert last["Cells passed"] == "0/0 (10 unsupported)"
+    assert {name for name in MARK_COLUMNS if last.get(name) == "-"} == {"1 GPU", "DP"}, "it does some 16-bit, and ddp"
+    assert len(support_table(run)) == 3
+    assert len(support_table(run, every=True)) == 9
 
 
 def test_the_reference_rows_are_those_of_the_old_documentation(realistic_run: Run) -> None:
@@ -148,7 +177,7 @@ def test_the_reference_rows_are_those_of_the_old_documentation(realistic_run: Ru
         "Trainer(gpus=1, precision=64)": {"1 GPU"},
         "Trainer(gpus=k, distributed_backend='ddp', precision='bf16')": {"1+ GPUs", "DDP", "16-bit"},
         "my-ddp: ddp, 2 gpus, 32": {"1+ GPUs", "DDP"},
-        "my-ddp: ddp, 4 gpus, 2 nodes, 16": {"1+ GPUs", "DDP", "Nodes", "16-bit"},
+        "my-ddp: not declared: precision 16": {"Nodes", "16-bit"},
     }
     for command, columns in expected.items():
         row = table.loc[command]
@@ -185,7 +214,7 @@ def test_the_worst_error_is_the_largest_and_missing_is_not_zero(realistic_run: R
     table = support_table(realistic_run).set_index("Command")["Worst × noise"]
     assert table["Trainer(gpus=1)"] == 0.8
     assert table["Trainer(gpus=k, num_nodes=n, distributed_backend='ddp2', use_amp=True)"] == 4.1e6
-    assert math.isnan(table["my-ddp: ddp, 4 gpus, 2 nodes, 16"])
+    assert math.isnan(table["my-ddp: not declared: precision 16"])
 
 
 def test_an_error_without_a_verdict_is_no_measurement(build_run: BuildRun) -> None:

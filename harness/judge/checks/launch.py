@@ -74,7 +74,7 @@ def _patience(exit: Exit) -> tuple[bool, int]:
 
 def _finding(outcome: Outcome, rank: int, trace: Trace) -> Finding:
     others = len(_ends(trace)) - 1
-    suffix = f" ({others} other ranks ended badly after it)" if others > 0 else ""
+    suffix = f" ({others} other rank{'s' * (others > 1)} ended badly after it)" if others > 0 else ""
     steps = {one.rank: len(one.steps) for one in trace.ranks}
     step = trace.exits[rank].step if rank in trace.exits else steps[rank]
     return Finding("launch", outcome, f"rank {rank}: {_ends(trace)[rank]}{suffix}", step=step, rank=rank)
