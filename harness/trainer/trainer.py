@@ -16,7 +16,7 @@ from harness.trainer.connector import Plan, connect
 from harness.trainer.data import check_loader
 from harness.trainer.environments import SlurmEnvironment
 from harness.trainer.errors import MisconfigurationError
-from harness.trainer.gpus import make_visible
+from harness.trainer.gpus import driver_started, make_visible
 from harness.trainer.module import Module
 from harness.trainer.session import run_rank
 from harness.trainer.spawn import run_ranks
@@ -154,7 +154,7 @@ class Trainer:
         slurm = isinstance(self.plan.environment, SlurmEnvironment)
         if self.plan.accelerator == "cuda" and not slurm and not self._devices_shown:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            changes, devices = make_visible(self.plan.devices, visible, torch.cuda.is_initialized())
+            changes, devices = make_visible(self.plan.devices, visible, driver_started())
             os.environ.update(changes)
             self.plan = replace(self.plan, devices=devices)
             self._devices_shown = True

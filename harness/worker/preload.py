@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from harness.core.errors import SubjectError
+
 
 def preload(locator: str) -> list[Any]:
     """Import torch, the rank's own code, and the subjects behind ``locator``; return these.
 
     Raises:
-        PlumblineError: the locator names none.
+        PlumblineError: the locator names none, or to import it is to start CUDA.
     """
     import torch
     import torch._dynamo  # the first DistributedDataParallel(...) imports it
@@ -23,7 +25,13 @@ def preload(locator: str) -> list[Any]:
     subjects = load(locator)
     import harness.worker.first
     import harness.worker.rank  # noqa: F401
+    from harness.trainer.gpus import driver_started
 
+    if driver_started():
+        raise SubjectError(
+            f"to import {locator} starts CUDA, and ranks are forked after that, which CUDA does not survive: move what "
+            "uses a device (.cuda(), torch.cuda.get_device_name(), …) into the function that trains"
+        )
     # What is imported stays. A rank that collects garbage need not walk through it, nor copy its pages.
     gc.collect()
     gc.freeze()
