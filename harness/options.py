@@ -50,6 +50,7 @@ class Options:
             workloads=_names(given["workloads"]),
             accelerator=accelerator,
             seed=given["seed"],
+            shared=present if accelerator == "cuda" and given["oversubscribe"] else None,
         )
         if given["gpus"] is not None and given["gpus"] < 1:
             raise PlanError(f"--gpus {given['gpus']}: at least one device is needed")

@@ -29,7 +29,8 @@ DEFAULT_GPUS = 4
 class Matrix:
     """What the user asked for. None: everything there is.
 
-    Without ``nodes``, ``gpus`` is a budget of devices over all nodes; with it, the gpus of each node.
+    Without ``nodes``, ``gpus`` is a budget of devices over all nodes; with it, the gpus of each node. ``shared`` is how
+    many CUDA devices there are where ranks share them, else None.
     """
 
     gpus: int
@@ -39,6 +40,21 @@ class Matrix:
     workloads: tuple[str, ...] | None = None
     accelerator: str = "cpu"
     seed: int | None = None
+    shared: int | None = None
+
+    def refusal(self, cell: Cell) -> str | None:
+        """Return why ``cell`` cannot be trained on shared devices, in a sentence, or None if it can.
+
+        Replicas of one process cannot share a device: torch's DataParallel then gives some of them the same buffers,
+        and a right trainer would be found wrong.
+        """
+        replicas = cell.contract.devices_per_process(cell.topology)
+        if self.shared is None or cell.accelerator != "cuda" or replicas <= self.shared:
+            return None
+        return (
+            f"--oversubscribe lets ranks share a CUDA device, and {cell.backend} on {cell.topology} has {replicas} "
+            f"replicas in one rank: {self.shared} CUDA devices are here"
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +164,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     _refuse_namesakes(subjects)
     planned = topologies(matrix.gpus, matrix.nodes)
     return [
-        Planned(cell, declared.refusal(cell), declared.conduct, declared.undeclared(cell))
+        Planned(cell, declared.refusal(cell) or matrix.refusal(cell), declared.conduct, declared.undeclared(cell))
         for topology in planned
         for name in dict.fromkeys(declared.name for declared in subjects)
         for backend in backends

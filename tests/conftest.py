@@ -19,9 +19,22 @@ ONE_OF_EACH = {"slurm", "hosts", "compare", "performance"}
 """Folders whose tests share something that takes long to make: a cluster, hosts, measurements."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker of tests that need CUDA devices: ``pytest -m cuda`` runs these alone."""
+    config.addinivalue_line("markers", "cuda(devices=1): skipped where there are fewer CUDA devices")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep together, under ``--dist loadgroup``, what shares pools or more: a file, or one of these folders."""
+    """Skip what needs more CUDA devices than are here, and keep together, under xdist, what shares something.
+
+    With ``--dist loadgroup`` that is a file, or one of these folders.
+    """
+    present = torch.cuda.device_count()
     for item in items:
+        marker = item.get_closest_marker("cuda")
+        needed = marker.kwargs.get("devices", 1) if marker else 0
+        if needed > present:
+            item.add_marker(pytest.mark.skip(reason=f"CUDA devices: needs {needed}, {present} are here"))
         if item.path.is_relative_to(HERE):
             place = item.path.relative_to(HERE)
             group = place.parts[0] if place.parts[0] in ONE_OF_EACH else str(place)

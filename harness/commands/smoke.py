@@ -8,13 +8,14 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.commands.exits import ADAPTER_WRONG, USAGE
+from harness.core.backend import BACKENDS
 from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
 from harness.core.topology import Topology
@@ -74,8 +75,10 @@ def smoke(options: argparse.Namespace) -> int:
             torch.set_num_threads(1)  # as the session that judges for pytest
             accelerator = _accelerator(options.accelerator)
             cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
+            present = torch.cuda.device_count()
             for declared in pool.subjects:
-                cells[declared["name"]] += cells_of(declared, accelerator)
+                cells[declared["name"]] += cells_of(declared, accelerator, present)
+            _refuse_too_few_devices(pool.subjects, cells, accelerator, present)
             worst = max(try_in_turn(pool, own) for own in cells.values())
     except PlanError as error:
         print(f"plumbline: {error}", file=sys.stderr)
@@ -115,16 +118,33 @@ def _accelerator(wanted: str) -> str:
     return wanted
 
 
-def cells_of(declared: Mapping[str, Any], accelerator: str) -> list[Cell]:
-    """Return a cell for each backend and for each precision that is declared, the plainest first."""
+def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = math.inf) -> list[Cell]:
+    """Return a cell for each backend and for each precision that is declared, the plainest first.
+
+    Of ``present`` CUDA devices several ranks may share one, and the replicas of one rank may not: a backend that has
+    more of these is left out.
+    """
     most = declared.get("conduct", {}).get("max_nodes", math.inf)
     backends = [backend for backend in PLACES if backend in declared["backends"] and PLACES[backend].num_nodes <= most]
+    if accelerator == "cuda":
+        backends = [name for name in backends if BACKENDS[name].devices_per_process(PLACES[name]) <= present]
     precisions = [precision for precision in PRECISIONS if precision in declared["precisions"][accelerator]]
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
     return [
         Cell(declared["name"], "mlp", backend, PLACES[backend], precision, accelerator) for backend, precision in pairs
     ]
+
+
+def _refuse_too_few_devices(
+    subjects: Sequence[Mapping[str, Any]], cells: Mapping[str, list[Cell]], accelerator: str, present: int
+) -> None:
+    for declared in subjects:
+        if not cells[declared["name"]] and cells_of(declared, accelerator):
+            raise PlanError(
+                f"the replicas of {declared['name']} need a CUDA device each, and {present} are here: "
+                "take --accelerator cpu, which simulates them"
+            )
 
 
 def try_in_turn(pool: Pool, cells: list[Cell]) -> int:

@@ -185,11 +185,10 @@ def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tu
     spread = cell.topology.gpus if whole_node else cell.contract.devices_per_process(cell.topology)
     if cell.accelerator == "cpu":
         return ("cpu",) * spread
-    if oversubscribe:
-        present = torch.cuda.device_count()
-        return tuple(f"cuda:{(rank * spread + i) % present}" for i in range(spread))
     first = 0 if whole_node or spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
-    return tuple(f"cuda:{first + i}" for i in range(spread))
+    # Every node is on this machine then, and has all of its devices.
+    present = torch.cuda.device_count() if oversubscribe else first + spread
+    return tuple(f"cuda:{(first + i) % present}" for i in range(spread))
 
 
 def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:

@@ -54,13 +54,16 @@ def variables(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
 
 
 def own_devices(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
-    """Return what lets each node see its own CUDA devices only, as a machine of its own would."""
+    """Return what lets each node see its own CUDA devices only, as a machine of its own would.
+
+    That is also for a single node: trainers take all devices that they see (``DataParallel(model)``, for one).
+    """
     found = {}
-    if cell.accelerator == "cuda" and cell.topology.num_nodes > 1 and not oversubscribe:
-        every = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if every == [""]:
-            every = [str(device) for device in range(torch.cuda.device_count())]
+    if cell.accelerator == "cuda" and not oversubscribe:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        every = visible.split(",") if visible else [str(device) for device in range(torch.cuda.device_count())]
         first = rank // cell.contract.processes_per_node(cell.topology) * cell.topology.gpus
-        found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+        if not visible:  # else the user's numbers mean what they meant
+            found["CUDA_DEVICE_ORDER"] = os.environ.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         found["CUDA_VISIBLE_DEVICES"] = ",".join(every[first : first + cell.topology.gpus])
     return found

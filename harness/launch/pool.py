@@ -42,6 +42,9 @@ SERVER_ENVIRONMENT = {
     # torch's TCPStore looks up the name of the address it connected to. Dozens of ranks that ask a DNS server at
     # once lose some answers and wait for the default time-out, 5 s each; nobody needs the name.
     "RES_OPTIONS": "timeout:1 attempts:1",
+    # CUDA does not survive a fork. With this, torch.cuda.is_available() counts devices without starting it, so a
+    # library may ask when it is imported.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
 _BOOTSTRAP = """

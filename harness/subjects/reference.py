@@ -74,6 +74,7 @@ def train(job: Any) -> None:
         num_nodes=job.num_nodes,
         distributed_backend=backend,
         accelerator=job.accelerator,
+        oversubscribe=job.accelerator == "cuda" and job.comm == "gloo",
         precision=job.precision,
         accumulate_grad_batches=job.accumulate,
         gradient_clip_val=job.clip_norm,

@@ -25,8 +25,9 @@ HALF = {"16": torch.float16, "bf16": torch.bfloat16}
 class Plan:
     """What will be trained on, and how.
 
-    ``devices`` are the indices of the devices that each node uses; ``start_method`` is how ranks are started,
-    None where this process is a rank itself.
+    ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
+    really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
+    itself.
     """
 
     backend: Backend
@@ -45,6 +46,12 @@ class Plan:
     checkpoint_every: int | None
     checkpoint_path: str | None
     seed: int
+    shared: int | None = None
+
+    @property
+    def comm(self) -> str:
+        """Return the backend of the process group: NCCL has no two ranks on one device."""
+        return "nccl" if self.accelerator == "cuda" and self.shared is None else "gloo"
 
     @property
     def processes_per_node(self) -> int:
@@ -80,6 +87,7 @@ def connect(
     checkpoint_path: Any,
     seed: Any,
     start_method: Any,
+    oversubscribe: Any = False,
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
@@ -99,12 +107,15 @@ def connect(
     if accelerator == "cuda" and not devices:
         raise MisconfigurationError(f"accelerator='cuda' with gpus={gpus!r} has no device: give gpus=1, or 'cpu'.")
     on_cuda = on_cuda and bool(devices)
-    if on_cuda and max(devices) >= cuda_devices:
+    if oversubscribe and accelerator == "cuda" and not cuda_devices:
+        raise MisconfigurationError("oversubscribe=True has no CUDA device to share: give accelerator='cpu'.")
+    if on_cuda and max(devices) >= cuda_devices and not oversubscribe:
         raise MisconfigurationError(
             f"gpus={gpus!r} needs CUDA device {max(devices)}, but there are {cuda_devices}, counted from 0: "
             "ask for fewer, or simulate them with accelerator='cpu'."
         )
     devices = devices or (0,)
+    shared = cuda_devices if on_cuda and oversubscribe else None
     name = distributed_backend or ("dp" if len(devices) > 1 else "none")
     if num_nodes > 1 and name in ("none", "dp"):
         warnings.warn(
@@ -146,7 +157,13 @@ def connect(
         checkpoint_every=checkpoint_every,
         checkpoint_path=checkpoint_path and str(checkpoint_path),
         seed=seed,
+        shared=shared,
     )
+    if shared is not None and plan.devices_per_process > shared:
+        raise MisconfigurationError(
+            f"distributed_backend={distributed_backend!r} with gpus={gpus!r} has {plan.devices_per_process} replicas "
+            f"in one process, and {shared} CUDA devices are here: only ranks can share a device, as those of 'ddp'."
+        )
     environment.check(num_nodes, plan.processes_per_node)
     return plan
 

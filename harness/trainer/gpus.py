@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
 from collections.abc import Sequence
 
@@ -44,6 +46,24 @@ def parse_gpus(gpus: int | str | Sequence[int] | None, every_device: int) -> tup
     if gpus < -1:
         raise MisconfigurationError(f"gpus={gpus} is negative: give a count, or -1 for all devices.")
     return tuple(range(every_device if gpus == -1 else gpus))
+
+
+_NOT_INITIALIZED = 3
+"""CUDA_ERROR_NOT_INITIALIZED, what the CUDA driver answers until cuInit was called."""
+
+
+def driver_started() -> bool:
+    """Say whether anything in this process has started the CUDA driver, without starting it.
+
+    The driver reads CUDA_VISIBLE_DEVICES when it is started, and does not survive a fork after that. It is started
+    before torch.cuda.is_initialized() says so: by torch.cuda.is_available(), for one, and by other libraries.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1", mode=getattr(os, "RTLD_NOLOAD", 0) | getattr(os, "RTLD_LAZY", 0))
+    except OSError:
+        return False  # it is not even loaded
+    count = ctypes.c_int()
+    return int(driver.cuDeviceGetCount(ctypes.byref(count))) != _NOT_INITIALIZED
 
 
 def make_visible(

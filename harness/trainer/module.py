@@ -72,11 +72,10 @@ class Module(nn.Module):
 
     def init_ddp_connection(self, proc_rank: int, world_size: int) -> None:
         """Open the process group; MASTER_ADDR and MASTER_PORT are set."""
-        backend = "nccl" if self.trainer.device.type == "cuda" else "gloo"
         store = meet(proc_rank, world_size, self.trainer.plan.num_nodes)
         # torchrun's store outlives a process group: a second fit that read the first one's keys would hang.
         store = dist.PrefixStore(f"connection-{next(_connections)}", store)
-        dist.init_process_group(backend, store=store, rank=proc_rank, world_size=world_size)
+        dist.init_process_group(self.trainer.plan.comm, store=store, rank=proc_rank, world_size=world_size)
 
     def configure_dp(self, model: nn.Module, devices: list[torch.device]) -> nn.Module:
         """Return ``model`` such that its forward spreads the batch over this process's devices, and gathers."""

@@ -42,7 +42,7 @@ def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, resu
         # A started rank just ends, which tells its parent at once. Elsewhere the group is closed, so that the
         # others' next all-reduce fails rather than waits; the frames hold the DDP object, which must go
         # first. NCCL's group is left to the launcher: closing it would wait for the others.
-        if opened and result_path is None and (plan.accelerator == "cpu" or trainer.world_size == 1):
+        if opened and result_path is None and (plan.comm == "gloo" or trainer.world_size == 1):
             traceback.clear_frames(error.__traceback__)
             leave_ranks()
         raise
@@ -81,6 +81,8 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
 def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
     """Return the devices of one rank; simulated ones are all the cpu."""
     mine = plan.devices if plan.backend.splits else plan.devices[local_rank : local_rank + 1]
+    if plan.shared is not None:
+        mine = tuple(index % plan.shared for index in mine)
     return [torch.device("cuda", index) if plan.accelerator == "cuda" else torch.device("cpu") for index in mine]
 
 

@@ -16,7 +16,7 @@ from harness.trainer.connector import Plan, connect
 from harness.trainer.data import check_loader
 from harness.trainer.environments import SlurmEnvironment
 from harness.trainer.errors import MisconfigurationError
-from harness.trainer.gpus import make_visible
+from harness.trainer.gpus import driver_started, make_visible
 from harness.trainer.module import Module
 from harness.trainer.session import run_rank
 from harness.trainer.spawn import run_ranks
@@ -49,6 +49,7 @@ class Trainer:
         node_rank: Which of several nodes this is, where no launcher says so; None: NODE_RANK.
         start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts; None: fork where no CUDA
             is.
+        oversubscribe: Let ranks share CUDA devices where there are fewer than ``gpus``; they talk over gloo.
 
     Raises:
         MisconfigurationError: The arguments contradict each other, the machine or the launcher.
@@ -76,6 +77,7 @@ class Trainer:
         seed: int = 0,
         node_rank: int | None = None,
         start_method: str | None = None,
+        oversubscribe: bool = False,
     ) -> None:
         if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(
@@ -98,6 +100,7 @@ class Trainer:
             checkpoint_path=checkpoint_path,
             seed=seed,
             start_method=start_method,
+            oversubscribe=oversubscribe,
             variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
         )
         self.global_step = 0
@@ -152,9 +155,10 @@ class Trainer:
     def _show_devices(self) -> None:
         """Set the CUDA variables for the user; under SLURM they are SLURM's."""
         slurm = isinstance(self.plan.environment, SlurmEnvironment)
-        if self.plan.accelerator == "cuda" and not slurm and not self._devices_shown:
+        shares = self.plan.shared is not None
+        if self.plan.accelerator == "cuda" and not slurm and not shares and not self._devices_shown:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            changes, devices = make_visible(self.plan.devices, visible, torch.cuda.is_initialized())
+            changes, devices = make_visible(self.plan.devices, visible, driver_started())
             os.environ.update(changes)
             self.plan = replace(self.plan, devices=devices)
             self._devices_shown = True

@@ -32,6 +32,7 @@ from torch import nn
 
 from harness.core.trace import RankTrace
 from harness.worker import evidence
+from harness.worker.arithmetic import compute_as_named
 from harness.worker.assignment import Assignment
 from harness.worker.job import Job
 from harness.worker.late import answer_question
@@ -153,6 +154,8 @@ class Member:
         assignment = Assignment.from_json(values["assignment"])
         if "RANK" in os.environ:
             assignment = assignment.as_rank(int(os.environ["RANK"]))
+        if assignment.cell.accelerator == "cuda":
+            compute_as_named()
         member = cls(assignment, values["address"], values["first"])
         atexit.register(member._end)
         member.watch_forks()

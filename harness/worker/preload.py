@@ -13,7 +13,8 @@ def preload(locator: str) -> list[Any]:
     """Import torch, the rank's own code, and the subjects behind ``locator``; return these.
 
     Raises:
-        SubjectError: the locator names none, its code cannot be imported, or this interpreter has no torch.
+        SubjectError: the locator names none, its code cannot be imported or starts CUDA when it is, or this interpreter
+            has no torch.
     """
     try:
         import torch
@@ -31,7 +32,13 @@ def preload(locator: str) -> list[Any]:
     subjects = load(locator)
     import harness.worker.first
     import harness.worker.rank  # noqa: F401
+    from harness.trainer.gpus import driver_started
 
+    if driver_started():
+        raise SubjectError(
+            f"to import {locator} starts CUDA, and ranks are forked after that, which CUDA does not survive: move what "
+            "uses a device (.cuda(), torch.cuda.get_device_name(), …) into the function that trains"
+        )
     # What is imported stays. A rank that collects garbage need not walk through it, nor copy its pages.
     gc.collect()
     gc.freeze()

@@ -190,7 +190,8 @@ class Recorder:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._nested -= 1
         if self._nested == 0:
-            self._append(optimizer, self._before, self._gradients, self._weights(), skipped=False)
+            skipped = _skips_in_its_kernel(optimizer)
+            self._append(optimizer, self._before, self._gradients, self._weights(), skipped=skipped)
 
     def _append(
         self, optimizer: Optimizer, before: Tensors, gradients: Tensors, after: Tensors, *, skipped: bool
@@ -279,11 +280,21 @@ class Recorder:
 
     def _handed(self, optimizer: Optimizer) -> Tensors:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
         return {
-            name: kept(parameter.grad, self._sketch_above)
+            name: kept(parameter.grad if scale is None else parameter.grad.detach() / float(scale), self._sketch_above)
             for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
             if name is not None and parameter.grad is not None
         }
+
+
+def _skips_in_its_kernel(optimizer: Optimizer) -> bool:
+    """Say whether the GradScaler has told a fused optimizer that a gradient is not finite: its kernel changes nothing.
+
+    See ``_step_supports_amp_scaling`` in torch.amp.GradScaler.step.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and float(found) > 0
 
 
 def _differentiate(forward: Forward, gradient: Tensor) -> None:

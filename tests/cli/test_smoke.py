@@ -125,3 +125,13 @@ def test_no_more_nodes_are_tried_than_are_declared():
 def test_a_subject_that_declares_nothing_is_told_so(capsys):
     assert try_in_turn(None, cells_of({"name": "x", "backends": [], "precisions": {"cpu": ["32"]}}, "cpu")) == 2
     assert "declares no backend" in capsys.readouterr().out
+
+
+def test_on_cuda_a_backend_is_left_out_whose_replicas_would_share_a_device(capsys, monkeypatch):
+    declared = {"name": "x", "backends": ["none", "ddp", "dp", "ddp2"], "precisions": {"cuda": ["32"]}}
+    tried = {present: {cell.backend for cell in cells_of(declared, "cuda", present)} for present in (1, 2)}
+    assert tried == {1: {"none", "ddp"}, 2: {"none", "ddp", "dp", "ddp2"}}
+    monkeypatch.setattr("harness.launch.pool.Pool.subjects", [{**declared, "backends": ["dp"]}])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert main(["smoke", "torch", "--accelerator", "cuda"]) == 4
+    assert "1 are here: take --accelerator cpu" in capsys.readouterr().err

@@ -84,6 +84,25 @@ def test_an_owner_that_is_killed_takes_its_ranks_along(tmp_path, is_gone, number
     assert all(is_gone(pid) for pid in below)
 
 
+STARTS_CUDA = {
+    "pretends": "import harness.trainer.gpus\nharness.trainer.gpus.driver_started = lambda: True",
+    "really": "import torch\ntorch.zeros(1, device='cuda')",
+}
+
+
+@pytest.mark.parametrize("how", ["pretends", pytest.param("really", marks=pytest.mark.cuda)])
+def test_a_subject_that_starts_cuda_when_it_is_imported_is_refused(tmp_path, how):
+    file = tmp_path / "early.py"
+    declared = "from harness import subject\n@subject(name='early', backends=['none'])\ndef train(job): pass\n"
+    file.write_text(f"{STARTS_CUDA[how]}\n{declared}")
+    pool = Pool(str(file))
+    try:
+        with pytest.raises(SubjectError, match=r"early\.py starts CUDA.*move what uses a device"):
+            assert pool.subjects
+    finally:
+        pool.close()
+
+
 @pytest.mark.parametrize(
     ("locator", "said"),
     [

@@ -149,6 +149,18 @@ def test_a_precision_may_be_declared_for_one_accelerator_only():
         assert {p.cell.precision for p in plan(asked, [subject]) if p.refusal} == refused
 
 
+@pytest.mark.parametrize("shared", [1, 2, None])
+def test_ranks_share_devices_and_the_replicas_of_one_rank_do_not(shared):
+    asked = Matrix(4, workloads=("mlp",), precisions=("32",), accelerator="cuda", shared=shared)
+    planned = plan(asked, [declared(backends=("none", "dp", "ddp", "ddp2"))])
+    for one in planned:
+        replicas = one.cell.topology.gpus if one.cell.backend in ("dp", "ddp2") else 1
+        assert (one.refusal is None) == (shared is None or replicas <= shared), one
+        assert one.refusal is None or f"{replicas} replicas in one rank" in one.refusal
+    simulated = Matrix(4, workloads=("mlp",), precisions=("32",), shared=shared)
+    assert not [one for one in plan(simulated, [declared(backends=("dp",))]) if one.refusal and "share" in one.refusal]
+
+
 def test_a_workload_that_needs_a_capability_is_refused_to_those_without(monkeypatch):
     monkeypatch.setattr(type(WORKLOADS["mlp"]), "needs", frozenset({"clipping"}))
     subjects = [declared("plain"), declared("clips", capabilities=["clipping"])]

@@ -10,6 +10,7 @@ import torch
 from harness.trainer import MisconfigurationError, Trainer
 from harness.trainer.connector import connect
 from harness.trainer.precision import Autocast, Converted, MasterWeights, Precision
+from harness.trainer.session import rank_devices
 
 DEFAULTS = {
     "gpus": None,
@@ -30,6 +31,7 @@ DEFAULTS = {
     "start_method": None,
     "variables": {},
     "cuda_devices": 0,
+    "oversubscribe": False,
 }
 
 
@@ -92,6 +94,25 @@ def test_accelerators():
     assert len(plan(gpus=-1).devices) == os.cpu_count()
 
 
+def test_ranks_share_devices_in_turn_over_gloo_where_they_are_allowed_to():
+    ddp = {"gpus": 4, "cuda_devices": 3, "distributed_backend": "ddp"}
+    with pytest.raises(MisconfigurationError, match="there are 3"):
+        plan(**ddp)
+    shared = plan(**ddp, oversubscribe=True)
+    assert [rank_devices(shared, rank)[0] for rank in range(4)] == [torch.device("cuda", i) for i in (0, 1, 2, 0)]
+    assert (shared.comm, shared.world_size) == ("gloo", 4)
+    assert plan(**{**ddp, "gpus": 3}).comm == "nccl"
+    assert plan(gpus=4, distributed_backend="ddp", oversubscribe=True).comm == "gloo"
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [(2, 1), (3, 2)])
+def test_replicas_of_one_process_do_not_share_a_device(gpus, devices):
+    for backend in ("dp", "ddp2"):
+        with pytest.raises(MisconfigurationError, match="only ranks can share"):
+            plan(gpus=gpus, cuda_devices=devices, distributed_backend=backend, oversubscribe=True)
+        assert plan(gpus=gpus, cuda_devices=gpus, distributed_backend=backend, oversubscribe=True).devices_per_process
+
+
 def test_ranks_are_forked_only_where_no_cuda_device_is():
     assert plan(gpus=2).start_method == "fork"
     assert plan(gpus=2, cuda_devices=2).start_method == "spawn"
@@ -110,6 +131,7 @@ def test_ranks_are_forked_only_where_no_cuda_device_is():
         ({"gpus": 3, "cuda_devices": 2}, "there are 2.*accelerator='cpu'"),
         ({"gpus": "7", "cuda_devices": 2}, "device 7"),
         ({"gpus": 1, "accelerator": "cuda"}, "there are 0"),
+        ({"gpus": 1, "accelerator": "cuda", "oversubscribe": True}, "no CUDA device to share"),
         ({"accelerator": "cuda", "cuda_devices": 2}, "has no device"),
         ({"accelerator": "gpu"}, "accelerator='gpu'"),
         ({"distributed_backend": "dpp"}, "did you mean 'd?dp'"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.trainer import MisconfigurationError
-from harness.trainer.gpus import make_visible, parse_gpus
+from harness.trainer.gpus import driver_started, make_visible, parse_gpus
 
 indices = st.lists(st.integers(0, 99), min_size=1, max_size=8, unique=True)
 
@@ -56,6 +59,35 @@ def test_any_other_text_is_refused_in_a_sentence(text):
     if set(text) - set("0123456789, -"):
         with pytest.raises(MisconfigurationError, match=r"\.$"):
             parse_gpus(text, 4)
+
+
+class Driver:
+    """As much of the CUDA driver as is asked for."""
+
+    def __init__(self, answer: int) -> None:
+        self.cuDeviceGetCount = lambda count: answer
+
+
+@pytest.mark.parametrize(("answer", "started"), [(3, False), (0, True), (100, True)])
+def test_the_driver_says_whether_it_was_started(monkeypatch, answer, started):
+    monkeypatch.setattr("ctypes.CDLL", lambda name, mode: Driver(answer))
+    assert driver_started() is started
+
+
+def test_a_driver_that_is_not_loaded_is_not_started(monkeypatch):
+    def missing(name, mode):
+        raise OSError(name)
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    assert driver_started() is False
+
+
+@pytest.mark.cuda
+def test_the_real_driver_is_started_by_torch_and_not_by_counting_devices():
+    script = "import torch; from harness.trainer.gpus import driver_started as started;"
+    script += "print(torch.cuda.device_count() > 0, started(), torch.cuda.init(), started())"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", "None", "True"]
 
 
 def test_shows_the_devices_that_were_asked_for():

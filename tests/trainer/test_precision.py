@@ -203,7 +203,7 @@ def test_64_bits_convert_module_and_batches(problem):
     assert {weight.dtype for weight in module.parameters()} == {torch.float64}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("precision", [16, "bf16"])
 def test_levels_on_cuda(problem, precision, level):

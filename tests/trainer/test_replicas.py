@@ -179,7 +179,7 @@ def test_tensors_of_unequal_lengths_are_refused():
         scatter({"a": torch.ones(6), "b": torch.ones(2)}, 3)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch's DataParallel needs two CUDA devices")
+@pytest.mark.cuda(devices=2)  # torch's DataParallel needs them
 def test_like_torchs_data_parallel():
     inputs = torch.randn(11, 5, dtype=torch.float64)
     simulated = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double()

@@ -151,6 +151,6 @@ PRECISION = (
     Explanation(
         "computed-in-lower-precision", "amp",
         "as far from right as a lower precision is",
-        "is there an autocast, or a cast, that this precision does not ask for?", _lower_precision,
+        "is there an autocast, a cast, or TF32, that this precision does not ask for?", _lower_precision,
     ),
 )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Print what the newest run in a folder says of the documentation's claims on memory and speed.
+
+Exits with 0 where at least one claim was measured, 1 where none was, 2 where there is no run. It runs in the
+environment that Plumbline is installed in.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main(folder: Path) -> int:
+    """Print the claims as a Markdown table, and each pair of cells that measured one."""
+    from harness.report.claims import claims
+    from harness.store.run import read_run
+
+    runs = sorted(folder.glob("*/results.jsonl"), key=lambda path: path.stat().st_mtime)
+    runs = [path for path in runs if not path.parent.is_symlink()]
+    if not runs:
+        print(f"{folder} holds no run: let the stage performance run first")
+        return 2
+    answered = claims(read_run(runs[-1].parent))
+    print("| claim | answer | counted | ratio of |\n|---|---|---|---|")
+    for claim in answered:
+        print(f"| {claim.statement} | {claim.answer} | {claim.counted or '–'} | {claim.measure} |")
+    print()
+    for claim in answered:
+        for pair in claim.pairs:
+            told = "" if pair.wrong is None else f"; does not count: {pair.wrong}"
+            print(f"- {claim.statement}: {pair.ratio:.3f} ({pair.low:.3f} to {pair.high:.3f}), {pair.conditions}{told}")
+    return 0 if any(claim.pairs for claim in answered) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

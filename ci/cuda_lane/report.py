@@ -1,0 +1,116 @@
+"""The page about a run of the lane: the machine, a table of stages, and the text of what went wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from cuda_lane.stage import PASSED, Stage, StageResult
+
+MOST_CHARACTERS = 6000
+"""Of a stage's text in the report; the whole of it is in the stage's log."""
+
+_SHOWN_ALWAYS = ("claims",)
+
+
+def write_report(
+    name: str,
+    machine: Mapping[str, str],
+    notes: Sequence[str],
+    stages: Sequence[Stage],
+    results: Mapping[str, StageResult],
+    folder: Path,
+) -> str:
+    """Return the report as Markdown."""
+    lines = [
+        f"# {name}",
+        "",
+        f"`ci/cuda`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC. {_sentence(stages, results)}",
+    ]
+    lines += ["", "| machine | |", "|---|---|", *(f"| {key} | {_cell(value)} |" for key, value in machine.items())]
+    if notes:
+        lines += ["", *(f"- {note}" for note in notes)]
+    lines += ["", "| stage | outcome | time | limit | counts | what it is for |", "|---|---|--:|--:|---|---|"]
+    lines += [_row(stage, results.get(stage.name)) for stage in stages]
+    for stage in stages:
+        result = results.get(stage.name)
+        if result is None or not result.command:
+            continue
+        lines += ["", f"## {stage.name}: {result.outcome}", "", f"    {_plain(result.command, folder)}"]
+        if result.left_behind:
+            lines += ["", f"Processes that were still running after its end, and were killed: {result.left_behind}."]
+        if page := _run_page(folder / stage.name):
+            lines += ["", _shortened(_plain(page, folder))]
+        if result.outcome != PASSED or stage.name in _SHOWN_ALWAYS:
+            log = _log(folder / f"{stage.name}.log")
+            shown = log if stage.name in _SHOWN_ALWAYS and result.outcome == PASSED else _fenced(_failures(log))
+            lines += ["", _shortened(_plain(shown, folder))]
+    return "\n".join(lines) + "\n"
+
+
+def _sentence(stages: Sequence[Stage], results: Mapping[str, StageResult]) -> str:
+    ended = [results[stage.name].outcome for stage in stages if stage.name in results]
+    seconds = sum(result.seconds for result in results.values())
+    counted = ", ".join(f"{ended.count(outcome)} {outcome}" for outcome in dict.fromkeys(ended))
+    return f"{len(stages)} stages: {counted or 'none was run'}; {seconds / 60:.1f} minutes."
+
+
+def _row(stage: Stage, result: StageResult | None) -> str:
+    if result is None:
+        return f"| {stage.name} | – | – | {stage.limit_s:.0f} s | – | {stage.why} |"
+    counts = ", ".join(f"{number} {what}" for what, number in result.counts.items())
+    code = "" if result.exit_code in (None, 0) else f" ({result.exit_code})"
+    taken = f"{result.seconds:.0f} s"
+    return (
+        f"| {stage.name} | {result.outcome}{code} | {taken} | {stage.limit_s:.0f} s | {counts or '–'} | {stage.why} |"
+    )
+
+
+def _run_page(folder: Path) -> str:
+    """Return the one-screen page of the newest run below ``folder``, its headings two levels deeper."""
+    pages = [path for path in folder.glob("*/report.md") if not path.parent.is_symlink()]
+    if not pages:
+        return ""
+    newest = max(pages, key=lambda path: path.stat().st_mtime)
+    return re.sub(r"(?m)^(#+) ", r"##\1 ", newest.read_text(encoding="utf-8", errors="replace")).strip()
+
+
+def _log(path: Path) -> str:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    return "\n".join(line for line in text.splitlines() if not line.startswith("$ ")).strip()
+
+
+def _failures(log: str) -> str:
+    """Return pytest's report of failures, and what follows it; else the end of the log."""
+    begun = re.search(r"(?m)^=+ (?:FAILURES|ERRORS) =+$", log)
+    return log[begun.start() :] if begun else "\n".join(log.splitlines()[-60:])
+
+
+def _fenced(text: str) -> str:
+    return "```text\n" + text.replace("```", "'''") + "\n```" if text else ""
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning and the end of a long text."""
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    half = MOST_CHARACTERS // 2
+    return f"{text[:half]}\n… {len(text) - 2 * half} characters …\n{text[-half:]}"
+
+
+def _plain(text: str, folder: Path) -> str:
+    """Return ``text`` without the paths of this machine."""
+    root = folder.parent.parent if folder.parent.name == "reports" else folder.parent
+    for path in (str(root.resolve()), str(root)):
+        text = text.replace(f"{path}/", "")
+    return text.replace(str(Path.home()), "~")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")

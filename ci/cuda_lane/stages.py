@@ -1,0 +1,90 @@
+"""What the lane runs, in the order of what matters most. The limits add up to less than 40 minutes."""
+
+from __future__ import annotations
+
+from cuda_lane.stage import Stage
+
+TOTAL_S = 2400.0
+"""Seconds for all stages together, unless another budget is asked for."""
+
+RANKS_ON_ONE_DEVICE = 8
+
+CONFORMANCE, PERFORMANCE = "suites/conformance", "suites/performance"
+
+CELL_LIMIT = ("--time-limit", "60")
+"""Seconds for one cell: a few that hang should not take a stage's whole time."""
+
+LIMITS_S = {
+    "doctor": (60, 60),
+    "smoke": (120, 120),
+    "cuda-tests": (300, 300),
+    "main-job": (300, 600),
+    "oversubscribe": (480, 360),
+    "performance": (480, 480),
+    "claims": (60, 60),
+    "oversubscribe-16": (300, 120),
+    "subjects": (300, 300),
+}
+"""Seconds by stage: where there is one device, which has few cells of its own, and where there are several."""
+
+LIBRARIES = {
+    "lightning": ("lightning", "fabric"),
+    "accelerate": ("accelerate",),
+    "transformers": ("transformers",),
+    "ignite": ("ignite",),
+}
+"""Subjects by the module that they need."""
+
+
+def stages(gpus: int, modules: frozenset[str] = frozenset()) -> list[Stage]:
+    """Return the stages for a machine with so many CUDA devices, and with these modules installed."""
+    cuda = ("--accelerator", "cuda")
+    here = ("--gpus", str(gpus), *cuda)
+    shared = ("--gpus", str(RANKS_ON_ONE_DEVICE), *cuda, "--oversubscribe")
+    judged = ("pytest", CONFORMANCE, *CELL_LIMIT)
+    own = ("--subject", "reference", "--subject", "torch")
+    released = [name for module, names in LIBRARIES.items() if module in modules for name in names]
+    others = [word for name in ("torch", "train-loop", *released) for word in ("--subject", name)]
+    ranks = f"{RANKS_ON_ONE_DEVICE} ranks that share the devices"
+
+    def stage(name: str, why: str, command: tuple[str, ...]) -> Stage:
+        suite = command[:2] in (("pytest", CONFORMANCE), ("pytest", PERFORMANCE))
+        return Stage(name, why, command, LIMITS_S[name][gpus > 1], suite=suite)
+
+    found = [
+        stage("doctor", "is the machine fit for a run", ("plumbline", "doctor")),
+        stage(
+            "smoke",
+            "a small cell of each backend: do ranks start, record and end",
+            (*judged, "-m", "smoke", *(here if gpus > 1 else shared), *own),
+        ),
+        stage(
+            "cuda-tests",
+            "the project's own tests that are skipped without a CUDA device",
+            ("pytest", "tests", "-m", "cuda", "-ra", "-p", "no:cacheprovider"),
+        ),
+        stage("main-job", "README's main job on the devices that are here", (*judged, *here)),
+        stage("oversubscribe", f"{ranks}, over gloo, in float32", (*judged, *shared, "--precisions", "32", *own)),
+        stage(
+            "performance",
+            "speed and memory in 32, 16 and bf16",
+            ("pytest", PERFORMANCE, *here, "--precisions", "32,16,bf16", *own),
+        ),
+        stage(
+            "claims",
+            "the documentation's claims on memory and speed, from the run of the stage performance",
+            ("python", "ci/cuda_lane/claims.py", "{folder}/../performance"),
+        ),
+        stage(
+            "oversubscribe-16",
+            f"{ranks}, over gloo, in the other precisions",
+            (*judged, *shared, "--precisions", "16,bf16,64"),
+        ),
+        stage(
+            "subjects",
+            "other trainers on the devices that are here, in float32 and float16",
+            (*judged, *here, "--precisions", "32,16", *others),
+        ),
+    ]
+    assert sum(one.limit_s for one in found) <= TOTAL_S
+    return found

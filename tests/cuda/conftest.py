@@ -1,0 +1,44 @@
+"""Cells on CUDA devices, trained and judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.examine import examine
+from harness.launch.settings import Settings
+
+TIME_LIMIT_S = 120.0
+"""For one launch: the first one on a device starts its driver, and loads its libraries."""
+
+
+@pytest.fixture
+def accelerator():
+    """Where the cells of these tests are trained."""
+    return "cuda"
+
+
+@pytest.fixture
+def cuda_cell(accelerator):
+    """Return a cell on CUDA devices from words."""
+
+    def cell(subject: str, workload: str, backend: str, topology: str, precision: str = "32") -> Cell:
+        nodes, gpus = map(int, topology.split("x"))
+        return Cell(subject, workload, backend, Topology(nodes, gpus), precision, accelerator)
+
+    return cell
+
+
+@pytest.fixture
+def wrong(warm_pool, tmp_path):
+    """Train and judge a cell; return what is wrong with it, by check."""
+
+    def examined(locator: str | Path, cell: Cell, *, oversubscribe: bool = False) -> dict[str, str]:
+        found = examine(warm_pool(locator), cell, tmp_path, Settings(TIME_LIMIT_S, oversubscribe)).findings
+        assert found
+        return {f"{finding.check} {finding.cause}": finding.message for finding in found if finding.outcome.is_bad}
+
+    return examined

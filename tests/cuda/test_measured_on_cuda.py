@@ -1,0 +1,87 @@
+"""Time and memory of a device, and what is read off its tensors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from harness.launch.settings import Settings
+from harness.measure.group import Group
+from harness.sketch import fingerprint, sketch
+from harness.worker.clock import clock_of
+from harness.worker.memory import memory_of
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture
+def timed(cuda_cell, warm_pool, tmp_path):
+    """Time one launch and return what its ranks told."""
+
+    def measure(subject, workload, backend, topology, precision="32"):
+        cell = cuda_cell(subject, workload, backend, topology, precision)
+        group = Group.begin(warm_pool(subject), cell, tmp_path, Settings(120.0))
+        try:
+            for _ in range(4):
+                group.round()
+            group.look()
+            return group.end().ranks
+        finally:
+            group.close()
+
+    return measure
+
+
+@pytest.mark.parametrize("workload", ["perf-mlp", "perf-resnet", "perf-gpt"])
+def test_rounds_are_timed_on_the_device_in_order(timed, workload):
+    (rank,) = timed("torch", workload, "none", "1x1")
+    for one in (rank.warmup, *rank.rounds):
+        moments = [one.begun, *(moment for step in zip(one.forwards, one.ended, strict=True) for moment in step)]
+        assert all(before <= after for before, after in pairwise(moments))
+        assert one.seconds > 0
+    assert rank.memory["memory_reserved_peak"] >= rank.memory["memory_allocated_peak"] > 0
+    assert rank.memory["out_of_memory"] == 0
+    assert rank.tensors
+
+
+@pytest.mark.cuda(devices=2)
+def test_collectives_between_devices_are_seen(timed):
+    for rank in timed("torch", "perf-gpt", "ddp", "1x2"):
+        assert rank.communication is not None
+        assert 0 < rank.communication <= 1
+
+
+def test_a_devices_clock_follows_its_work():
+    device = torch.device("cuda", 0)
+    clock = clock_of([device])
+    square = torch.randn(2048, 2048, device=device)
+    clock.rest()
+    marks = [clock.mark()]
+    for _ in range(3):
+        for _ in range(20):
+            square = square @ square / 2048
+        marks.append(clock.mark())
+    times = clock.times(marks)
+    assert all(before < after for before, after in pairwise(times))
+
+
+def test_the_memory_of_a_device_is_its_peak():
+    device = torch.device("cuda", 0)
+    before = memory_of([device]).get("memory_allocated_peak", 0)
+    del_me = torch.empty(before + (64 << 20), dtype=torch.uint8, device=device)
+    del del_me
+    assert memory_of([device])["memory_allocated_peak"] >= before + (64 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [(1,), (1000, 333), (3_000_001,)])
+def test_a_sketch_on_a_device_is_that_on_the_cpu(dtype, size):
+    there = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
+    here = there.to("cuda")
+    one, other = sketch(there), sketch(here)
+    assert one.identity == other.identity
+    assert fingerprint(there) == fingerprint(here)
+    torch.testing.assert_close(one.values, other.values, rtol=1e-12, atol=1e-12 * one.norm)
+    assert one.norm == pytest.approx(other.norm, rel=1e-12)
