@@ -154,3 +154,11 @@ def test_a_footer_counts_a_cell_by_its_worst_finding() -> None:
     ends = [(CELL, Outcome.PASSED), (CELL, Outcome.FAILED), (other, Outcome.PASSED)]
     results = [Result.of(cell, Finding("c", outcome, ""), "", None) for cell, outcome in ends]
     assert Footer.of(results, 1).cells == {Outcome.PASSED: 1, Outcome.FAILED: 1}
+
+
+def test_a_result_from_before_there_were_consequences_can_be_read():
+    cell = Cell("my-ddp", "mlp", "ddp", Topology(1, 2), "32", "cpu")
+    finding = Finding("training", Outcome.FAILED, "", consequence_of="gradients")
+    stored = Result.of(cell, finding, "", None).model_dump(mode="json")
+    assert stored.pop("consequence_of") == "gradients"
+    assert Result.model_validate(stored).consequence_of is None

@@ -38,6 +38,9 @@ def explain(finding: Finding, examination: Examination) -> Finding:
             return _caused(finding, "no-update", "optimizer", "the weights did not move: was the step undone?")
         if norm(right) == 0:
             return finding
+        if examination.cell.arithmetic.storage == "float64" and all(_fits_float32(step.after[name]) for name in names):
+            look = "the weights hold no more bits than float32 has: is the model cast?"
+            return _caused(finding, "stored-in-lower-precision", "amp", look)
         factor = float(made @ right / (right @ right))
         part = _only_its_share(examination, index, finding.rank or 0, weights)
         if part is not None:
@@ -52,6 +55,10 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         look = f"the update is {factor:.4g} × the right one: another learning rate, or several steps for one batch"
         return _caused(finding, "scaled-update", "optimizer", look)
     return finding
+
+
+def _fits_float32(value: torch.Tensor) -> bool:
+    return torch.equal(value.float().double(), value.double())
 
 
 def _only_its_share(examination: Examination, index: int, rank: int, right: Tensors) -> str | None:
