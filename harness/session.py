@@ -26,6 +26,7 @@ from harness.launch.launcher import check_devices_of_nodes, check_nodes
 from harness.launch.lease import Lease, share, share_now
 from harness.launch.local import Launched, start
 from harness.launch.pool import Pool
+from harness.launch.timeouts import Timeouts
 from harness.measure.estimate import FEWEST_LAUNCHES
 from harness.measure.pools import WarmPools
 from harness.options import Options
@@ -73,6 +74,8 @@ class Session:
         self.new_folder = self._recording.new_folder
         self._launcher = self._options.launcher
         self.warm = WarmPools(self._pool)
+        self._timeouts = Timeouts(self.settings.time_limit)
+        self.reason_not_to_run = self._timeouts.reason
         self._next: Planned | None = None
         self._ahead: Ahead | None = None
         known = read_expectations(self._options.expectations(suite))
@@ -121,7 +124,9 @@ class Session:
         self._recording.begin(examined, measured, command, subjects, conducts)
 
     def results(self, cell: Cell, findings: Sequence[Finding], reproduce: str, seconds: float | None) -> list[Result]:
-        """Return the records of a cell's findings, with what was expected of them."""
+        """Return the records of a cell's findings, with what was expected of them; ``seconds`` is its launch's time."""
+        if self._timeouts.count(cell.subject, seconds):
+            self._say(str(self._timeouts.reason(cell.subject)))
         known = expected(cell, findings, self._expectations[cell.subject])
         return [
             Result.of(cell, finding, reproduce, seconds, said, len(findings))
@@ -154,7 +159,7 @@ class Session:
 
     def launch_ahead(self) -> None:
         """Begin the next test's cell: its ranks train while this process judges the last one."""
-        if self._next is None or self._next.refusal is not None:
+        if self._next is None or self._next.refusal or self.reason_not_to_run(self._next.cell.subject):
             return
         lease = share_now(self._devices_of(self._next), together=self.settings.oversubscribe)
         if lease is None:

@@ -46,3 +46,6 @@ def train(job):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    # 5. The end. What was recorded is judged, whatever happens from here on.
+    torch.distributed.destroy_process_group()

@@ -99,6 +99,7 @@ class RankTrace:
 
     ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has the calls in
     which it was raised, a line each, the innermost first.
+    ``torch`` is the version of torch that it ran with, "" where the evidence is older than this field.
     ``final`` and ``final_buffers`` are the model's when ``train`` was done; ``final`` is None where there was none.
     """
 
@@ -112,11 +113,14 @@ class RankTrace:
     evaluations: tuple[Evaluation, ...] = ()
     logged: tuple[Logged, ...] = ()
     stack: str = ""
+    torch: str = ""
 
 
 @dataclass(frozen=True)
 class Exit:
     """What became of a rank that left no evidence, in a sentence: crashed, timed out, or unable to write it (errored).
+
+    Also where a rank hung that had left evidence: it was taken before, or while, it hung.
 
     ``step`` is how many optimizer steps it had done. ``waits_in`` names the collective in which it waited for others,
     None where that was none that is known. ``stack`` has its calls, a line each, the innermost first; ``said`` is the
@@ -135,6 +139,8 @@ class Exit:
 class Trace:
     """The evidence of a whole launch, ordered by rank; ``exits`` has the ranks that left none.
 
+    ``hung`` has ranks whose evidence is there, but which had to be ended: they hung after the last thing in it.
+
     Where the workload asks for an interruption two more launches belong to it: ``saved`` stopped in the middle and
     left a checkpoint, and ``resumed`` went on from that.
     """
@@ -144,10 +150,11 @@ class Trace:
     seconds: float | None = None
     saved: Trace | None = None
     resumed: Trace | None = None
+    hung: dict[int, Exit] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank came to the end of ``train``."""
+        """Whether every rank left evidence, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
 
 
@@ -190,6 +197,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         "error": trace.error,
         "failed_at": trace.failed_at,
         "stack": trace.stack,
+        "torch": trace.torch,
         "steps": steps,
         "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
         "logged": [astuple(logged) for logged in trace.logged],
@@ -247,6 +255,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         error=values["error"],
         failed_at=values["failed_at"],
         stack=values.get("stack", ""),
+        torch=values.get("torch", ""),
         final=finals[values["final"]],
         final_buffers=parts.get((len(steps), "final buffers"), {}),
         evaluations=tuple(

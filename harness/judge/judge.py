@@ -17,6 +17,7 @@ from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import details, launch
 from harness.judge.examination import Examination
 from harness.judge.follow import followed
+from harness.judge.teardown import of_hung
 from harness.judge.verdict import Vacuous
 from harness.workloads import Workload
 
@@ -41,7 +42,8 @@ def judge(trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDIN
         torch.manual_seed(workload.seed)
         examination = Examination(trace, workload, cell, conduct)
         findings = [_ask(name, check, examination) for name, check in CHECKS.items()]
-    return tuple(finding for finding in findings if finding is not None)
+    asked = tuple(finding for finding in findings if finding is not None)
+    return of_hung(asked, trace) if trace.hung else asked
 
 
 def _ask(name: str, check: Check, examination: Examination) -> Finding | None:

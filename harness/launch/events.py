@@ -23,6 +23,7 @@ _CHILD: dict[str, Any] = {
 _FIELDS: dict[str, dict[str, Any]] = {
     "ready": {"subjects": list},
     "refused": {"message": str},
+    "so_far": _PLACE,
     "evidence": _PLACE,
     "unwritten": {**_PLACE, "why": str},
     "late": {**_PLACE, "steps": int, "stopped": bool},

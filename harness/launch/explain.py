@@ -22,7 +22,7 @@ _HINTS = {
 
 
 def explain(end: RankEnd, assignment: Assignment, time_limit: float) -> Exit:
-    """Return what became of a rank that left no evidence; ``time_limit`` is in seconds."""
+    """Return what became of a rank that left no evidence, or hung when it had; ``time_limit`` is in seconds."""
     calls = calls_of(_tail(Path(stack_beside(assignment.log)), 1 << 16))
     late = end.code is None
     if end.unwritten is not None:
@@ -42,9 +42,12 @@ def explain(end: RankEnd, assignment: Assignment, time_limit: float) -> Exit:
 
 
 def _late(end: RankEnd, time_limit: float) -> str:
-    if not end.limit_reached:
+    if not end.limit_reached and not end.hung:
         return "ended, because it waited for ranks that were gone"
-    return f"no evidence after {time_limit:.0f} s{', found stopped (SIGSTOP, or a debugger)' if end.stopped else ''}"
+    if end.hung and not end.limit_reached:
+        return "it had not ended some seconds after all ranks had left their evidence"
+    missed = "it had not ended" if end.hung else "no evidence"
+    return f"{missed} after {time_limit:.0f} s{', found stopped (SIGSTOP, or a debugger)' if end.stopped else ''}"
 
 
 def _died(end: RankEnd) -> str:

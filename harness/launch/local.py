@@ -17,12 +17,14 @@ from harness.core.errors import LaunchError
 from harness.core.trace import Exit, RankTrace, Trace
 from harness.launch import one_machine
 from harness.launch.explain import explain
+from harness.launch.hung import without_unfinished
 from harness.launch.nodes import gather
 from harness.launch.pool import Pool, Running
 from harness.launch.settings import Settings
 from harness.store.shards import put_together
 from harness.store.traces import read_rank
 from harness.worker.assignment import Assignment
+from harness.workloads import find
 
 
 @dataclass(frozen=True)
@@ -57,17 +59,31 @@ class Launched:
         ends = self.pool.finish(self.running)
         ranks: list[RankTrace] = []
         exits: dict[int, Exit] = {}
+        hung: dict[int, Exit] = {}
         if self.store is None:
-            ranks, exits = gather(self.assignments, ends, self.settings.time_limit)
-            return put_together(Trace(tuple(ranks), exits, max(end.seconds for end in ends)))
-        for assignment, end in zip(self.assignments, ends, strict=True):
-            if end.evidence:
-                ranks.append(read_rank(Path(assignment.evidence)))
-            else:
-                # What comes too late is not to be found and judged one day.
-                Path(assignment.evidence).unlink(missing_ok=True)
-                exits[end.rank] = explain(end, assignment, self.settings.time_limit)
-        return put_together(Trace(tuple(ranks), exits, max(end.seconds for end in ends)))
+            ranks, exits, hung = gather(self.assignments, ends, self.settings.time_limit)
+        else:
+            for assignment, end in zip(self.assignments, ends, strict=True):
+                if end.evidence:
+                    ranks.append(read_rank(Path(assignment.evidence)))
+                if end.hung or not end.evidence:
+                    (hung if end.hung else exits)[end.rank] = explain(end, assignment, self.settings.time_limit)
+        trace = without_unfinished(Trace(tuple(ranks), exits, max(end.seconds for end in ends), hung=hung), self._due)
+        for rank in trace.exits:
+            # What was written too late, or before a rank hung in the middle, is not to be found and judged one day.
+            Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
+        return put_together(trace)
+
+    @property
+    def _due(self) -> int:
+        """How many optimizer steps a rank has attempted that has trained to the end of this launch."""
+        assignment = self.assignments[0]
+        workload = find(assignment.cell.workload, assignment.cell.seed)
+        if assignment.stop_after_step is not None:
+            return assignment.stop_after_step
+        return workload.steps(assignment.cell.topology.devices) - (
+            workload.interrupt_after or 0 if assignment.resume else 0
+        )
 
     def again(self, cell: Cell, part: str, checkpoint: Checkpoint) -> Trace:
         """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into a folder of its own.

@@ -21,8 +21,8 @@ from harness.worker.assignment import Assignment, stack_beside
 
 def gather(
     started: Sequence[Assignment], ends: Sequence[RankEnd], time_limit: float
-) -> tuple[list[RankTrace], dict[int, Exit]]:
-    """Return what the ranks of all nodes left, in their order, and what became of those that left nothing.
+) -> tuple[list[RankTrace], dict[int, Exit], dict[int, Exit]]:
+    """Return what the ranks of all nodes left, what became of those that left nothing, and of those that hung then.
 
     ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. The folder is left as ranks of
     the harness' own would have left it: what the subject's call raised, and no rank did, is the first one's error.
@@ -31,6 +31,7 @@ def gather(
         TraceError: evidence cannot be read.
     """
     _sort_stacks(started, ends)
+    late = _take_so_far(Path(started[0].evidence).parent, ends)
     for begun in Path(started[0].evidence).parent.glob("rank-*.safetensors.*"):
         begun.unlink()  # by somebody who was ended before it was whole
     found = {rank.rank: rank for rank in map(read_rank, Path(started[0].evidence).parent.glob("rank-*.safetensors"))}
@@ -50,11 +51,34 @@ def gather(
         for rank in range(node.rank, node.rank + node.processes_per_node):
             if rank not in found and rank not in exits:
                 exits[rank] = _missing(node.as_rank(rank), node, end, origin, broken, time_limit)
+    hung: dict[int, Exit] = {}
+    for node, end in zip(started, ends, strict=True):
+        ranks = range(node.rank, node.rank + node.processes_per_node)
+        hung |= {rank: explain(replace(end, hung=True), node.as_rank(rank), time_limit) for rank in late & {*ranks}}
+        if end.code is None and not exits:  # its first process, when all of its ranks had left their evidence
+            hung.setdefault(node.rank, explain(replace(end, hung=True), node, time_limit))
     for rank in exits:
-        own = started[0].as_rank(rank)
-        Path(own.evidence).unlink(missing_ok=True)
-        Path(own.log).touch()  # a rank leaves a log in any case
-    return [found[rank] for rank in sorted(found)], exits
+        Path(started[0].as_rank(rank).log).touch()  # a rank leaves a log in any case
+    return [found[rank] for rank in sorted(found)], exits, hung
+
+
+def _take_so_far(folder: Path, ends: Sequence[RankEnd]) -> set[int]:
+    """Take, of processes that were ended because the launch took too long, what they had recorded so far.
+
+    Returns:
+        The ranks that have no other evidence.
+    """
+    gone = {child.pid for end in ends for child in end.children if not child.late}
+    late: set[int] = set()
+    if not any(end.limit_reached for end in ends):
+        return late
+    for file in folder.glob(f"rank-*.safetensors.*{files.SO_FAR}"):
+        rank, _, pid = file.name.removeprefix("rank-").removesuffix(files.SO_FAR).partition(".safetensors.")
+        own = folder / f"rank-{rank}.safetensors"
+        if int(pid) not in gone and not own.exists():
+            file.replace(own)
+            late.add(int(rank))
+    return late
 
 
 def _first_to_fail(ends: Sequence[RankEnd]) -> ChildEnd | None:

@@ -30,7 +30,11 @@ START_LIMIT = 300.0
 """Seconds for importing torch and the subject's library, on a machine that has other things to do."""
 
 GRACE = 3.0
-"""Seconds that ranks get to notice that one of them is gone, and to end once their evidence is there."""
+"""Seconds that ranks get to notice that one of them is gone, to end once their evidence is there, and to answer when
+they are late: to write the evidence that they have so far."""
+
+STACKS_TIME = 0.5
+"""Seconds that ranks get to write down their stacks before they are ended."""
 
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -57,6 +61,7 @@ main()
 class RankEnd:
     """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
 
+    ``hung``: its evidence was written before it ended, and then it did not end until the launch took too long.
     ``unwritten`` says why its evidence could not be written, and ``silent`` why nothing was heard of it any more, None
     where that was not the matter.
     ``steps`` is how many it had done, as far as it is known. ``limit_reached``: it was ended because the launch took
@@ -71,6 +76,7 @@ class RankEnd:
     seconds: float
     steps: int | None = None
     limit_reached: bool = False
+    hung: bool = False
     stopped: bool = False
     out_of_memory: bool = False
     unwritten: str | None = None
@@ -190,13 +196,15 @@ class Pool:
     def finish(self, running: Running) -> list[RankEnd]:
         """Follow a launch to its end and say how each rank ended, soon after its deadline at the latest.
 
-        A rank has ended well when its evidence is complete in time; one that then hangs on its way out is ended.
+        A rank has ended well when its evidence is complete in time; one that then hangs on its way out is ended. Of a
+        rank that is late, the evidence that there is so far counts, and it is said that the rank hung.
 
         Raises:
             LaunchError: the server itself is gone.
         """
         waiting = set(running.ranks)
         evidence: set[int] = set()
+        answered: set[int] = set()
         children = Children(running.below)
         late: dict[int, dict[str, Any]] = {}
         unwritten: dict[int, str] = {}
@@ -207,10 +215,11 @@ class Pool:
         while waiting:
             event = self._next(deadline)
             if event is None:
-                # First ask for the stacks, then make an end of it.
+                # First ask for the stacks and for the evidence so far, then make an end of it.
                 limit_reached = limit_reached or deadline == running.deadline
                 self._send({"command": "signal", "launch": running.number, "signal": _ENDINGS[stage]})
-                deadline = time.monotonic() + (0.5 if stage == 0 else START_LIMIT)
+                patience = GRACE if limit_reached else STACKS_TIME
+                deadline = time.monotonic() + (patience if stage == 0 else START_LIMIT)
                 stage = min(stage + 1, len(_ENDINGS) - 1)
                 continue
             if event.get("launch") != running.number:
@@ -219,19 +228,25 @@ class Pool:
             children.hear(event, late=bool(stage))
             if event["event"] == "late":
                 late[rank] = event
+            if stage and event["event"] == "so_far":
+                answered.add(rank)
+                if answered >= waiting:
+                    deadline = min(deadline, time.monotonic() + STACKS_TIME)
             if event["event"] == "unwritten":
                 unwritten[rank] = event["why"]
             if not stage and (event["event"] == "evidence" or event.get("evidence")):
                 evidence.add(rank)
             if event["event"] == "exit":
                 waiting.discard(rank)
+                hung = limit_reached and rank not in evidence and bool(event.get("evidence"))
                 ends[rank] = RankEnd(
                     rank,
-                    evidence=rank in evidence,
+                    evidence=rank in evidence or hung,
                     code=None if stage else event["code"],
                     seconds=event["at"] - running.started,
                     steps=late.get(rank, event)["steps"],
                     limit_reached=limit_reached,
+                    hung=hung,
                     stopped=rank in late and late[rank]["stopped"],
                     out_of_memory=event["out_of_memory"],
                     unwritten=unwritten.get(rank),

@@ -10,7 +10,7 @@ from harness.report.cells import cell_table
 from harness.report.facts import machine_in_words, software_in_words
 from harness.report.failures import is_wrong, known_failures, outcome_in_words, what_it_says
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
-from harness.report.summary import SIMULATED, counts_in_words, what_is_missing
+from harness.report.summary import SIMULATED, counts_in_words, notes, what_is_missing
 from harness.report.support import MARK_COLUMNS, MARKS, REFERENCE
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
 from harness.store.records import Expected, Result
@@ -100,6 +100,7 @@ def _devices(run: Run, table: pd.DataFrame) -> str:
 def _warnings(run: Run, cells: pd.DataFrame) -> Iterable[str]:
     if missing := what_is_missing(run, cells):
         yield f"> **{markdown(missing)}**"
+    yield from (f"> {markdown(note)}" for note in notes(run))
 
 
 def _legend(run: Run) -> str:

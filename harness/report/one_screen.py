@@ -11,7 +11,7 @@ from harness.report.failures import Group, failures, what_it_says
 from harness.report.figures import NOT_EXAMINED, Measured, measured_cells
 from harness.report.grid import Grid, Row, grids
 from harness.report.scales import between, in_words
-from harness.report.summary import SIMULATED, computed_by, counts_in_words, what_is_missing
+from harness.report.summary import SIMULATED, computed_by, counts_in_words, notes, what_is_missing
 from harness.report.support import IN_A_WORD, passed_of_tried
 from harness.report.text import compact, markdown, markdown_code, shortened
 from harness.report.verdict import verdict_of
@@ -22,6 +22,7 @@ _WRONG = ("N", "X", "?")
 _MOST_ROWS = 10
 _MOST_GROUPS = 3
 _MOST_FIGURES = 4
+_MOST_NOTES = 2
 _LONGEST_MESSAGE = 300
 
 
@@ -33,6 +34,7 @@ def one_screen(run: Run) -> str:
     lines = [f"# {markdown(verdict.sentence)}", ""]
     lines += [f"{markdown(verdict.detail)}  "] if verdict.detail else []
     lines += [f"**{markdown(missing)}**  "] if (missing := what_is_missing(run, cells)) else []
+    lines += [f"{markdown(note)}  " for note in notes(run)[:_MOST_NOTES]]
     by = computed_by(run)
     lines.append(f"{markdown(counts_in_words(cells['outcome']))}. Devices: {markdown(', '.join(by) or 'none')}.  ")
     lines.append(f"Run {markdown_code(told['run'])}: {markdown_code(shortened(told.get('command', ''), 200))}")

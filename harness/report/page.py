@@ -28,7 +28,7 @@ from harness.report.grid import GridCell, grids
 from harness.report.parameters import parameter_rows
 from harness.report.scales import between, digits, in_words, names_itself
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
-from harness.report.summary import SIMULATED, computed_by, what_is_missing
+from harness.report.summary import SIMULATED, computed_by, notes, what_is_missing
 from harness.report.support import IN_A_WORD, MARKS
 from harness.report.text import compact, printable_lines, shortened
 from harness.report.verdict import verdict_of
@@ -97,6 +97,7 @@ def report_page(run: Run) -> str:
         "simulated": SIMULATED in by,
         "devices": [name for name in by if name != SIMULATED],
         "missing": what_is_missing(run, cells),
+        "notes": notes(run),
         "facts": facts(run).items(),
         "contents": _contents(bool(subjects), bool(subjects or wrong), bool(workloads)),
         "grids": subjects,

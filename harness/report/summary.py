@@ -10,7 +10,7 @@ import pandas as pd
 from harness.core.outcome import Outcome
 from harness.report.cells import MISSING
 from harness.report.text import printable
-from harness.store.records import KNOWN, UNEXPECTED_PASS, CellRecord
+from harness.store.records import KNOWN, UNEXPECTED_PASS, CellRecord, Result
 from harness.store.run import Run
 
 SIMULATED = "simulated"
@@ -49,6 +49,23 @@ def computed_by(run: Run) -> list[str]:
     """Return what computed any of the run's cells, each once."""
     records: tuple[CellRecord, ...] = (*run.header.planned, *run.results, *run.measurements)
     return list(dict.fromkeys(devices(run, record.accelerator) for record in records))
+
+
+def notes(run: Run) -> list[str]:
+    """Return what is to be known beside the verdicts, a sentence for all cells of a subject that have the same note.
+
+    A launch that went well has no finding; one that passed with a finding has something to say.
+    """
+    told: dict[tuple[str, str], list[Result]] = {}
+    for result in run.results:
+        if result.check == "launch" and result.outcome is Outcome.PASSED:
+            first = result.message.partition(". ")[0].partition("\n")[0]
+            told.setdefault((result.subject, first), []).append(result)
+    return [
+        f"note on {len(found)} {'cell' if len(found) == 1 else 'cells'} of {printable(subject)}, "
+        f"as {found[0].cell}: {printable(found[0].message.partition(chr(10))[0])}"
+        for (subject, _), found in told.items()
+    ]
 
 
 def what_is_missing(run: Run, cells: pd.DataFrame) -> str | None:

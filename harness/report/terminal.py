@@ -10,7 +10,7 @@ from rich.text import Text
 from harness.report.cells import cell_table
 from harness.report.console import rendered
 from harness.report.side_by_side import ROW_COLUMNS, side_by_side
-from harness.report.summary import computed_by, counts_in_words, what_is_missing
+from harness.report.summary import computed_by, counts_in_words, notes, what_is_missing
 from harness.report.support import IN_A_WORD, MARK_COLUMNS, support_table
 from harness.report.text import compact, printable
 from harness.store.records import KNOWN, UNEXPECTED_PASS
@@ -86,6 +86,7 @@ def _closing_lines(run: Run, *, several: bool) -> list[Text]:
     ]
     if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):
         lines.insert(1, Text(_LEGEND_OF_EXPECTED))
+    lines += [Text(note, style="yellow") for note in notes(run)]
     if missing := what_is_missing(run, cells):
         lines.append(Text(missing, style="bold red"))
     return lines

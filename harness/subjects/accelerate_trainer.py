@@ -81,6 +81,7 @@ def train(job):
             total, count = accelerator.reduce(sums, "sum")
             job.log("loss", total / count)
         progress.epoch, progress.batches = epoch + 1, 0
+    accelerator.end_training()
 
 
 class _Progress:

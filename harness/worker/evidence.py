@@ -34,6 +34,15 @@ CHECKSUM = "crc32"
 NO_CHECKSUM = "0" * 8
 
 
+SO_FAR = ".so-far"
+"""How the file ends in which a process leaves what it has recorded so far; before that stands its process id."""
+
+
+def so_far_of(own: str) -> str:
+    """Return the file for what this process has recorded so far, beside ``own`` for its rank's whole evidence."""
+    return f"{own}.{os.getpid()}{SO_FAR}"
+
+
 def write(path: str, trace: RankTrace) -> None:
     """Write ``trace`` to ``path``, whole or not at all.
 

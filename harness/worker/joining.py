@@ -23,6 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import util
+from threading import Lock
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from harness.core.trace import RankTrace
 from harness.worker import evidence
 from harness.worker.assignment import Assignment
 from harness.worker.job import Job
+from harness.worker.late import answer_question
+from harness.worker.process_groups import keep_process_groups
 from harness.worker.raised import calls_in, in_words
 from harness.worker.recorder import Recorder
 from harness.worker.registry import Address, connect
@@ -132,6 +135,7 @@ class Member:
         self.recorder = JoiningRecorder(assignment.sketch_above, self.tell)
         self.job = Job(assignment, self.recorder)
         self.recorder.install()
+        keep_process_groups(self.leave_so_far)
         self._address = address
         self._first = first
         self._place: int | None = None
@@ -140,6 +144,8 @@ class Member:
         self._asked = False
         self._done = False
         self._code = 0
+        self._answers = False
+        self._lock = Lock()
 
     @classmethod
     def of_child(cls, values: dict[str, Any]) -> Member:
@@ -167,6 +173,9 @@ class Member:
 
     def tell(self, **values: Any) -> None:
         """Tell the server something about this process; what it is told first is who this is."""
+        if "steps" in values and not self._answers:
+            self._answers = True
+            answer_question(self.leave_so_far)
         if os.getpid() == self._first:
             return
         # Without a server there is nobody left to whom it matters.
@@ -181,7 +190,8 @@ class Member:
         """Leave evidence, if this process was a rank: once, whichever of its ends comes first."""
         if self._done or os.getpid() == self._first:
             return
-        self._done = True
+        with self._lock:
+            self._done = True
         if self._direct and os.getppid() != self._first:
             return  # it was told to end because the one that started it is gone: this is no end of a training
         raised, self._code = _raised()
@@ -195,6 +205,15 @@ class Member:
         if self._line is not None:
             with suppress(OSError):
                 os.unlink(self._stack)
+
+    def leave_so_far(self) -> None:
+        """Write what was recorded so far: it counts where this process has to be ended before it leaves the whole."""
+        with self._lock:
+            if self.recorder.steps and not self._done:
+                with suppress(OSError):  # the whole comes later, and says what is in the way
+                    evidence.write(
+                        evidence.so_far_of(self.assignment.as_rank(self.rank).evidence), self.trace(self.rank, None)
+                    )
 
     def leave_evidence(self, raised: BaseException | None) -> None:
         """Write what was recorded, and what was raised, as this rank's; it is there as a whole or not at all."""
@@ -213,6 +232,8 @@ class Member:
             raised = raised or RuntimeError(said)
             evidence.write(own, self.trace(rank, raised))
         os.unlink(private)
+        with suppress(FileNotFoundError):
+            os.unlink(evidence.so_far_of(own))
         self.tell(evidence=rank, failed=raised is not None)
 
     def trace(self, rank: int, raised: BaseException | None) -> RankTrace:
@@ -247,8 +268,8 @@ class Member:
         """Begin anew where this process was forked; it shares nothing with the one that it was forked from."""
         if self._line is not None:
             self._line.close()
-        self._line, self._place = None, None
-        self._asked = self._direct = self._done = False
+        self._line, self._place, self._lock = None, None, Lock()
+        self._asked = self._direct = self._done = self._answers = False
         self.recorder.begin_anew()
 
     def _end(self) -> None:

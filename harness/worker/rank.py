@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from harness.subjects.declare import Subject
-from harness.worker import evidence
 from harness.worker.assignment import Assignment, stack_beside
+from harness.worker.evidence_file import EvidenceFile
 from harness.worker.job import Job
 from harness.worker.joining import member
+from harness.worker.late import answer_question, block_question
+from harness.worker.process_groups import keep_process_groups
 from harness.worker.raised import calls_in, in_words
 from harness.worker.recorder import Recorder
 from harness.worker.stopwatch import Stopwatch
@@ -46,7 +48,8 @@ def run(
     ``done`` is memory that outlives this process: eight bytes, little-endian, for how many steps it has done.
 
     The evidence is written and announced before anything is shut down, and the process ends without running
-    destructors, because in torch 2.13 a DDP object that outlives its process group may hang there for ever.
+    destructors, because a teardown may hang: see :mod:`harness.worker.process_groups`. What has been recorded is also
+    written before the subject destroys its process group, and when the launcher asks a rank that is late.
     """
     global _current
     status = 1
@@ -54,6 +57,20 @@ def run(
         set_the_scene(assignment)
         recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.sketch_above, done)
         recorder.install()
+        file = EvidenceFile(assignment.evidence, lambda: recorder.trace(assignment.rank, None, None))
+        place = {"launch": assignment.launch, "rank": assignment.rank}
+
+        def write_so_far() -> None:
+            if recorder.has_steps:
+                file.write_so_far()
+                announce({"event": "so_far", **place})
+
+        def before_destruction() -> None:
+            with suppress(OSError):  # the whole evidence comes later, and says what is in the way
+                write_so_far()
+
+        keep_process_groups(before_destruction)
+        answer_question(write_so_far)
         _current = Job(assignment, recorder)
         error, failed_at, stack = None, None, ""
         try:
@@ -65,12 +82,11 @@ def run(
                 traceback.print_exc()
         trace = replace(recorder.trace(assignment.rank, error, failed_at), stack=stack)
         try:
-            evidence.write(assignment.evidence, trace)
+            file.finish(trace)
         except OSError as broken:
-            place = {"launch": assignment.launch, "rank": assignment.rank}
             announce({"event": "unwritten", **place, "why": str(broken)[:300]})
             raise
-        announce({"event": "evidence", "launch": assignment.launch, "rank": assignment.rank})
+        announce({"event": "evidence", **place})
         status = 0 if error is None else 1
     except BaseException:
         traceback.print_exc()
@@ -84,6 +100,7 @@ def run(
 def set_the_scene(assignment: Assignment) -> None:
     """Make a forked process the rank of ``assignment``, in a session of its own."""
     os.setsid()
+    block_question()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     # Where it was when it died, or when it was asked. Not in the log, which belongs to the subject.

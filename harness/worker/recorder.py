@@ -75,6 +75,11 @@ class Recorder:
             if getattr(layer, "draws", None):
                 layer.register_forward_hook(self._on_draw)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether an optimizer step was recorded."""
+        return bool(self.steps)
+
     def on_loss(self, batch: Any) -> None:
         """Take down that the job's loss saw ``batch``: it closes a micro-batch."""
         if torch.is_grad_enabled():
@@ -99,6 +104,7 @@ class Recorder:
             final_buffers=buffers,
             evaluations=tuple(self.evaluations),
             logged=tuple(self.logged),
+            torch=torch.__version__,
         )
 
     def _note_world(self) -> None:

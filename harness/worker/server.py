@@ -28,6 +28,7 @@ from harness.core.errors import PlumblineError
 from harness.worker import descendants
 from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
 from harness.worker.large_pages import gather_in_large_pages
+from harness.worker.late import QUESTION
 from harness.worker.log import Log
 from harness.worker.preload import preload
 from harness.worker.reach import Ways
@@ -166,7 +167,10 @@ class Server:
             self._announce(self._ways.answer(command))
 
     def _tell(self, pid: int, forked: Forked, number: int) -> None:
-        """Signal a rank; one that was stopped goes on, or it could not say where it is."""
+        """Signal a rank; one that was stopped goes on, or it could not say where it is.
+
+        Whoever is asked where it is, is also asked for the evidence that there is so far.
+        """
         if number == signal.SIGKILL:
             # Those below first: some take the end of the first process for a reason to end well.
             self._end_below(pid)
@@ -176,8 +180,9 @@ class Server:
         stopped = is_stopped(pid)
         place = {"launch": forked.launch, "rank": forked.rank}
         self._announce({"event": "late", **place, "steps": forked.steps, "stopped": stopped})
+        question = () if QUESTION is None else (QUESTION,)
         for one in (*below, pid):
-            for sent in (number, signal.SIGCONT):
+            for sent in (number, *question, signal.SIGCONT):
                 with suppress(ProcessLookupError):
                     os.kill(one, sent)
 

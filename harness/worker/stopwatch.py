@@ -83,6 +83,11 @@ class Stopwatch:
         self._tensors.watch(model)
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
+    @property
+    def has_steps(self) -> bool:
+        """Whether an optimizer step was recorded: none ever is, steps are counted and timed."""
+        return False
+
     def on_loss(self, batch: Any) -> None:
         """Take no notice: a loss has no time of its own."""
 

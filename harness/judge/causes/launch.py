@@ -91,7 +91,9 @@ def _left_early(finding: Finding) -> Cause | None:
 
 def _missed_collective(finding: Finding, trace: Trace) -> Cause | None:
     """A rank waits for others that are done, or that wait for something else."""
-    waited = finding.outcome is Outcome.TIMED_OUT or any(words in finding.message for words in PEER)
+    in_collective = any(exit.waits_in for exit in trace.exits.values())
+    hung = finding.outcome is Outcome.TIMED_OUT and (in_collective or any(not rank.error for rank in trace.ranks))
+    waited = hung or any(words in finding.message for words in PEER)
     if not waited:
         return None
     done = [rank for rank in trace.ranks if not rank.error and rank.steps]

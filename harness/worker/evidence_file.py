@@ -1,0 +1,39 @@
+"""One rank's evidence on disk: written so far while it trains, and whole when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+
+from harness.core.trace import RankTrace
+from harness.worker import evidence
+
+
+class EvidenceFile:
+    """The file at ``path``. ``so_far`` returns what has been recorded at the moment it is called."""
+
+    def __init__(self, path: str, so_far: Callable[[], RankTrace]) -> None:
+        self._path = path
+        self._so_far = so_far
+        self._finished = False
+        self._lock = Lock()
+
+    def write_so_far(self) -> None:
+        """Write what has been recorded so far; nothing once the whole was written.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._lock:
+            if not self._finished:
+                evidence.write(self._path, self._so_far())
+
+    def finish(self, trace: RankTrace) -> None:
+        """Write the whole evidence.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._lock:
+            self._finished = True
+            evidence.write(self._path, trace)

@@ -1,0 +1,110 @@
+"""Right trainers that tear down in every way, and some that hang there. Nothing sleeps: who hangs waits for ever."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+from harness import subject
+
+
+def for_ever():
+    threading.Event().wait()
+
+
+def hold_the_interpreter_lock_for_ever():
+    ctypes.PyDLL(None).pause()  # PyDLL keeps the lock while it calls
+
+
+def fit(job, factor=1.0):
+    init_process_group(job.comm)
+    model = DistributedDataParallel(job.model())
+    optimizer = job.optimizer(model.parameters())
+    sampler = DistributedSampler(job.dataset, shuffle=job.shuffle, seed=job.seed)
+    for epoch in range(job.epochs):
+        sampler.set_epoch(epoch)
+        for batch in DataLoader(job.dataset, job.batch_size, sampler=sampler):
+            optimizer.zero_grad()
+            (factor * job.loss(model(batch), batch)).backward()
+            optimizer.step()
+    return model
+
+
+@subject(name="destroys", backends=["ddp"])
+def destroys(job):
+    model = fit(job)
+    destroy_process_group()
+    assert model is not None  # it outlives its group, as in every tutorial
+
+
+@subject(name="releases-first", backends=["ddp"])
+def releases_first(job):
+    model = fit(job)
+    del model
+    gc.collect()
+    torch.distributed.destroy_process_group()
+
+
+@subject(name="rank-0-waits", backends=["ddp"])
+def rank_0_waits(job):
+    fit(job)
+    if job.rank == 0:
+        torch.distributed.barrier()
+    for_ever()
+
+
+@subject(name="hangs-after-destroying", backends=["ddp"])
+def hangs_after_destroying(job):
+    fit(job)
+    destroy_process_group()
+    hold_the_interpreter_lock_for_ever()
+
+
+@subject(name="doubles-and-hangs", backends=["ddp"])
+def doubles_and_hangs(job):
+    fit(job, factor=2.0)
+    for_ever()
+
+
+@subject(name="hangs-in-the-middle", backends=["ddp"])
+def hangs_in_the_middle(job):
+    init_process_group(job.comm)
+    model = DistributedDataParallel(job.model())
+    optimizer = job.optimizer(model.parameters())
+    for batch in DataLoader(job.dataset, job.batch_size, sampler=DistributedSampler(job.dataset, seed=job.seed)):
+        optimizer.zero_grad()
+        job.loss(model(batch), batch).backward()
+        optimizer.step()
+    destroy_process_group()
+    for_ever()
+
+
+@subject(name="children-wait", backends=["ddp"], launch="node")
+def children_wait(job):
+    torch.multiprocessing.start_processes(child, (job,), job.gpus, start_method="fork")
+
+
+def child(place, job):
+    os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(job.gpus))
+    fit(job)
+    if place == 0:
+        for_ever()
+
+
+@subject(name="children-destroy", backends=["ddp"], launch="node")
+def children_destroy(job):
+    torch.multiprocessing.start_processes(child_that_destroys, (job,), job.gpus, start_method="fork")
+
+
+def child_that_destroys(place, job):
+    os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(job.gpus))
+    model = fit(job)
+    destroy_process_group()
+    assert model is not None
