@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from dataclasses import fields
 
-from torch import nn
 from torch.utils.data import SequentialSampler
 
 from harness.subjects.declare import subject
@@ -19,25 +18,6 @@ CAPABILITIES = [
     "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
     "unused-parameters", "frozen-parameters", "nested-outputs",
 ]  # fmt: skip
-
-IGNORED = -100
-
-
-class _WithLoss(nn.Module):
-    """The job's model as the Trainer wants a model: it takes the columns by name and returns its own loss.
-
-    Where there are labels the Trainer counts them, for a mean over all that one optimizer step sees, on all ranks.
-    """
-
-    def __init__(self, job):
-        super().__init__()
-        self.job, self.model = job, job.model()
-
-    def forward(self, return_loss=True, num_items_in_batch=None, **batch):
-        loss = self.job.loss(self.model(batch), batch)
-        if num_items_in_batch is not None:  # so far it is a mean over this batch's labels
-            loss = loss * (batch["labels"] != IGNORED).sum() / num_items_in_batch
-        return {"loss": loss}
 
 
 class _Evaluations(TrainerCallback):
@@ -89,7 +69,7 @@ class _InOrder(Trainer):
 )
 def train(job):
     """Train ``job`` with ``transformers.Trainer``, which finds the ranks by torchrun's variables."""
-    model = _WithLoss(job)
+    model = job.model_with_loss()
     optimizer = job.optimizer(model.parameters())
     in_order = {} if job.shuffle else {"train_sampling_strategy": "sequential"}
     told = in_order.keys() <= {field.name for field in fields(TrainingArguments)}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from harness.worker.assignment import Assignment
 from harness.worker.recorder import Recorder
 from harness.worker.stopwatch import Stopwatch
+from harness.worker.with_loss import ModelWithLoss
 from harness.workloads import Columns, find
 
 
@@ -39,6 +40,7 @@ class Job:
             rank, and so do they, except for a script that was told its RANK, which reads of that.
         device, devices: where this process computes, and all of its devices (dp, ddp2; with ``launch="node"`` all of
             the node's).
+        device_ids: what ``DistributedDataParallel`` takes by that name: ``[device]`` on CUDA, None on the cpu.
         comm: ``"gloo"`` or ``"nccl"``, for ``init_process_group``.
     """
 
@@ -61,6 +63,7 @@ class Job:
 
         self.devices = [torch.device(name) for name in assignment.devices]
         self.device = self.devices[0]
+        self.device_ids = [self.device] if self.device.type == "cuda" else None
 
         devices = cell.topology.devices
         self.dataset: Columns = workload.dataset(devices, self._dtype)
@@ -87,6 +90,10 @@ class Job:
         model = self._workload.model(self._dtype)
         self._recorder.watch(model)
         return model
+
+    def model_with_loss(self) -> ModelWithLoss:
+        """Return ``model()`` with the loss inside, for scripts that call ``model(**batch).loss``."""
+        return ModelWithLoss(self.model(), self.loss)
 
     def loss(self, outputs: Any, batch: dict[str, Tensor]) -> Tensor:
         """Return the scalar loss of a batch."""

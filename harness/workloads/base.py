@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from harness.workloads.sample import Sample
+
 Batch = dict[str, Tensor]
 
 
@@ -23,12 +25,12 @@ class Columns(Dataset[Batch]):
         return len(self.columns["index"])
 
     def __getitem__(self, position: int) -> Batch:
-        return {name: column[position] for name, column in self.columns.items()}
+        return Sample({name: column[position] for name, column in self.columns.items()})
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples at ``indices``, in that order, as one batch."""
         chosen = torch.as_tensor(indices, dtype=torch.long)
-        return {name: column[chosen] for name, column in self.columns.items()}
+        return Sample({name: column[chosen] for name, column in self.columns.items()})
 
 
 class Workload:

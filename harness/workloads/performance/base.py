@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 
 from harness.workloads.base import Batch, Columns, Workload
+from harness.workloads.sample import Sample
 
 DISTINCT = 64
 """Samples that are really drawn; the dataset repeats them under new ids, so that its size is nobody's memory."""
@@ -69,7 +70,8 @@ class Repeated(Columns):
         if not 0 <= position < self._count:
             raise IndexError(position)
         chosen = position % self._distinct
-        return {**{name: column[chosen] for name, column in self.columns.items()}, "index": torch.tensor(position)}
+        columns = {name: column[chosen] for name, column in self.columns.items()}
+        return Sample(columns, index=torch.tensor(position))
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Return the samples at ``indices``, in that order, as one batch."""

@@ -1,0 +1,235 @@
+"""Training scripts that other people published, under test: is every accusation true, is every mistake found and named?
+
+    python ci/scripts_by_others.py                       # everything, into reports/scripts-by-others.md
+    python ci/scripts_by_others.py --only nanogpt        # one subject, printed
+    python ci/scripts_by_others.py --part mistakes --only no-zero-grad
+
+Four scripts are rewritten in the structure of their originals (``ci/scripts_by_others/``), each with an adapter of less
+than 30 lines. First the conformance suite runs on them as published: whatever is accused must have a proof, a program
+of at most 30 lines that shows it without Plumbline, and it is run. Then mistakes are put into them, one at a time: the
+first finding must name the mistake, and everything else must be its consequence. Exits with 1 otherwise. For every
+night; half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "scripts_by_others"))
+
+import torch
+from accusations import PROOFS, Proof
+from changes import MISTAKES, SCRIPTS, Mistake
+
+from harness.core.cell import Cell
+from harness.core.diagnosis import told_first
+from harness.core.finding import Finding
+from harness.core.topology import Topology
+from harness.examine import examine
+from harness.launch.pool import Pool
+from harness.launch.settings import Settings
+from harness.report.text import markdown, shortened
+from harness.store.records import Result, ending
+from harness.store.run import Run, read_run
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent / "scripts_by_others"
+REPORT = ROOT / "reports" / "scripts-by-others.md"
+ENDINGS = ("passed", "deviates", "known", "failed", "errored", "crashed", "timed_out")
+LONGEST = 200
+
+
+@dataclass(frozen=True)
+class Accusation:
+    """A root cause that a run found in a subject; ``known`` if a file of expectations says so already."""
+
+    subject: str
+    check: str
+    cause: str | None
+    known: bool
+
+    @property
+    def proof(self) -> Proof | None:
+        """What shows that it is true, None where nothing does yet."""
+        return PROOFS.get((self.subject, self.cause or ""))
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What was found on one cell where a mistake had been put in."""
+
+    mistake: Mistake
+    cell: str
+    bad: tuple[Finding, ...]
+
+    @property
+    def companions(self) -> list[Finding]:
+        """Findings beside the first that no other finding explains."""
+        return [finding for finding in self.bad[1:] if finding.consequence_of is None]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first finding names the mistake, if it is one, and nothing stands beside it."""
+        if not self.mistake.causes:
+            return not self.bad
+        return bool(self.bad) and self.bad[0].cause in self.mistake.causes and not self.companions
+
+
+def main() -> int:
+    """Run what is asked for, print it, and write the page if it was everything."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="a part of a subject's or mistake's name")
+    parser.add_argument("--part", choices=("published", "mistakes"), help="default: both")
+    parser.add_argument("--gpus", type=int, default=4)
+    parser.add_argument("--time-limit", type=float, default=60, help="seconds for one cell (default: %(default)s)")
+    parser.add_argument("--report", type=Path, default=REPORT)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    lines, right = [], True
+    if asked.part != "mistakes":
+        subjects = [name for name in SCRIPTS if not asked.only or any(word in name for word in asked.only)]
+        section, all_true = published(subjects, asked)
+        lines += section
+        right &= all_true
+    if asked.part != "published":
+        chosen = [one for one in MISTAKES if not asked.only or any(word in one.id for word in asked.only)]
+        tried = list(injected(chosen, asked.time_limit))
+        lines += mistakes_table(tried)
+        right &= all(one.is_right for one in tried)
+    page = "\n".join(["# Scripts by others", "", INTRODUCTION, "", *lines, ""])
+    print(page)
+    if not asked.only and asked.part is None:
+        asked.report.write_text(page, encoding="utf-8")
+    return 0 if right else 1
+
+
+INTRODUCTION = (
+    f"Made by `python ci/scripts_by_others.py`: torch {torch.__version__.partition('+')[0]}, simulated devices. The "
+    "scripts are written anew in the structure of their originals, which each of them names."
+)
+
+
+def published(subjects: Sequence[str], asked: argparse.Namespace) -> tuple[list[str], bool]:
+    """Run the conformance suite on the scripts as published; return the page's lines, and whether all is proven."""
+    lines = [
+        "## As published",
+        "",
+        f"`pytest suites/ --gpus {asked.gpus} --backends ddp`. Cells by how they ended, and every root cause found.",
+        "",
+        f"| subject | adapter, lines | {' | '.join(name.replace('_', ' ') for name in ENDINGS)} |",
+        f"| --- |{' --: |' * (len(ENDINGS) + 1)}",
+    ]
+    accusations: dict[Accusation, list[Result]] = {}
+    for subject in subjects:
+        with tempfile.TemporaryDirectory() as folder:
+            run = conformance(subject, asked, Path(folder))
+        ends = Counter(str(getattr(end, "value", end)) for end in (ending(results) for results in run.whole.values()))
+        counts = " | ".join(str(ends.pop(name, 0)) for name in ENDINGS)
+        ends.pop("unsupported", None)
+        lines.append(f"| {subject} | {lines_of_code(adapter(subject))} | {counts} |")
+        assert not ends, f"endings without a column: {ends}"
+        print(lines[-1], file=sys.stderr, flush=True)
+        for found, results in accused(subject, run).items():
+            print(f"    {found.check}: {found.cause}, {len(results)} cells", file=sys.stderr, flush=True)
+            accusations[found] = results
+    told = [(one, results, one.proof.run() if one.proof else None) for one, results in accusations.items()]
+    lines += [
+        "",
+        "### Accusations",
+        "",
+        "| subject | cause | cells | first finding | true? |",
+        "| --- | --- | --: | --- | --- |",
+    ]
+    for one, results, printed in told:
+        cause = f"{one.check}: {one.cause or 'no cause'}{', known' if one.known else ''}"
+        truth = f"yes: {one.proof.because} (`{one.proof.file.name}`)" if one.proof and printed else "**not proven**"
+        first = markdown(shortened(results[0].message.partition("\n")[0], LONGEST))
+        lines.append(f"| {one.subject} | {cause} | {len(results)} | {first} | {truth} |")
+    lines += ["", "### What the proofs print", ""]
+    for file, printed in {one.proof.file: printed for one, _, printed in told if one.proof}.items():
+        lines += [f"`{file.relative_to(ROOT)}`", "", "```", *(printed or "failed").splitlines(), "```", ""]
+    return lines, all(printed for _, _, printed in told)
+
+
+def conformance(subject: str, asked: argparse.Namespace, folder: Path) -> Run:
+    """Return the run of the suite on one subject."""
+    command = [sys.executable, "-m", "pytest", "suites/", "-q", f"--gpus={asked.gpus}", "--backends=ddp"]
+    command += [f"--subject={adapter(subject)}", f"--report-dir={folder}", f"--time-limit={asked.time_limit}"]
+    subprocess.run([*command, "-p", "no:cacheprovider"], cwd=ROOT, stdout=subprocess.DEVNULL, check=False)
+    return read_run(folder / "latest")
+
+
+def accused(subject: str, run: Run) -> dict[Accusation, list[Result]]:
+    """Return what a run holds against a subject: findings that no other finding explains."""
+    found: dict[Accusation, list[Result]] = {}
+    for results in run.whole.values():
+        for result in results:
+            if result.outcome.is_bad and result.consequence_of is None:
+                known = result.expected is not None
+                found.setdefault(Accusation(subject, result.check, result.cause, known), []).append(result)
+    return found
+
+
+def injected(mistakes: Iterable[Mistake], time_limit: float) -> Iterable[Tried]:
+    """Train each script with a mistake in it on its cells, and judge it."""
+    with closing(Pool(str(HERE / "changed.py"))) as pool:
+        for mistake in mistakes:
+            for cell in mistake.cells:
+                yield tried_on(pool, mistake, cell, time_limit)
+
+
+def tried_on(pool: Pool, mistake: Mistake, text: str, time_limit: float) -> Tried:
+    """Train a script with a mistake in it on the cell that ``text`` names, and judge it."""
+    workload, backend, topology, precision = text.split("/")
+    cell = Cell(mistake.id, workload, backend, Topology(*map(int, topology.split("x"))), precision, "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        findings = examine(pool, cell, Path(folder), Settings(time_limit)).findings
+    return Tried(mistake, text, tuple(one for one in told_first(findings) if one.outcome.is_bad))
+
+
+def mistakes_table(tried: Sequence[Tried]) -> list[str]:
+    """Return the lines of the page about the mistakes that were put in."""
+    real = [one for one in tried if one.mistake.causes]
+    names = sorted({one.mistake.name for one in real})
+    named = [name for name in names if all(one.is_right for one in real if one.mistake.name == name)]
+    lines = [
+        "## With a mistake put in",
+        "",
+        f"Mistakes named by the first finding, with nothing beside it that is not its consequence: {len(named)} of "
+        f"{len(names)}, on {sum(one.is_right for one in real)} of {len(real)} cells.",
+        "",
+        "| mistake | subject | cell | first finding | consequences | beside it | as it should be |",
+        "| --- | --- | --- | --- | --- | --- | :-: |",
+    ]
+    for one in sorted(tried, key=lambda one: one.mistake.name):
+        first = (
+            f"{one.bad[0].check}: {one.bad[0].cause or one.bad[0].outcome.value}" if one.bad else "none: it is right"
+        )
+        after = ", ".join(finding.check for finding in one.bad[1:] if finding.consequence_of is not None)
+        beside = ", ".join(f"{finding.check}: {finding.cause or finding.outcome.value}" for finding in one.companions)
+        verdict = "yes" if one.is_right else "**NO**"
+        cells = (one.mistake.name, one.mistake.subject, one.cell, first, after, beside, verdict)
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def adapter(subject: str) -> Path:
+    """Return the file of a subject."""
+    return HERE / f"{subject.replace('-', '_')}.py"
+
+
+def lines_of_code(file: Path) -> int:
+    """Return how many lines a file has that are not empty."""
+    return sum(bool(line.strip()) for line in file.read_text().splitlines())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
