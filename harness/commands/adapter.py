@@ -76,7 +76,7 @@ def refused(verdict: Verdict, evidence: Evidence, plain: Cell) -> Verdict:
         return verdict
     cell = evidence.cell
     what, promised = ("backend", cell.backend) if cell.backend != plain.backend else ("precision", cell.precision)
-    advice = f"it declares {what} {promised!r} and does not bear it. Leave it out of @subject(...), or support it."
+    advice = f"it declares {what} {promised!r}, but fails with it. Remove it from @subject(...), or support it."
     return Verdict(ADAPTER_WRONG, (f"{_WRONG}{advice}", *(said.removeprefix(_WRONG) for said in verdict.sentences)))
 
 
@@ -87,8 +87,8 @@ def _ended_badly(evidence: Evidence) -> str | None:
     idle = [rank.rank for rank in evidence.trace.ranks if not rank.steps and not rank.error]
     if idle:
         return (
-            f"train(job) returned without a step on rank {_list(idle)}, and the others came to no end without it. "
-            f"Every rank has to take part. {said}"
+            f"train(job) returned on rank {_list(idle)} without an optimizer step, and the other ranks could not "
+            f"finish without it. Every rank has to take part. {said}"
         )
     if broken.family != "launch":
         return None

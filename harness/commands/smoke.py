@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -42,7 +43,10 @@ PLACES = {
 PRECISIONS = ("32", "64", "bf16", "16")
 
 TIME_LIMIT = 30.0
-"""Seconds for one cell."""
+"""Seconds for one cell, on a machine that starts the fork server at once."""
+
+STARTS = 4
+"""A busy machine, or a slow one, has as many times longer as it took to start the fork server."""
 
 EXCERPT_LINES = 12
 
@@ -67,6 +71,7 @@ def smoke(options: argparse.Namespace) -> int:
     """
     from harness.launch.pool import Pool
 
+    begun = time.monotonic()
     try:
         locator, python = _located(options.subject)
         with closing(Pool(locator, python)) as pool:
@@ -76,10 +81,11 @@ def smoke(options: argparse.Namespace) -> int:
             accelerator = _accelerator(options.accelerator)
             cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
             present = torch.cuda.device_count()
+            limit = TIME_LIMIT + STARTS * (time.monotonic() - begun)
             for declared in pool.subjects:
                 cells[declared["name"]] += cells_of(declared, accelerator, present)
             _refuse_too_few_devices(pool.subjects, cells, accelerator, present)
-            worst = max(try_in_turn(pool, own) for own in cells.values())
+            worst = max(try_in_turn(pool, own, limit) for own in cells.values())
     except PlanError as error:
         print(f"plumbline: {error}", file=sys.stderr)
         return USAGE
@@ -147,8 +153,11 @@ def _refuse_too_few_devices(
             )
 
 
-def try_in_turn(pool: Pool, cells: list[Cell]) -> int:
-    """Try the cells until one is wrong, say what there is to say, and return whose mistake it is."""
+def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int:
+    """Try the cells until one is wrong, say what there is to say, and return whose mistake it is.
+
+    ``limit`` is in seconds, for one cell.
+    """
     from harness.commands.adapter import refused, weigh
 
     if not cells:
@@ -157,7 +166,7 @@ def try_in_turn(pool: Pool, cells: list[Cell]) -> int:
     tried: list[Cell] = []
     for cell in cells:
         folder = Path(tempfile.mkdtemp(prefix="plumbline-smoke-"))
-        evidence = _evidence(pool, cell, folder)
+        evidence = _evidence(pool, cell, folder, limit)
         verdict = weigh(evidence)
         if tried:
             verdict = refused(verdict, evidence, tried[0])
@@ -169,47 +178,48 @@ def try_in_turn(pool: Pool, cells: list[Cell]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         tried.append(cell)
     if len(tried) > 1:
-        others = ", ".join(f"{cell.backend} {cell.topology} {cell.precision} bit" for cell in tried[1:])
+        others = ", ".join(f"{cell.backend} {cell.topology} {cell.precision}" for cell in tried[1:])
         print(f"  Right as well: {others}.")
     return 0
 
 
-def _evidence(pool: Pool, cell: Cell, folder: Path) -> Evidence:
+def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> Evidence:
     from harness.commands.adapter import Evidence
     from harness.judge.judge import judge
     from harness.launch.local import conduct_of
     from harness.workloads import find
 
     workload = find(cell.workload, cell.seed)
-    trace = _trained(pool, cell, folder)
+    trace = _trained(pool, cell, folder, limit)
     initial = dict(workload.model().state_dict())
     calls = None
     if trace.is_whole and not any(rank.steps for rank in trace.ranks):
-        calls = _calls(pool, cell, folder)
+        calls = _calls(pool, cell, folder, limit)
     return Evidence(cell, trace, judge(trace, workload, cell, conduct_of(pool, cell)), initial, calls)
 
 
-def _trained(pool: Pool, cell: Cell, folder: Path) -> Trace:
+def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
     import torch
 
     from harness.launch.local import launch
     from harness.launch.settings import Settings
 
     oversubscribe = cell.accelerator == "cuda" and torch.cuda.device_count() < cell.topology.devices
-    return launch(pool, cell, folder, Settings(TIME_LIMIT, oversubscribe))
+    return launch(pool, cell, folder, Settings(limit, oversubscribe))
 
 
-def _calls(pool: Pool, cell: Cell, folder: Path) -> int:
+def _calls(pool: Pool, cell: Cell, folder: Path, limit: float) -> int:
     """Return how often a model is called, where no step shows it: BatchNorm counts that, in a cell of its own."""
     counting = replace(cell, workload="cnn-batchnorm")
-    trace = _trained(pool, counting, folder / counting.workload)
+    trace = _trained(pool, counting, folder / counting.workload, limit)
     counts = [rank.final_buffers.get("features.1.num_batches_tracked") for rank in trace.ranks]
     return sum(int(count) for count in counts if count is not None)
 
 
 def _say(cell: Cell, verdict: Verdict) -> None:
     devices = "simulated" if cell.accelerator == "cpu" else "CUDA"
-    print(f"{cell.subject}: {cell.workload}, {cell.backend} on {cell.topology} {devices} devices, {cell.precision} bit")
+    place = f"{cell.backend} on {cell.topology} {devices} devices"
+    print(f"{cell.subject}: {cell.workload}, {place}, precision {cell.precision}")
     for sentence in verdict.sentences:
         print(f"  {printable(sentence)}")
 

@@ -93,12 +93,13 @@ def show(subjects: list[Shipped], console: Console) -> None:
         if shipped.obstacle:
             console.print(f"{shipped.name} cannot be imported: {printable_lines(shipped.obstacle)}", **as_it_is)
         elif shipped.library is None:
-            beside = command("plumbline", "subjects", "install", f"{shipped.name}==VERSION")
+            own = command("plumbline", "subjects", "install", f"{shipped.name}==VERSION")
+            here = pip_command(shipped.name)
             console.print(
-                f"{shipped.name}: {pip_command(shipped.name)}, or beside this environment: {beside}", **as_it_is
+                f"{shipped.name}: install it here ({here}), or in an environment of its own ({own})", **as_it_is
             )
     for name, python in environments():
-        console.print(f'{name}, beside this environment: --subject "…;python={python}"', **as_it_is)
+        console.print(f'{name}, in an environment of its own: --subject "…;python={python}"', **as_it_is)
 
 
 def _precisions(subject: Subject) -> list[str]:

@@ -154,7 +154,7 @@ def test_a_rank_that_returns_at_once_lets_the_others_wait(evidence):
     trace = Trace((rank_of(1, final=None),), {0: Exit(Outcome.TIMED_OUT, "no evidence")})
     verdict = weigh(replace(ended, trace=trace))
     assert verdict.code == 2
-    assert "returned without a step on rank 1, and the others came to no end" in verdict.sentences[0]
+    assert "returned on rank 1 without an optimizer step, and the other ranks could not finish" in verdict.sentences[0]
 
 
 def test_what_only_a_further_cell_raises_at_is_a_false_promise(evidence, cell_of):

@@ -15,7 +15,7 @@ def test_what_it_writes_is_right(tmp_path, one_thread, capsys, monkeypatch):
     assert f"plumbline smoke {file}\n" in capsys.readouterr().out
     assert main(["smoke", "--accelerator=cpu", str(file)]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("my-trainer: mlp, ddp on 1x2 simulated devices, 32 bit")
+    assert said.startswith("my-trainer: mlp, ddp on 1x2 simulated devices, precision 32")
     assert said.endswith(f"plumbline run --subject {file}\n")
 
 
