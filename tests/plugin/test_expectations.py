@@ -68,7 +68,7 @@ def test_an_unexpected_pass_is_loud_and_so_is_what_nobody_expected(doubled):
             "*doubled-mlp-none-1x1-32 unexpected pass",
             "gradients: passed, and failed was expected: its loss is the sum over ranks",
             "*measured with doubled 1.0*take the cell out of doubled.toml, entry 1*",
-            "reproduce: pytest *--expectations mine*",
+            "reproduce: *pytest *--expectations mine*",
             "*doubled-mlp-ddp-1x2-32 failed",
         ]
     )
