@@ -52,14 +52,14 @@ def moved_by_others(examination: Examination) -> Cause | None:
 
     The evidence for it has three parts, and all of them must be there:
     every rank is handed the same gradients, or another rank's update could not be told from its own;
-    on every rank every weight moved by whole updates, and some weight when only another rank can have stepped;
+    on every rank every weight moved by whole updates;
     and over the training every rank's weights moved by the updates of all ranks, but for those of the last step that
     had not landed yet. Ranks that merely parted move by their own updates alone.
     """
     world = examination.cell.processes
     if world == 1 or not _same_gradients(examination):
         return None
-    by_others = False
+    by_others = once = False
     for trace in examination.trace.ranks:
         counts = []
         for move in _moves(trace, examination):
@@ -70,8 +70,15 @@ def moved_by_others(examination: Examination) -> Cause | None:
         if not _all_landed(counts, world):
             return None
         by_others = by_others or any(_is_anothers(count, world) for count in counts)
-    if not by_others:
+        once = once or any(bool((count.times == 1).any()) for count in counts)
+    if not by_others and once:
         return None
+    if not by_others:
+        # Every weight moved by as many updates at once as there are ranks.
+        look = (
+            f"the update was applied {world} times in every step: do ranks share the parameters' memory, or step again?"
+        )
+        return Cause("applied-once-a-rank", "averaging", look)
     look = "ranks are moved by each other's steps: do they share the parameters' memory?"
     return Cause("applied-once-a-rank", "averaging", look)
 
