@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+from torch.utils import _pytree
 
 
 class Sample(dict[str, Tensor]):
@@ -22,3 +24,15 @@ class Sample(dict[str, Tensor]):
     def __copy__(self) -> Sample:
         """Return a shallow copy; without this, ``copy.copy`` takes the slow way of pickling."""
         return Sample(self)
+
+
+def _columns(sample: Sample) -> tuple[list[Tensor], list[str]]:
+    return list(sample.values()), list(sample)
+
+
+def _sample(columns: Iterable[Tensor], names: Iterable[str]) -> Sample:
+    return Sample(zip(names, columns, strict=True))
+
+
+# torch walks through nested inputs by their exact types (FSDP's casts, torch.compile): a dict's subclass must be known.
+_pytree.register_pytree_node(Sample, _columns, _sample, serialized_type_name="harness.workloads.sample.Sample")

@@ -82,12 +82,12 @@ def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):
 
     present = harness.rejudge.judge
 
-    def stricter(trace, workload, cell):
+    def stricter(*of_a_cell):
         return tuple(
             replace(finding, outcome=Outcome.FAILED, cause="never-good-enough", family="sync", message="not so")
             if finding.check == "gradients"
             else finding
-            for finding in present(trace, workload, cell)
+            for finding in present(*of_a_cell)
         )
 
     monkeypatch.setattr(harness.rejudge, "judge", stricter)

@@ -95,7 +95,7 @@ def test_what_cannot_be_imported_is_the_adapter_s_fault(tmp_path, one_thread, ca
     ("words", "said"),
     [
         ([], "arguments are required: WHAT"),
-        (["nowhere.py"], "`plumbline new-subject nowhere.py` writes one"),
+        (["nowhere.py"], "plumbline new-subject nowhere.py` writes one"),
         (["torch;pyhton=python3"], "only python=/path/to/python can stand"),
         (["torch", "--accelerator", "tpu"], "invalid choice: 'tpu'"),
     ],

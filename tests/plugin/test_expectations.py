@@ -69,7 +69,7 @@ def test_an_unexpected_pass_is_loud_and_so_is_what_nobody_expected(doubled):
             "gradients: passed, and failed was expected: its loss is the sum over ranks",
             "*measured with doubled 1.0*take the cell out of doubled.toml, entry 1*",
             "reproduce: *pytest *--expectations mine*",
-            "*doubled-mlp-ddp-1x2-32 failed",
+            "*doubled-mlp-ddp-1x2-32 failed*",
         ]
     )
     assert doubled.run.footer["unexpected_passes"] == 1

@@ -30,7 +30,7 @@ def test_it_is_counted_in_one_line_and_recorded_with_what_it_lacks(project):
     assert found["check"] == "declared"
     assert found["message"] == "mine does not declare backend 'dp'"
     assert found["undeclared"] == ["backend dp"]
-    assert "test_cell[mine-mlp-dp-1x2-32]" in found["reproduce"]
+    assert "--cell mine-mlp-dp-1x2-32" in found["reproduce"]
     assert run.footer["cells"] == {"passed": 2, "unsupported": 6}
     assert not unsupported(run) & {cell["cell"] for cell in run.lines[0]["planned"]}
     assert "| `mine: not declared: backends none, dp; precision bf16` | 0/0 (6 unsupported) |" in run.table

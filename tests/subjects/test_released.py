@@ -34,6 +34,8 @@ def test_a_short_name_leads_to_a_file(name):
 def test_without_its_library_it_names_the_command_that_installs_it(name, monkeypatch):
     library, command = LIBRARIES[name]
     for hidden in (library, "pytorch_lightning"):  # the older name of one of them would do as well
+        for imported in [name for name in sys.modules if name.startswith(f"{hidden}.")]:
+            monkeypatch.delitem(sys.modules, imported)
         monkeypatch.setitem(sys.modules, hidden, None)
     monkeypatch.delitem(sys.modules, SHORT_NAMES[name], raising=False)
     with pytest.raises(SubjectError) as raised:
