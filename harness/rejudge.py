@@ -7,7 +7,9 @@ from pathlib import Path
 
 from harness.core.cell import Cell
 from harness.core.conduct import Conduct
+from harness.core.diagnosis import told_first
 from harness.core.errors import TraceError
+from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.judge.judge import judge
 from harness.store.lines import line_of
@@ -75,6 +77,9 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -
     findings = judge(trace, find(cell.workload, seed), cell, conduct)
     # What was expected is no part of a judge's answer: the recorded run's stands.
     expected = {result.check: result.expected for result in recorded}
-    counted = len(findings) if any(result.findings for result in recorded) else None  # older runs do not say
+    # Nor is what was noted of the launch, beside the evidence that it left.
+    notes = [result for result in recorded if result.check == "launch" and result.outcome is Outcome.PASSED]
+    older = not any(result.findings for result in recorded)  # runs that do not say how many there are
+    counted = None if older else len(findings) + len(notes)
     now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check), counted) for found in findings)
-    return Rejudged(cell.id, recorded, tuple(now))
+    return Rejudged(cell.id, recorded, tuple(told_first([*notes, *now])))

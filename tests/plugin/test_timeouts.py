@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from harness.cli import main
+
 HANGING = """
 import threading
 
@@ -65,12 +67,15 @@ def test_a_subject_that_times_out_three_times_in_a_row_is_given_up_in_one_senten
     assert again.parseoutcomes()["failed"] == 6, "three that the run knows, and three more before it is given up again"
 
 
-def test_a_teardown_that_hangs_is_a_note_beside_the_verdict(project):
+def test_a_teardown_that_hangs_is_a_note_beside_the_verdict(project, capsys):
     (project.root / "endless.py").write_text(ENDLESS)
     asked = ("--gpus", "2", "--workloads", "mlp", "--backends", "ddp", "--precisions", "32", "-k", "1x2")
-    result = project.pytest(*asked, "--time-limit", "8", "--subject", "endless.py")
+    result = project.pytest(*asked, "--time-limit", "8", "--keep-traces", "--subject", "endless.py")
     assert result.ret == 0
     result.stdout.fnmatch_lines(["*note on 1 cell of endless*The training was complete*"])
     assert "The training was complete" in (project.run.path / "report.html").read_text()
     assert "The training was complete" in (project.run.path / "report.md").read_text()
     assert {line["outcome"] for line in project.run.results} == {"passed"}
+    capsys.readouterr()
+    assert main(["judge", str(project.run.path)]) == 0, "judged again, the note stands"
+    assert "1 as recorded, 0 changed" in capsys.readouterr().out
