@@ -10,6 +10,14 @@ PLAIN = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
 
 PLACES = [("none", "1x1"), ("ddp", "1x2"), ("ddp", "1x3"), ("ddp", "2x2")]
 REPLICAS = [("dp", "1x2"), ("dp", "1x3"), ("ddp2", "2x2")]
+PRECISIONS = ("64", "32", "16", "bf16")
+PAIRWISE = [
+    (workload, *place, PRECISIONS[(row + column) % len(PRECISIONS)])
+    for row, workload in enumerate(PLAIN)
+    for column, place in enumerate(PLACES)
+]
+"""Every workload in every place, and each of both in every precision: `pytest suites/` has all of the combinations."""
+
 COUPLED = {"cnn-batchnorm": {"dp", "ddp", "ddp2"}, "contrastive": {"ddp", "ddp2"}, "lm-tokens": {"ddp", "ddp2"}}
 
 
@@ -18,17 +26,13 @@ def expected(workload, backend):
     return Outcome.DEVIATES if backend in COUPLED.get(workload, ()) else Outcome.PASSED
 
 
-@pytest.mark.parametrize("precision", ["64", "32", "16", "bf16"])
-@pytest.mark.parametrize(("backend", "topology"), PLACES)
-@pytest.mark.parametrize("workload", PLAIN)
+@pytest.mark.parametrize(("workload", "backend", "topology", "precision"), PAIRWISE)
 def test_distributed_data_parallel_by_hand(verdict, workload, backend, topology, precision):
     findings, outcome = verdict("torch", workload, backend, topology, precision, locator="torch")
     assert outcome is expected(workload, backend), findings
 
 
-@pytest.mark.parametrize("precision", ["64", "32", "16", "bf16"])
-@pytest.mark.parametrize(("backend", "topology"), PLACES)
-@pytest.mark.parametrize("workload", PLAIN)
+@pytest.mark.parametrize(("workload", "backend", "topology", "precision"), PAIRWISE)
 def test_the_reference_trainer(verdict, workload, backend, topology, precision):
     findings, outcome = verdict("reference", workload, backend, topology, precision, locator="reference")
     assert outcome is expected(workload, backend), findings
