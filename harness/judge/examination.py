@@ -16,7 +16,7 @@ from harness.core.trace import Step, Tensors, Trace
 from harness.judge.epochs import Epochs
 from harness.judge.free import FreeTraining
 from harness.judge.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
-from harness.judge.noise import NoiseScale, distance, limit, norm, rounding_unit
+from harness.judge.noise import NoiseScale, distance, largest_rounding, limit, norm, rounding_unit
 from harness.judge.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import Workload
 
@@ -30,7 +30,8 @@ class Truth:
 
     ``one_device`` are the gradients that one device may compute: of the mean over micro-batches, and of all samples
     at once. ``contract`` is what the backend promises, ``raw`` the same before it is clipped, ``parts`` the gradient
-    of each group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor.
+    of each group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor, and ``coarse`` that of
+    one rounding of its largest entry in what autocast computes in; without autocast it is empty.
     """
 
     one_device: tuple[Tensors, ...]
@@ -38,6 +39,7 @@ class Truth:
     raw: Tensors
     parts: Sequence[Sequence[Tensors]]
     units: dict[str, float]
+    coarse: dict[str, float]
 
     @property
     def whole(self) -> Tensors:
@@ -157,6 +159,7 @@ class Examination:
                 parts=parts,
                 # Clipping shortens the roundings of a gradient with it.
                 units={name: self._unit(parts, name) * _ratio(contract[name], raw[name]) for name in contract},
+                coarse=self._coarse(parts, contract, raw),
             )
         return truths
 
@@ -170,8 +173,15 @@ class Examination:
         )
 
     def _unit(self, parts: Sequence[Sequence[Tensors]], name: str) -> float:
-        count = sum(len(groups) for groups in parts)
-        return rounding_unit((part[name] / count for groups in parts for part in groups if name in part), self.epsilon)
+        return rounding_unit(_shares(parts, name), self.epsilon)
+
+    def _coarse(self, parts: Sequence[Sequence[Tensors]], contract: Tensors, raw: Tensors) -> dict[str, float]:
+        if self.cell.arithmetic.autocast is None:
+            return {}
+        return {
+            name: largest_rounding(_shares(parts, name), self.coarsest) * _ratio(contract[name], raw[name])
+            for name in contract
+        }
 
     @cached_property
     def noise(self) -> NoiseScale:
@@ -183,6 +193,7 @@ class Examination:
             truth = self.truths[moment.index]
             scale = moment.ranks[0].scale or 1.0
             self.place(self.rough, moment)
+            noise.expect(truth.contract, truth.units, truth.coarse)
             for _ in range(orders):
                 measured = self.rough.gradient(shuffled(self.layouts[moment.index], rng), scale)
                 noise.add(measured, truth.contract, truth.units)
@@ -220,6 +231,12 @@ def same(left: Tensors, right: Tensors) -> bool:
         or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))
         for name in left
     )
+
+
+def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:
+    """Return what each group contributes to a tensor's mean."""
+    count = sum(len(groups) for groups in parts)
+    return (part[name] / count for groups in parts for part in groups if name in part)
 
 
 def _ratio(shorter: Tensor, longer: Tensor) -> float:

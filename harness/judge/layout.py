@@ -108,10 +108,11 @@ def draws(layout: Layout) -> list[int]:
 
 
 def shuffled(layout: Layout, rng: random.Random) -> Layout:
-    """Return the same layout in another order of summation: samples within a share, and groups, permuted."""
+    """Return the same layout in another order of summation: samples, shares within a group, and groups, permuted."""
     return tuple(
         tuple(
-            tuple(tuple(rng.sample(share, len(share))) for share in group) for group in rng.sample(groups, len(groups))
+            tuple(tuple(rng.sample(share, len(share))) for share in rng.sample(group, len(group)))
+            for group in rng.sample(groups, len(groups))
         )
         for groups in layout
     )

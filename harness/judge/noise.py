@@ -96,6 +96,18 @@ class NoiseScale:
         self._worst: dict[str, float] = {}
         self.draws = 0
 
+    def expect(self, exact: Tensors, unit: dict[str, float], coarse: dict[str, float]) -> None:
+        """Take into account that the largest entry of a tensor may be off by ``coarse``, one rounding under autocast.
+
+        Where numbers are so small and round that sums are mostly exact, no run may happen to show one.
+        """
+        size, units = math.hypot(*map(norm, exact.values())), math.hypot(*unit.values())
+        for name, error in coarse.items():
+            if unit[name] > 0:
+                self._worst[name] = max(self._worst.get(name, 0.0), error / unit[name])
+                along = error * float(exact[name].abs().max()) / size if size else 0.0
+                self._worst[TOGETHER] = max(self._worst.get(TOGETHER, 0.0), along / units)
+
     def add(self, measured: Tensors, exact: Tensors, unit: dict[str, float]) -> None:
         """Take one run in the cell's precision, ``measured``, against the same in float64, ``exact``."""
         errors = {name: distance(measured[name], exact[name]) for name in measured}
@@ -116,7 +128,18 @@ class NoiseScale:
 
 def rounding_unit(parts: Iterable[Tensor], epsilon: float) -> float:
     """Return the size of one rounding of a sum: half an ulp (``epsilon``/2) of its parts' absolute values."""
+    total = _absolute(parts)
+    return 0.0 if total is None else norm(total) * epsilon / 2
+
+
+def largest_rounding(parts: Iterable[Tensor], epsilon: float) -> float:
+    """Return the size of one rounding of a sum's largest entry: half an ulp (``epsilon``/2) of its absolute value."""
+    total = _absolute(parts)
+    return 0.0 if total is None or not total.numel() else float(total.double().max()) * epsilon / 2
+
+
+def _absolute(parts: Iterable[Tensor]) -> Tensor | None:
     total: Tensor | None = None
     for part in parts:
         total = part.abs() if total is None else total + part.abs()
-    return 0.0 if total is None else norm(total) * epsilon / 2
+    return total

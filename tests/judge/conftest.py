@@ -62,7 +62,9 @@ def right_trace(workload, cell, seed=0):
         for start in range(0, len(order), size):
             ranks = shares_of(cell, order[start : start + size])
             before = {name: p.detach().clone() for name, p in trainer.parameters.items()}
-            layout = (tuple(tuple(tuple(rng.sample(s, len(s))) for s in rank) for rank in ranks),)
+            layout = (
+                tuple(tuple(tuple(rng.sample(s, len(s))) for s in rng.sample(rank, len(rank))) for rank in ranks),
+            )
             gradients = reduced(trainer.group_gradients(layout, scale or 1.0), rng)
             skipped = not all(bool(value.isfinite().all()) for value in gradients.values())
             if not skipped:
