@@ -77,11 +77,11 @@ def layouts():
 
 
 def multisets(layout):
-    return [Counter(tuple(tuple(sorted(share)) for share in group) for group in groups) for groups in layout]
+    return [Counter(tuple(sorted(tuple(sorted(share)) for share in group)) for group in groups) for groups in layout]
 
 
 @given(layouts(), st.integers())
-def test_another_order_keeps_every_sample_on_its_device_in_its_group(layout, seed):
+def test_another_order_keeps_the_samples_of_a_device_together_in_their_group(layout, seed):
     other = shuffled(layout, random.Random(seed))
     assert multisets(other) == multisets(layout)
 
