@@ -21,8 +21,8 @@ _HINTS = {
 }
 
 
-def explain(end: RankEnd, assignment: Assignment, time_limit: float) -> Exit:
-    """Return what became of a rank that left no evidence, or hung when it had; ``time_limit`` is in seconds."""
+def explain(end: RankEnd, assignment: Assignment, time_limit: float, *, hung: bool = False) -> Exit:
+    """Return what became of a rank that left no evidence, or ``hung`` when it had; ``time_limit`` is in seconds."""
     calls = calls_of(_tail(Path(stack_beside(assignment.log)), 1 << 16))
     late = end.code is None
     if end.unwritten is not None:
@@ -33,7 +33,7 @@ def explain(end: RankEnd, assignment: Assignment, time_limit: float) -> Exit:
         return Exit(Outcome.CRASHED, end.silent, end.steps, said=_tail(Path(assignment.log), _LAST_WORDS))
     return Exit(
         Outcome.TIMED_OUT if late else Outcome.CRASHED,
-        _late(end, time_limit) if late else f"{_died(end)} before its evidence was complete",
+        _late(end, time_limit, hung) if late else f"{_died(end)} before its evidence was complete",
         step=end.steps,
         waits_in=collective_of(calls) if late and assignment.cell.processes > 1 else None,
         stack="\n".join(map(str, calls[:_LONGEST_STACK])),
@@ -41,12 +41,12 @@ def explain(end: RankEnd, assignment: Assignment, time_limit: float) -> Exit:
     )
 
 
-def _late(end: RankEnd, time_limit: float) -> str:
-    if not end.limit_reached and not end.hung:
+def _late(end: RankEnd, time_limit: float, hung: bool) -> str:
+    if not end.limit_reached:
+        if hung:
+            return "it had not ended some seconds after all ranks had left their evidence"
         return "ended, because it waited for ranks that were gone"
-    if end.hung and not end.limit_reached:
-        return "it had not ended some seconds after all ranks had left their evidence"
-    missed = "it had not ended" if end.hung else "no evidence"
+    missed = "it had not ended" if hung else "no evidence"
     return f"{missed} after {time_limit:.0f} s{', found stopped (SIGSTOP, or a debugger)' if end.stopped else ''}"
 
 

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from harness.core.trace import Trace
+from harness.launch.pool import RankEnd
+from harness.worker.evidence import SO_FAR
+
+
+def take_so_far(folder: Path, ends: Sequence[RankEnd]) -> set[int]:
+    """Take, of ranks that were ended because the launch took too long, what they had recorded so far.
+
+    Of a process that ended by itself without whole evidence nothing counts.
+
+    Returns:
+        The ranks that have no other evidence.
+    """
+    gone = {child.pid for end in ends for child in end.children if not child.late}
+    late = set()
+    for file in folder.glob(f"rank-*.safetensors.*{SO_FAR}"):
+        rank, _, pid = file.name.removeprefix("rank-").removesuffix(SO_FAR).partition(".safetensors.")
+        own = folder / f"rank-{rank}.safetensors"
+        process = max((end for end in ends if end.rank <= int(rank)), key=lambda end: end.rank)
+        was_ended = process.code is None and process.limit_reached and int(pid) not in gone
+        if was_ended and not own.exists():
+            file.replace(own)
+            late.add(int(rank))
+        else:
+            file.unlink()
+    return late
 
 
 def without_unfinished(trace: Trace, due: int) -> Trace:

@@ -17,7 +17,7 @@ from harness.core.errors import LaunchError
 from harness.core.trace import Exit, RankTrace, Trace
 from harness.launch import one_machine
 from harness.launch.explain import explain
-from harness.launch.hung import without_unfinished
+from harness.launch.hung import take_so_far, without_unfinished
 from harness.launch.nodes import gather
 from harness.launch.pool import Pool, Running
 from harness.launch.settings import Settings
@@ -63,11 +63,16 @@ class Launched:
         if self.store is None:
             ranks, exits, hung = gather(self.assignments, ends, self.settings.time_limit)
         else:
+            take_so_far(self.folder, ends)
             for assignment, end in zip(self.assignments, ends, strict=True):
-                if end.evidence:
-                    ranks.append(read_rank(Path(assignment.evidence)))
-                if end.hung or not end.evidence:
-                    (hung if end.hung else exits)[end.rank] = explain(end, assignment, self.settings.time_limit)
+                file = Path(assignment.evidence)
+                # It may have come to its end after all, when it was asked.
+                hangs = not end.evidence and end.code is None and end.limit_reached and file.exists()
+                if end.evidence or hangs:
+                    ranks.append(read_rank(file))
+                if not end.evidence:
+                    told = explain(end, assignment, self.settings.time_limit, hung=hangs)
+                    (hung if hangs else exits)[end.rank] = told
         trace = without_unfinished(Trace(tuple(ranks), exits, max(end.seconds for end in ends), hung=hung), self._due)
         for rank in trace.exits:
             # What was written too late, or before a rank hung in the middle, is not to be found and judged one day.

@@ -13,6 +13,7 @@ from harness.core.outcome import Outcome
 from harness.core.trace import Exit, RankTrace
 from harness.launch.children import ChildEnd
 from harness.launch.explain import explain
+from harness.launch.hung import take_so_far
 from harness.launch.pool import RankEnd
 from harness.store.traces import read_rank
 from harness.worker import evidence as files
@@ -31,7 +32,7 @@ def gather(
         TraceError: evidence cannot be read.
     """
     _sort_stacks(started, ends)
-    late = _take_so_far(Path(started[0].evidence).parent, ends)
+    late = take_so_far(Path(started[0].evidence).parent, ends)
     for begun in Path(started[0].evidence).parent.glob("rank-*.safetensors.*"):
         begun.unlink()  # by somebody who was ended before it was whole
     found = {rank.rank: rank for rank in map(read_rank, Path(started[0].evidence).parent.glob("rank-*.safetensors"))}
@@ -54,31 +55,12 @@ def gather(
     hung: dict[int, Exit] = {}
     for node, end in zip(started, ends, strict=True):
         ranks = range(node.rank, node.rank + node.processes_per_node)
-        hung |= {rank: explain(replace(end, hung=True), node.as_rank(rank), time_limit) for rank in late & {*ranks}}
+        hung |= {rank: explain(end, node.as_rank(rank), time_limit, hung=True) for rank in late & {*ranks}}
         if end.code is None and not exits:  # its first process, when all of its ranks had left their evidence
-            hung.setdefault(node.rank, explain(replace(end, hung=True), node, time_limit))
+            hung.setdefault(node.rank, explain(end, node, time_limit, hung=True))
     for rank in exits:
         Path(started[0].as_rank(rank).log).touch()  # a rank leaves a log in any case
     return [found[rank] for rank in sorted(found)], exits, hung
-
-
-def _take_so_far(folder: Path, ends: Sequence[RankEnd]) -> set[int]:
-    """Take, of processes that were ended because the launch took too long, what they had recorded so far.
-
-    Returns:
-        The ranks that have no other evidence.
-    """
-    gone = {child.pid for end in ends for child in end.children if not child.late}
-    late: set[int] = set()
-    if not any(end.limit_reached for end in ends):
-        return late
-    for file in folder.glob(f"rank-*.safetensors.*{files.SO_FAR}"):
-        rank, _, pid = file.name.removeprefix("rank-").removesuffix(files.SO_FAR).partition(".safetensors.")
-        own = folder / f"rank-{rank}.safetensors"
-        if int(pid) not in gone and not own.exists():
-            file.replace(own)
-            late.add(int(rank))
-    return late
 
 
 def _first_to_fail(ends: Sequence[RankEnd]) -> ChildEnd | None:

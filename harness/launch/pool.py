@@ -64,7 +64,6 @@ main()
 class RankEnd:
     """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
 
-    ``hung``: its evidence was written before it ended, and then it did not end until the launch took too long.
     ``unwritten`` says why its evidence could not be written, and ``silent`` why nothing was heard of it any more, None
     where that was not the matter.
     ``steps`` is how many it had done, as far as it is known. ``limit_reached``: it was ended because the launch took
@@ -79,7 +78,6 @@ class RankEnd:
     seconds: float
     steps: int | None = None
     limit_reached: bool = False
-    hung: bool = False
     stopped: bool = False
     out_of_memory: bool = False
     unwritten: str | None = None
@@ -200,8 +198,8 @@ class Pool:
     def finish(self, running: Running) -> list[RankEnd]:
         """Follow a launch to its end and say how each rank ended, soon after its deadline at the latest.
 
-        A rank has ended well when its evidence is complete in time; one that then hangs on its way out is ended. Of a
-        rank that is late, the evidence that there is so far counts, and it is said that the rank hung.
+        A rank has ended well when its evidence is complete in time; one that then hangs on its way out is ended. A rank
+        that is late is asked to write what it has recorded so far.
 
         Raises:
             LaunchError: the server itself is gone.
@@ -242,15 +240,13 @@ class Pool:
                 evidence.add(rank)
             if event["event"] == "exit":
                 waiting.discard(rank)
-                hung = limit_reached and rank not in evidence and bool(event.get("evidence"))
                 ends[rank] = RankEnd(
                     rank,
-                    evidence=rank in evidence or hung,
+                    evidence=rank in evidence,
                     code=None if stage else event["code"],
                     seconds=event["at"] - running.started,
                     steps=late.get(rank, event)["steps"],
                     limit_reached=limit_reached,
-                    hung=hung,
                     stopped=rank in late and late[rank]["stopped"],
                     out_of_memory=event["out_of_memory"],
                     unwritten=unwritten.get(rank),

@@ -1,8 +1,10 @@
-"""One rank's evidence on disk: written so far while it trains, and whole when it ends."""
+"""One rank's evidence on disk: written so far while it trains, in a file beside, and whole when it ends."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Lock
 
 from harness.core.trace import RankTrace
@@ -26,7 +28,7 @@ class EvidenceFile:
         """
         with self._lock:
             if not self._finished:
-                evidence.write(self._path, self._so_far())
+                evidence.write(evidence.so_far_of(self._path), self._so_far())
 
     def finish(self, trace: RankTrace) -> None:
         """Write the whole evidence.
@@ -37,3 +39,5 @@ class EvidenceFile:
         with self._lock:
             self._finished = True
             evidence.write(self._path, trace)
+            with suppress(FileNotFoundError):
+                os.unlink(evidence.so_far_of(self._path))

@@ -55,3 +55,11 @@ def test_a_training_that_hangs_before_its_last_step_timed_out(launched, pool):
     assert findings["launch"].outcome is Outcome.TIMED_OUT
     assert trace.exits.keys() == {0, 1}
     assert not list(folder.glob("*.safetensors")), "half a training is not judged one day"
+
+
+def test_a_rank_that_dies_in_its_teardown_has_crashed(launched, pool):
+    trace, findings, folder = launched("dies-after-destroying", pool=pool)
+    assert findings["launch"].outcome is Outcome.CRASHED
+    assert findings["launch"].rank == 1
+    assert trace.exits.keys() == {1}
+    assert not list(folder.glob("*.so-far"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 import threading
 
 import torch
@@ -65,6 +66,14 @@ def hangs_after_destroying(job):
     fit(job)
     destroy_process_group()
     hold_the_interpreter_lock_for_ever()
+
+
+@subject(name="dies-after-destroying", backends=["ddp"])
+def dies_after_destroying(job):
+    fit(job)
+    destroy_process_group()
+    if job.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @subject(name="doubles-and-hangs", backends=["ddp"])
