@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.core.trace import RankTrace
-from harness.worker import evidence
-from harness.worker.recorder import Recorder
+from harness.evidence import write as evidence
+from harness.evidence.trace import RankTrace
+from harness.worker.recording.recorder import Recorder
 
 LIMIT = 1.05
 

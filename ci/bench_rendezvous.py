@@ -21,11 +21,11 @@ import torch.distributed
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.launch import one_machine
-from harness.launch.local import new_store
+from harness.launch.local import one_machine
+from harness.launch.local.launcher import new_store
 from harness.launch.pool import SERVER_ENVIRONMENT
 from harness.worker.assignment import Assignment
-from harness.worker.reach import Ways, reach
+from harness.worker.connectivity import Ways, reach
 
 _PORT = 5
 """Digits of a port."""

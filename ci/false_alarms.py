@@ -21,10 +21,10 @@ from pathlib import Path
 
 import torch
 
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.plan import Declaration, Matrix, plan
+from harness.planning.plan import Declaration, Matrix, plan
 
 
 def main() -> int:

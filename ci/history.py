@@ -27,16 +27,16 @@ from pathlib import Path
 import torch
 
 from harness.core.cell import Cell
-from harness.core.diagnosis import UNEXPLAINED, diagnosis
 from harness.core.errors import SubjectError
 from harness.core.finding import Finding
+from harness.core.finding_order import UNEXPLAINED, diagnosis
 from harness.core.outcome import Outcome, worst
 from harness.core.software import Software
 from harness.core.topology import Topology
-from harness.examine import examine
-from harness.expectations import FOLDER, expected, known_of_subject, read_expectations
+from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
+from harness.planning.expectations import FOLDER, expected, known_of_subject, read_expectations
 from harness.report.text import markdown, shortened
 
 HERE = Path(__file__).resolve().parent / "history"

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from harness.compare.verdict import FALSE_ALARMS
+from harness.report.comparison.verdict import FALSE_ALARMS
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "same-as-itself.md"
 WRONG = ("better", "worse")
@@ -58,7 +58,7 @@ def compare(asked: argparse.Namespace) -> dict[str, object]:
         command = [
             sys.executable,
             "-m",
-            "harness.cli",
+            "harness.cli.main",
             "compare",
             "--interleave",
             asked.subject,

@@ -30,15 +30,15 @@ from accusations import PROOFS, Proof
 from changes import MISTAKES, SCRIPTS, Mistake
 
 from harness.core.cell import Cell
-from harness.core.diagnosis import told_first
 from harness.core.finding import Finding
+from harness.core.finding_order import told_first
 from harness.core.topology import Topology
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.report.text import markdown, shortened
-from harness.store.records import Result, ending
-from harness.store.run import Run, read_run
+from harness.results.records import Result, ending
+from harness.results.run import Run, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent / "scripts_by_others"

@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from harness.benchmark.figures import Launch
+from harness.benchmark.group import Group
+from harness.benchmark.records import measurements
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.measure.estimate import Estimate, estimate
-from harness.measure.figures import Launch
-from harness.measure.group import Group
-from harness.measure.records import measurements
+from harness.statistics.launch_estimate import Estimate, estimate
 from harness.workloads import PERFORMANCE
 
 YARDSTICK = str(Path(__file__).parents[1] / "suites" / "performance" / "yardsticks.py")

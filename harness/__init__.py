@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from harness.cluster import HyperOptArgumentParser, SlurmCluster
+    from harness.slurm.grid_search import HyperOptArgumentParser, SlurmCluster
     from harness.subjects.declare import subject
     from harness.trainer import Module, Trainer, TrainLoop
     from harness.worker.rank import current_job
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["HyperOptArgumentParser", "Module", "SlurmCluster", "TrainLoop", "Trainer", "current_job", "subject"]
 
 _HOMES = {
-    "HyperOptArgumentParser": "harness.cluster",
-    "SlurmCluster": "harness.cluster",
+    "HyperOptArgumentParser": "harness.slurm.grid_search",
+    "SlurmCluster": "harness.slurm.grid_search",
     "subject": "harness.subjects.declare",
     "current_job": "harness.worker.rank",
     "Trainer": "harness.trainer",

@@ -11,7 +11,7 @@ from pathlib import Path
 from faults.cells import RIGHT, train
 from faults.deaths import Chain
 from faults.project import CELLS, Project
-from harness.core.trace import Trace
+from harness.evidence.trace import Trace
 from harness.launch.pool import Pool
 
 

@@ -17,9 +17,9 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.topology import Topology
-from harness.core.trace import Trace
+from harness.evidence.trace import Trace
 from harness.judge.judge import judge
-from harness.launch.local import launch
+from harness.launch.local.launcher import launch
 from harness.launch.pool import GRACE, Pool
 from harness.launch.settings import Settings
 from harness.workloads import find

@@ -18,15 +18,15 @@ from harness.core.errors import PlumblineError, TraceError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.markdown import support_page
-from harness.report.support import support_table
-from harness.report.terminal import support_for_terminal
-from harness.store.errors import CorruptRecord, NewerSchema
-from harness.store.fingerprint import Fingerprint
-from harness.store.lines import line_of
-from harness.store.records import SCHEMA_VERSION, Footer, Header, Result
-from harness.store.run import RESULTS, read_run
-from harness.store.traces import read_rank, read_trace
+from harness.evidence.read import read_rank, read_trace
+from harness.machine.fingerprint import Fingerprint
+from harness.report.markdown.support import support_page
+from harness.report.tables.support import support_table
+from harness.report.terminal.summary import support_for_terminal
+from harness.results.errors import CorruptRecord, NewerSchema
+from harness.results.json_lines import line_of
+from harness.results.records import SCHEMA_VERSION, Footer, Header, Result
+from harness.results.run import RESULTS, read_run
 
 AT_ONCE = 200
 """Damages in one injection."""

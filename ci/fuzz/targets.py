@@ -25,27 +25,27 @@ from harness.core.errors import LaunchError, PlumblineError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.topology import Topology
-from harness.core.trace import RankTrace, Step, Tensors, Trace
-from harness.expectations import read_expectations
+from harness.evidence.read import read_rank
+from harness.evidence.trace import RankTrace, Step, Tensors, Trace
+from harness.evidence.write import CHECKSUM, NO_CHECKSUM
 from harness.judge.judge import judge
-from harness.launch.events import NoEventError, event_of
-from harness.launch.local import launch
+from harness.launch.local.launcher import launch
 from harness.launch.pool import Pool, Running
+from harness.launch.server_events import NoEventError, event_of
 from harness.launch.settings import Settings
-from harness.plan import Matrix, plan
-from harness.report.markdown import support_page
-from harness.report.support import support_table
-from harness.report.terminal import support_for_terminal
-from harness.store.fingerprint import Fingerprint
-from harness.store.lines import line_of
-from harness.store.records import Footer, Header, Result
-from harness.store.run import RESULTS, read_run
-from harness.store.traces import read_rank
+from harness.machine.fingerprint import Fingerprint
+from harness.planning.expectations import read_expectations
+from harness.planning.plan import Matrix, plan
+from harness.report.markdown.support import support_page
+from harness.report.tables.support import support_table
+from harness.report.terminal.summary import support_for_terminal
+from harness.results.json_lines import line_of
+from harness.results.records import Footer, Header, Result
+from harness.results.run import RESULTS, read_run
 from harness.subjects.locator import parse_subject
 from harness.trainer.environments.slurm import expand_hosts
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.gpus import parse_gpus
-from harness.worker.evidence import CHECKSUM, NO_CHECKSUM
 from harness.workloads import WORKLOADS
 
 CELL = Cell("torch", "linear-exact", "ddp", Topology(1, 2), "32", "cpu")

@@ -7,8 +7,7 @@ import os
 import torch
 
 from harness import subject
-from harness.commands import skeleton
-from harness.subjects import accelerate_trainer, ignite_trainer, lightning_trainer
+from harness.subjects import accelerate_trainer, ignite_trainer, lightning_trainer, skeleton
 
 
 @subject(name="plain-ddp", backends=["ddp"])

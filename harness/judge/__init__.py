@@ -1,1 +1,4 @@
-"""The judge: (trace, workload, cell) in, findings out. No process, no clock, no file, no code of any trainer."""
+"""The judge: (trace, workload, cell) in, findings out. No process, no clock, no file, no code of any trainer.
+
+``oracle`` computes what is right, ``checks`` compare, ``causes`` explain what differs.
+"""

@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from harness.core.cell import Cell
-from harness.core.trace import RankTrace, Step, Tensors, Trace
-from harness.judge.examination import Examination
+from harness.evidence.trace import RankTrace, Step, Tensors, Trace
+from harness.judge.trace_analysis import Examination
 
 Draws = tuple[int, ...]
 """The sample ids that all ranks together used in one step, sorted."""

@@ -8,18 +8,18 @@ from dataclasses import replace
 import torch
 
 from harness.core.cell import Cell
-from harness.core.conduct import ORDINARY, Conduct
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Trace
+from harness.core.training_behavior import ORDINARY, Conduct
+from harness.evidence.trace import Trace
 from harness.judge.causes import explain_launch, explain_vacuous
 from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import details, launch
 from harness.judge.consequences import in_order
-from harness.judge.examination import Examination
-from harness.judge.follow import followed
+from harness.judge.error_outcome import Vacuous
+from harness.judge.reconstruct import followed
 from harness.judge.teardown import of_hung
-from harness.judge.verdict import Vacuous
+from harness.judge.trace_analysis import Examination
 from harness.workloads import Workload
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Trace
+from harness.evidence.trace import Trace
 
 AFTER_TRAINING = ("validation", "metrics")
 """Checks that also ask for what a trainer does when the last step is done: a rank that hung may not have come to it."""

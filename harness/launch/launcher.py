@@ -10,13 +10,13 @@ from typing import Protocol
 
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
-from harness.launch.admission import too_few_devices
-from harness.launch.hosts import NUMBER, HostsPool
-from harness.launch.local import new_store
+from harness.launch.local.launcher import new_store
 from harness.launch.pool import Pool
-from harness.launch.remote import RemotePool
-from harness.launch.slurm import SlurmPool, nodes_of_job
-from harness.launch.torchrun import TorchrunByHand, TorchrunPool, place_of
+from harness.launch.remote.hosts import NUMBER, HostsPool
+from harness.launch.remote.node_checks import too_few_devices
+from harness.launch.remote.pool import RemotePool
+from harness.launch.remote.slurm import SlurmPool, nodes_of_job
+from harness.launch.remote.torchrun import TorchrunByHand, TorchrunPool, place_of
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from typing import Any
 import harness
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
-from harness.launch import one_machine
-from harness.launch.children import PATIENCE, ChildEnd, Children
-from harness.launch.events import NoEventError, event_of
-from harness.launch.marks import MARK, end_marked
+from harness.launch.child_processes import PATIENCE, ChildEnd, Children
+from harness.launch.local import one_machine
+from harness.launch.process_tags import MARK, end_marked
+from harness.launch.server_events import NoEventError, event_of
 from harness.worker import descendants
 from harness.worker.assignment import Assignment
-from harness.worker.reach import free_port
+from harness.worker.connectivity import free_port
 
 START_LIMIT = 300.0
 """Seconds for importing torch and the subject's library, on a machine that has other things to do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.core.sketch import SKETCH_ABOVE
+from harness.evidence.sketch import SKETCH_ABOVE
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from typing import Final
 
 from harness.core.errors import PlumblineError
 from harness.core.outcome import Outcome
-from harness.report.cells import DECLINED, MISSING, cell_table
+from harness.report.tables.cells import DECLINED, MISSING, cell_table
 from harness.report.text import printable
-from harness.store.records import KNOWN, Result, ending
-from harness.store.run import Run
+from harness.results.records import KNOWN, Result, ending
+from harness.results.run import Run
 
 MOST_CANDIDATES: Final = 30
 MEASURED: Final = "measured"

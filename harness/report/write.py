@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.report.markdown import support_page
-from harness.report.metrics import metrics_table
-from harness.report.one_screen import one_screen
-from harness.report.page import report_page
-from harness.report.support import support_table
+from harness.report.html.page import report_page
+from harness.report.markdown.one_screen import one_screen
+from harness.report.markdown.support import support_page
+from harness.report.tables.metrics import metrics_table
+from harness.report.tables.support import support_table
 from harness.report.text import printable
-from harness.store.atomic import write_text
-from harness.store.run import read_run
+from harness.results.atomic import write_text
+from harness.results.run import read_run
 
 
 def write_report(run_path: Path) -> pd.DataFrame:

@@ -9,10 +9,10 @@ from typing import Any
 
 from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
-from harness.core.conduct import ORDINARY, Conduct
 from harness.core.errors import SubjectError
 from harness.core.precision import PRECISIONS
 from harness.core.software import Software
+from harness.core.training_behavior import ORDINARY, Conduct
 
 CAPABILITIES = frozenset(
     {

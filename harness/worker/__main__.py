@@ -30,6 +30,6 @@ def _find_the_package() -> None:
 if __name__ == "__main__":
     if not __package__:
         _find_the_package()
-    from harness.worker.node import main
+    from harness.worker.node_server import main
 
     sys.exit(main())

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.worker.assignment import Assignment
-from harness.worker.recorder import Recorder
-from harness.worker.stopwatch import Stopwatch
+from harness.worker.recording.recorder import Recorder
+from harness.worker.timing.stopwatch import Stopwatch
 from harness.worker.with_loss import ModelWithLoss
 from harness.workloads import Columns, find
 

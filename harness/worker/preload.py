@@ -30,7 +30,7 @@ def preload(locator: str) -> list[Any]:
 
     torch.set_num_threads(1)
     subjects = load(locator)
-    import harness.worker.first
+    import harness.worker.node_leader
     import harness.worker.rank  # noqa: F401
     from harness.trainer.gpus import driver_started
 

@@ -15,17 +15,17 @@ from typing import Any
 
 import torch
 
+from harness.evidence.rank_file import EvidenceFile
 from harness.subjects.declare import Subject
 from harness.worker.arithmetic import compute_as_named
 from harness.worker.assignment import Assignment, stack_beside
-from harness.worker.evidence_file import EvidenceFile
+from harness.worker.exception_text import calls_in, in_words
 from harness.worker.job import Job
-from harness.worker.joining import member
-from harness.worker.late import answer_question, block_question
-from harness.worker.process_groups import keep_process_groups
-from harness.worker.raised import calls_in, in_words
-from harness.worker.recorder import Recorder
-from harness.worker.stopwatch import Stopwatch
+from harness.worker.recording.child_recorder import member
+from harness.worker.recording.late_evidence import answer_question, block_question
+from harness.worker.recording.process_groups import keep_process_groups
+from harness.worker.recording.recorder import Recorder
+from harness.worker.timing.stopwatch import Stopwatch
 
 _current: Job | None = None
 
@@ -49,8 +49,8 @@ def run(
     ``done`` is memory that outlives this process: eight bytes, little-endian, for how many steps it has done.
 
     The evidence is written and announced before anything is shut down, and the process ends without running
-    destructors, because a teardown may hang: see :mod:`harness.worker.process_groups`. What has been recorded is also
-    written before the subject destroys its process group, and when the launcher asks a rank that is late.
+    destructors, because a teardown may hang: see :mod:`harness.worker.recording.process_groups`. What has been
+    recorded is also written before the subject destroys its process group, and when the launcher asks a late rank.
     """
     global _current
     status = 1

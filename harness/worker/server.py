@@ -26,13 +26,13 @@ from typing import Any
 
 from harness.core.errors import PlumblineError
 from harness.worker import descendants
+from harness.worker.child_registry import Child, Registry
+from harness.worker.connectivity import Ways
 from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
 from harness.worker.large_pages import gather_in_large_pages
-from harness.worker.late import QUESTION
 from harness.worker.log import Log
 from harness.worker.preload import preload
-from harness.worker.reach import Ways
-from harness.worker.registry import Child, Registry
+from harness.worker.recording.late_evidence import QUESTION
 from harness.worker.scratch import NODE, Scratch
 
 
@@ -218,7 +218,8 @@ class Server:
                 self._registry.close()
             die_with(server)
             from harness.core.backend import declared_for
-            from harness.worker import first, rank
+            from harness.worker import node_leader as first
+            from harness.worker import rank
             from harness.worker.assignment import Assignment
 
             assignment = Assignment.from_json(values)

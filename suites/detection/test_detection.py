@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.diagnosis import UNEXPLAINED, diagnosis
+from harness.core.finding_order import UNEXPLAINED, diagnosis
 from harness.core.outcome import worst
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.subjects.load import load

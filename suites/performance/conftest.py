@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.handover import handed
+from harness.pytest_plugin.xdist_transport import handed
 
 HERE = Path(__file__).parent.resolve()
 

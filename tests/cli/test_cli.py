@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-import harness.rejudge
-from harness.cli import main
-from harness.examine import examine
+import harness.engine.rejudge
+from harness.cli.main import main
+from harness.engine.examine import examine
+from harness.engine.rejudge import rejudge
 from harness.launch.settings import Settings
-from harness.rejudge import rejudge
-from harness.store.fingerprint import Fingerprint
-from harness.store.lines import line_of
-from harness.store.records import Footer, Header, Result
-from harness.store.run import RunWriter, read_run
+from harness.machine.fingerprint import Fingerprint
+from harness.results.json_lines import line_of
+from harness.results.records import Footer, Header, Result
+from harness.results.run import RunWriter, read_run
 
 TRAINERS = Path(__file__).parent / "trainers.py"
 
@@ -80,7 +80,7 @@ def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):
 
     from harness.core.outcome import Outcome
 
-    present = harness.rejudge.judge
+    present = harness.engine.rejudge.judge
 
     def stricter(*of_a_cell):
         return tuple(
@@ -90,7 +90,7 @@ def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):
             for finding in present(*of_a_cell)
         )
 
-    monkeypatch.setattr(harness.rejudge, "judge", stricter)
+    monkeypatch.setattr(harness.engine.rejudge, "judge", stricter)
     assert main(["judge", str(run)]) == 1
     said = capsys.readouterr().out
     assert "right-mlp-ddp-1x2-32\n  gradients: was passed:" in said

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import harness.doctor.examination
-from harness.cli import main
-from harness.doctor import devices, limits, pace
-from harness.doctor.communication import ranks
-from harness.doctor.examination import examination, questions
-from harness.doctor.line import Line
+import harness.machine.doctor.examination
+from harness.cli.main import main
+from harness.machine import load as pace
+from harness.machine.doctor import devices, limits
+from harness.machine.doctor.communication import ranks
+from harness.machine.doctor.examination import examination, questions
+from harness.machine.doctor.line import Line
 
 SPINNING = """
 import time
@@ -45,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def ask(**lines: list[Line]) -> None:
         answers = {name: (lambda found=found: iter(found)) for name, found in lines.items()}
-        monkeypatch.setattr(harness.doctor.examination, "questions", lambda report_dir: answers)
+        monkeypatch.setattr(harness.machine.doctor.examination, "questions", lambda report_dir: answers)
 
     return ask
 

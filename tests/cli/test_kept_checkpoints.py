@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.rejudge import rejudge
-from harness.store.lines import line_of
-from harness.store.run import read_run
+from harness.cli.main import main
+from harness.engine.rejudge import rejudge
+from harness.results.json_lines import line_of
+from harness.results.run import read_run
 
 ROOT = Path(__file__).parents[2]
 INTERRUPTED = ROOT / "tests" / "judge" / "subjects" / "interrupted.py"

@@ -9,15 +9,15 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from harness.cli import main
+from harness.cli.main import main
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
+from harness.machine.fingerprint import Fingerprint
 from harness.report.find_cell import NoSuchCell, cell_called
-from harness.store.fingerprint import Fingerprint
-from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.store.run import RunWriter
+from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
+from harness.results.run import RunWriter
 
 CELLS = [
     Cell("mine", workload, "ddp", Topology(1, gpus), "32", "cpu") for workload in ("mlp", "adam") for gpus in (2, 4)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.commands.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn
+from harness.cli.main import main
+from harness.cli.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn
 
 ADAPTERS = Path(__file__).parent / "adapters.py"
 

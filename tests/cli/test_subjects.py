@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from harness.cli import main
-from harness.commands.environments import LIBRARIES, InstallError, environments, install, pip_command, wanted
-from harness.commands.subjects import Shipped, shipped, show
+from harness.cli.main import main
+from harness.cli.subjects import Shipped, shipped, show
+from harness.subjects.environments import LIBRARIES, InstallError, environments, install, pip_command, wanted
 from harness.subjects.load import SHORT_NAMES, load
 
 

@@ -14,9 +14,9 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.store.fingerprint import ComparabilityKey, Fingerprint
-from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.store.run import Run, RunWriter
+from harness.machine.fingerprint import ComparabilityKey, Fingerprint
+from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
+from harness.results.run import Run, RunWriter
 
 KEY = ComparabilityKey(accelerator="cuda", device="A GPU", device_count=8, cpu="A CPU", cpu_cores=8, torch="2.13")
 UNITS = {

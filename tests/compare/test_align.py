@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compare.align import NotAligned, between, within
 from harness.core.outcome import Outcome
+from harness.report.comparison.align import NotAligned, between, within
 
 GOOD = [Outcome.PASSED]
 

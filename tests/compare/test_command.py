@@ -7,7 +7,7 @@ import unicodedata
 
 import pytest
 
-from harness.cli import main
+from harness.cli.main import main
 from harness.core.outcome import Outcome
 
 SAMPLES = [1.0, 1.01, 0.99, 1.0, 1.02]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from harness.compare.comparison import compare_runs, compare_within
-from harness.compare.ends import Kind, Verdict
 from harness.core.outcome import Outcome
 from harness.core.software import Software
-from harness.store.fingerprint import ComparabilityKey
+from harness.machine.fingerprint import ComparabilityKey
+from harness.report.comparison.changes import Kind, Verdict
+from harness.report.comparison.comparison import compare_runs, compare_within
 
 
 @pytest.fixture(scope="module")

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.compare.align import Evidence, Pair
-from harness.compare.comparison import compare_runs
-from harness.compare.ends import Verdict
-from harness.compare.figures import weigh
-from harness.store.records import PlannedCell
+from harness.report.comparison.align import Evidence, Pair
+from harness.report.comparison.changes import Verdict
+from harness.report.comparison.comparison import compare_runs
+from harness.report.comparison.figures import weigh
+from harness.results.records import PlannedCell
 
 
 @pytest.fixture(scope="module")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.compare.comparison import compare_runs
-from harness.compare.ends import Kind
 from harness.core.outcome import Outcome
-from harness.store.records import Expected
+from harness.report.comparison.changes import Kind
+from harness.report.comparison.comparison import compare_runs
+from harness.results.records import Expected
 
 outcomes = st.lists(st.sampled_from(Outcome), min_size=1, max_size=3)
 

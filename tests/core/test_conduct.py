@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from harness.core.conduct import CHOICES, ORDINARY, Conduct
+from harness.core.training_behavior import CHOICES, ORDINARY, Conduct
 
 
 def test_every_conduct_comes_back_from_what_it_declares():

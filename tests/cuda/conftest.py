@@ -8,7 +8,7 @@ import pytest
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.settings import Settings
 
 TIME_LIMIT_S = 120.0

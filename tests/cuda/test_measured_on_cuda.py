@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from harness.benchmark.group import Group
+from harness.evidence.projection import fingerprint, sketch
 from harness.launch.settings import Settings
-from harness.measure.group import Group
-from harness.sketch import fingerprint, sketch
-from harness.worker.clock import clock_of
-from harness.worker.memory import memory_of
+from harness.worker.timing.device_clock import clock_of
+from harness.worker.timing.peak_memory import memory_of
 
 pytestmark = pytest.mark.cuda
 

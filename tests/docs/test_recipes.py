@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.outcome import Outcome, worst
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.settings import Settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "your-own-trainer.md"

@@ -13,13 +13,13 @@ import pytest
 
 from harness.core.errors import LaunchError
 from harness.judge.judge import judge
-from harness.launch.hosts import HostsPool
-from harness.launch.local import start
-from harness.launch.remote import WORKER, RemotePool
+from harness.launch.local.launcher import start
+from harness.launch.remote.hosts import HostsPool
+from harness.launch.remote.pool import WORKER, RemotePool
 from harness.launch.settings import Settings
-from harness.store.run import read_run
+from harness.results.run import read_run
 from harness.trainer.environments.plain import free_port
-from harness.worker.node import FORSAKEN, SILENCE, TOKEN
+from harness.worker.node_server import FORSAKEN, SILENCE, TOKEN
 from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]

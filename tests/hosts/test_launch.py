@@ -15,9 +15,9 @@ from harness.core.errors import LaunchError, PlanError
 from harness.core.topology import Topology
 from harness.judge.judge import judge
 from harness.launch.launcher import Asked, check_devices_of_nodes, find_launcher
-from harness.launch.local import launch
+from harness.launch.local.launcher import launch
 from harness.launch.settings import Settings
-from harness.store.run import read_run
+from harness.results.run import read_run
 from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from harness.core.outcome import worst
-from harness.core.trace import MicroBatch, RankTrace, Step, Trace
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.judge import judge
-from harness.judge.oracle import Oracle, mean_gradient
-from harness.launch.local import launch
+from harness.judge.oracle.training import Oracle, mean_gradient
+from harness.launch.local.launcher import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.diagnosis import diagnosis
 from harness.core.finding import Finding
+from harness.core.finding_order import diagnosis
 from harness.core.outcome import Outcome
-from harness.core.trace import Exit, MicroBatch, RankTrace, Step, Trace
-from harness.examine import examine
+from harness.engine.examine import examine
+from harness.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
 from harness.judge.judge import judge
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS

@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from harness.core.conduct import ORDINARY, Conduct
 from harness.core.outcome import Outcome
-from harness.core.trace import MicroBatch, RankTrace, Step, Trace
+from harness.core.training_behavior import ORDINARY, Conduct
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.checks.buffers import buffers
 from harness.judge.checks.samples import samples
-from harness.judge.examination import Examination
-from harness.judge.layout import contract_layout, draws, told_apart
-from harness.judge.layout import samples as samples_of
-from harness.judge.oracle import Oracle
+from harness.judge.oracle.layout import contract_layout, draws, told_apart
+from harness.judge.oracle.layout import samples as samples_of
+from harness.judge.oracle.training import Oracle
+from harness.judge.trace_analysis import Examination
 from harness.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.diagnosis import diagnosis
+from harness.core.finding_order import diagnosis
 from harness.core.outcome import Outcome, worst
-from harness.core.sketch import Sketch
-from harness.judge.follow import followed
-from harness.judge.follow.projection import Projection, correction, lift, sample
+from harness.evidence.projection import project, sketched
+from harness.evidence.sketch import Sketch
 from harness.judge.judge import judge
-from harness.launch.local import launch
+from harness.judge.reconstruct import followed
+from harness.judge.reconstruct.inverse_projection import Projection, correction, lift, sample
+from harness.launch.local.launcher import launch
 from harness.launch.settings import Settings
-from harness.sketch import project, sketched
 from harness.workloads import WORKLOADS
 
 EVERYBODY = Path(__file__).parent / "subjects" / "everybody.py"

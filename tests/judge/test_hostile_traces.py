@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from harness.core.outcome import Outcome, worst
-from harness.core.trace import Exit, MicroBatch, RankTrace, Step, Trace
+from harness.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
 from harness.workloads import WORKLOADS
 
 PLAIN = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from harness.core.outcome import Outcome
-from harness.core.trace import Evaluation, Logged, Trace
+from harness.evidence.trace import Evaluation, Logged, Trace
 from harness.judge.checks.metrics import metrics
-from harness.judge.examination import Examination
-from harness.judge.reported import HELD_OUT, RIGHT, TRAINING, Books, State, mean
-from harness.judge.verdict import Vacuous
+from harness.judge.error_outcome import Vacuous
+from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, Books, State, mean
+from harness.judge.trace_analysis import Examination
 from harness.workloads import WORKLOADS
 from harness.workloads.mlp import Mlp
 from harness.workloads.uneven import Uneven

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.judge.noise import FALSE_ALARM, NoiseScale, distance, in_noise, limit, norm, rounding_unit
+from harness.judge.oracle.noise import FALSE_ALARM, NoiseScale, distance, in_noise, limit, norm, rounding_unit
 
 
 def test_more_measurements_allow_a_tighter_limit():

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.trace import MicroBatch, Step
-from harness.judge.layout import contract_layout, samples, shuffled, whole
-from harness.judge.oracle import Oracle
+from harness.evidence.trace import MicroBatch, Step
+from harness.judge.oracle.layout import contract_layout, samples, shuffled, whole
+from harness.judge.oracle.training import Oracle
 from harness.workloads import WORKLOADS
 
 BATCH = tuple(range(24))

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from harness.core.outcome import Outcome
-from harness.core.trace import MicroBatch, RankTrace, Step, Trace
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.checks.rng import rng
-from harness.judge.coins import shifted_agreements, surprise, surprise_limit
-from harness.judge.examination import Examination
-from harness.judge.noise import FALSE_ALARM
-from harness.judge.verdict import Vacuous
+from harness.judge.error_outcome import Vacuous
+from harness.judge.oracle.dropout_masks import shifted_agreements, surprise, surprise_limit
+from harness.judge.oracle.noise import FALSE_ALARM
+from harness.judge.trace_analysis import Examination
 from harness.workloads import WORKLOADS
 
 LAYERS = ("coins 1", "coins 2")

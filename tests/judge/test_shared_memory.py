@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.core.trace import MicroBatch, RankTrace, Step, Trace
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.causes.shared_memory import moved_by_others
-from harness.judge.examination import Examination
 from harness.judge.judge import judge
-from harness.judge.oracle import Oracle
+from harness.judge.oracle.training import Oracle
+from harness.judge.trace_analysis import Examination
 from harness.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.core.outcome import Outcome
-from harness.core.trace import Trace
+from harness.evidence.trace import Trace
 from harness.workloads import WORKLOADS
 
 RELATIVE = 1e-10

@@ -11,8 +11,8 @@ import torch
 from harness.core.cell import Cell
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
-from harness.core.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle import Oracle, mean_gradient
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.oracle.training import Oracle, mean_gradient
 from harness.workloads import WORKLOADS
 
 UNEXPLAINED = ("unexplained",)

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from harness.core.conduct import ORDINARY, Conduct
 from harness.core.outcome import Outcome
-from harness.core.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
+from harness.core.training_behavior import ORDINARY, Conduct
+from harness.evidence.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
+from harness.judge.batch_positions import due
 from harness.judge.checks.validation import validation
-from harness.judge.examination import Examination
-from harness.judge.places import due
+from harness.judge.trace_analysis import Examination
 from harness.subjects.load import load
 from harness.workloads import WORKLOADS
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.outcome import Outcome
-from harness.judge.verdict import Deviation, larger, nearest, single
+from harness.judge.error_outcome import Deviation, larger, nearest, single
 
 ERRORS = st.one_of(st.floats(0, 1e6), st.sampled_from([math.inf, math.nan]))
 LIMIT = 10.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from harness.core.outcome import Outcome
-from harness.core.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.layout import whole
-from harness.judge.oracle import Oracle
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.oracle.layout import whole
+from harness.judge.oracle.training import Oracle
 from harness.workloads import WORKLOADS
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.launch.admission import Node, cut_off, differing, too_few_devices, why_not
+from harness.launch.remote.node_checks import Node, cut_off, differing, too_few_devices, why_not
 
 
 def node(number, **values):

@@ -152,7 +152,7 @@ def test_thirty_two_ranks_on_four_nodes(launched, warm_pool):
 
 
 def test_the_launch_folder_may_be_a_name_with_spaces(ends, cell_of, tmp_path):
-    from harness.launch.local import launch
+    from harness.launch.local.launcher import launch
 
     cell = cell_of("mlp", "none", "1x1", subject="trains")
     assert launch(ends, cell, Path(tmp_path / "a b" / "ü"), Settings(30)).ranks

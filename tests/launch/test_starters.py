@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.core.outcome import Outcome
-from harness.examine import examine
+from harness.engine.examine import examine
+from harness.evidence.read import read_trace
 from harness.launch.settings import Settings
-from harness.store.traces import read_trace
 
 SUBJECTS = Path(__file__).parent / "subjects"
 LONG = 300.0

@@ -17,12 +17,12 @@ import pytest
 from harness.core.errors import LaunchError, PlanError
 from harness.judge.judge import judge
 from harness.launch.launcher import Asked, find_launcher
-from harness.launch.local import launch
+from harness.launch.local.launcher import launch
+from harness.launch.remote.torchrun import TorchrunPool
 from harness.launch.settings import Settings
-from harness.launch.torchrun import TorchrunPool
-from harness.store.run import read_run
+from harness.results.run import read_run
 from harness.trainer.environments.plain import free_port
-from harness.worker.node import TOKEN
+from harness.worker.node_server import TOKEN
 from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.benchmark.group import Group
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.settings import Settings
-from harness.measure.group import Group
 
 TRAINERS = Path(__file__).parent / "subjects" / "timed.py"
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.figures import METRICS, Launch, SamplesError, samples_of, step_quantiles
-from harness.measure.group import Timed
-from harness.worker.timing import RankTiming, Round
+from harness.benchmark.figures import METRICS, Launch, SamplesError, samples_of, step_quantiles
+from harness.benchmark.group import Timed
+from harness.evidence.timing import RankTiming, Round
 
 
 def round_of(begun, steps, samples, wait=0.0):

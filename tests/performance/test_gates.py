@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.benchmark.round_control import Gates, MissingRanksError
 from harness.core.errors import LaunchError
-from harness.measure.gates import Gates, MissingRanksError
-from harness.worker.gate import GO, REPORT, Gate
+from harness.worker.timing.round_barrier import GO, REPORT, Gate
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from itertools import pairwise
 import psutil
 import pytest
 
+from harness.benchmark.figures import Launch, SamplesError, samples_of
+from harness.benchmark.group import GroupError, interleaved
 from harness.core.outcome import Outcome
-from harness.measure.figures import Launch, SamplesError, samples_of
-from harness.measure.group import GroupError, interleaved
 from harness.workloads import PERFORMANCE
 
 SHARED = ("1x1", "1x2")

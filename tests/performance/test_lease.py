@@ -9,8 +9,8 @@ import tempfile
 
 import pytest
 
-from harness.launch.devices import devices_of
-from harness.launch.lease import have_alone, share, share_now
+from harness.launch.local.devices import devices_of
+from harness.machine.lease import have_alone, share, share_now
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +51,8 @@ class Other:
 
 HOLD = """
 import sys, tempfile
-from harness.launch.devices import devices_of
-from harness.launch.lease import have_alone, share
+from harness.launch.local.devices import devices_of
+from harness.machine.lease import have_alone, share
 tempfile.tempdir = sys.argv[2]
 say = lambda text: print(text, flush=True)
 say("here")

@@ -9,7 +9,7 @@ import pytest
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.store.records import Measurement
+from harness.results.records import Measurement
 
 OVERHEAD = Path(__file__).parents[2] / "suites" / "performance" / "overhead.py"
 

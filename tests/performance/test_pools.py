@@ -8,9 +8,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from harness.benchmark.pools import SERVER, SPARE, WarmPools
 from harness.core.errors import LaunchError, SubjectError
 from harness.launch.pool import Pool
-from harness.measure.pools import SERVER, SPARE, WarmPools
 
 TRAINERS = str(Path(__file__).parent / "subjects" / "timed.py")
 

@@ -6,15 +6,15 @@ import math
 
 import pytest
 
+from harness.benchmark.figures import Launch
+from harness.benchmark.group import Timed
+from harness.benchmark.records import measurements
+from harness.benchmark.scaling import scaling
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.measure.figures import Launch
-from harness.measure.group import Timed
-from harness.measure.records import measurements
-from harness.measure.scaling import scaling
-from harness.store.lines import line_of, record_of
-from harness.store.records import Measurement
-from harness.worker.timing import RankTiming, Round
+from harness.evidence.timing import RankTiming, Round
+from harness.results.json_lines import line_of, record_of
+from harness.results.records import Measurement
 
 
 def cell(devices=1, workload="perf-mlp", precision="32"):

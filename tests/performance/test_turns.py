@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.benchmark.group import GroupError
+from harness.benchmark.turns import Turns
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.measure.group import GroupError
-from harness.measure.turns import Turns
 
 
 class Noting:

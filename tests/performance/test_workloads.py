@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from harness.benchmark.records import workload_key
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.measure.records import workload_key
 from harness.workloads import PERFORMANCE, WORKLOADS
 from harness.workloads.performance import Extent
 

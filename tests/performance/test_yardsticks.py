@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.outcome import Outcome
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.settings import Settings
 
 YARDSTICKS = Path(__file__).parents[2] / "suites" / "performance" / "yardsticks.py"

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
-from harness.core.conduct import Conduct
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
-from harness.plan import Declaration, Matrix, check_devices, plan, topologies
+from harness.core.training_behavior import Conduct
+from harness.planning.plan import Declaration, Matrix, check_devices, plan, topologies
 from harness.workloads import WORKLOADS
 
 EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())

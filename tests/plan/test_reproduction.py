@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.invocation import suites
-from harness.plan import DEFAULT_GPUS, Declaration, Matrix, plan
-from harness.plugin import add_options
-from harness.reproduction import Reproduction
+from harness.core.invocation import suites
+from harness.planning.plan import DEFAULT_GPUS, Declaration, Matrix, plan
+from harness.planning.reproduction import Reproduction
+from harness.pytest_plugin.plugin import add_options
 from harness.workloads import PERFORMANCE, WORKLOADS
 
 OPTIONS = argparse.ArgumentParser()

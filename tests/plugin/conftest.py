@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import harness.report.write
-import harness.session  # noqa: F401 - what is imported here stays when a pytest inside this one ends
-
 SUITES = Path(__file__).parents[2] / "suites"
 
 TRAINER = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.cli import main
+from harness.cli.main import main
 
 SMALL = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32", "--backends", "none,ddp", "-k", "1x")
 

@@ -14,7 +14,7 @@ import termios
 
 import pytest
 
-from harness.live import LiveLine, in_minutes
+from harness.pytest_plugin.progress import LiveLine, in_minutes
 
 ROWS, COLUMNS = 12, 100
 
@@ -31,7 +31,7 @@ def test_cell(cell):
 
 CONFTEST = """
 import pytest
-from harness.live import follow
+from harness.pytest_plugin.progress import follow
 
 CELLS = {f"cell-{number}": 1 for number in range(40)}
 

@@ -12,9 +12,9 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.store.fingerprint import ComparabilityKey, Fingerprint
-from harness.store.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.store.run import Run, RunWriter
+from harness.machine.fingerprint import ComparabilityKey, Fingerprint
+from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
+from harness.results.run import Run, RunWriter
 
 TOPOLOGIES = [Topology(1, 1), Topology(1, 2), Topology(1, 8), Topology(2, 2), Topology(2, 4), Topology(4, 2)]
 WORKLOADS = ["linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens"]

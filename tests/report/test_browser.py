@@ -21,8 +21,8 @@ import pytest
 
 from harness.core.cell import Cell
 from harness.report.write import write_report
-from harness.store.records import Footer
-from harness.store.run import Run, RunWriter
+from harness.results.records import Footer
+from harness.results.run import Run, RunWriter
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)

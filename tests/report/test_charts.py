@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.report.charts import STYLES, curve_charts, distribution_chart, memory_chart
-from harness.report.figures import Conformance, Measured
-from harness.report.scales import Scale, between, digits, in_words, positions
-from harness.store.records import Measurement, PlannedCell
+from harness.report.html.charts import STYLES, curve_charts, distribution_chart, memory_chart
+from harness.report.html.scales import Scale, between, digits, in_words, positions
+from harness.report.tables.figures import Conformance, Measured
+from harness.results.records import Measurement, PlannedCell
 
 Measure = Callable[..., Measurement]
 RIGHT = Conformance("Y", False, "passed")

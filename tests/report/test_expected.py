@@ -10,11 +10,11 @@ import pytest
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.markdown import support_page
-from harness.report.support import MARK_COLUMNS, MARKS, support_table
-from harness.report.terminal import support_for_terminal
-from harness.store.records import Expected, Footer
-from harness.store.run import Run
+from harness.report.markdown.support import support_page
+from harness.report.tables.support import MARK_COLUMNS, MARKS, support_table
+from harness.report.terminal.summary import support_for_terminal
+from harness.results.records import Expected, Footer
+from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
 

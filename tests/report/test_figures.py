@@ -11,11 +11,11 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.claims import Claim, claims
-from harness.report.figures import NOT_EXAMINED, measured_cells
-from harness.store.fingerprint import ComparabilityKey, Fingerprint
-from harness.store.records import Expected, Measurement, Result
-from harness.store.run import Run
+from harness.machine.fingerprint import ComparabilityKey, Fingerprint
+from harness.report.tables.claims import Claim, claims
+from harness.report.tables.figures import NOT_EXAMINED, measured_cells
+from harness.results.records import Expected, Measurement, Result
+from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
 Measure = Callable[..., Measurement]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.one_screen import MOST_LINES, one_screen
-from harness.store.records import Footer
-from harness.store.run import Run
+from harness.report.markdown.one_screen import MOST_LINES, one_screen
+from harness.results.records import Footer
+from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
 

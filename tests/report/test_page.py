@@ -20,12 +20,12 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.page import MOST_FAILURES, MOST_GROUPS, report_page
+from harness.machine.fingerprint import ComparabilityKey, Fingerprint
+from harness.report.html.page import MOST_FAILURES, MOST_GROUPS, report_page
 from harness.report.write import write_report
-from harness.store.fingerprint import ComparabilityKey, Fingerprint
-from harness.store.logs import LONGEST_LINE, MOST_LINES
-from harness.store.records import Expected, Footer, Header, Measurement, Result
-from harness.store.run import Run, RunWriter
+from harness.results.logs import LONGEST_LINE, MOST_LINES
+from harness.results.records import Expected, Footer, Header, Measurement, Result
+from harness.results.run import Run, RunWriter
 
 BuildRun = Callable[..., Run]
 

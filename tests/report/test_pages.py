@@ -10,10 +10,10 @@ from rich.cells import cell_len
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.markdown import MOST_FINDINGS, support_page
-from harness.report.support import support_table
-from harness.report.terminal import support_for_terminal
-from harness.store.run import Run
+from harness.report.markdown.support import MOST_FINDINGS, support_page
+from harness.report.tables.support import support_table
+from harness.report.terminal.summary import support_for_terminal
+from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
 

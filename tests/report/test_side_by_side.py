@@ -11,12 +11,12 @@ from rich.cells import cell_len
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.markdown import support_page
-from harness.report.page import report_page
-from harness.report.side_by_side import ROW_COLUMNS, side_by_side
-from harness.report.support import support_table
-from harness.report.terminal import support_for_terminal
-from harness.store.run import Run
+from harness.report.html.page import report_page
+from harness.report.markdown.support import support_page
+from harness.report.tables.side_by_side import ROW_COLUMNS, side_by_side
+from harness.report.tables.support import support_table
+from harness.report.terminal.summary import support_for_terminal
+from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
 TRAINERS = ("reference", "train-loop", "torch", "lightning", "fabric", "accelerate", "transformers", "ignite", "mine")

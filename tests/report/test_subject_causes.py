@@ -8,15 +8,15 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.as_json import as_json
-from harness.report.markdown import support_page
-from harness.report.one_screen import one_screen
-from harness.report.page import report_page
-from harness.report.subject_causes import subject_causes
-from harness.report.support import support_table
-from harness.report.terminal import support_for_terminal
-from harness.store.records import Footer, Header, Result
-from harness.store.run import Run
+from harness.report.html.page import report_page
+from harness.report.json_report import as_json
+from harness.report.markdown.one_screen import one_screen
+from harness.report.markdown.support import support_page
+from harness.report.tables.subject_causes import subject_causes
+from harness.report.tables.support import support_table
+from harness.report.terminal.summary import support_for_terminal
+from harness.results.records import Footer, Header, Result
+from harness.results.run import Run
 
 NEVER = ("not-synchronised", "sync", "they were never all-reduced")
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.support import MARK_COLUMNS, MARKS, RARE_COLUMNS, SUPPORT_COLUMNS, support_table
-from harness.store.run import Run
+from harness.report.tables.support import MARK_COLUMNS, MARKS, RARE_COLUMNS, SUPPORT_COLUMNS, support_table
+from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
 

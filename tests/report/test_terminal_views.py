@@ -13,10 +13,10 @@ from rich.cells import cell_len
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.one_cell import one_cell
-from harness.report.speed import MOST_ROWS, speed_for_terminal
-from harness.store.records import Expected, Measurement
-from harness.store.run import Run, read_run
+from harness.report.terminal.one_cell import one_cell
+from harness.report.terminal.speed import MOST_ROWS, speed_for_terminal
+from harness.results.records import Expected, Measurement
+from harness.results.run import Run, read_run
 
 BuildRun = Callable[..., Run]
 

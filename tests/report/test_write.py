@@ -14,15 +14,15 @@ import pytest
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.report.as_json import as_json
-from harness.report.cells import cell_table
-from harness.report.markdown import support_page
-from harness.report.metrics import METRIC_COLUMNS, metrics_table
-from harness.report.support import support_table
+from harness.report.json_report import as_json
+from harness.report.markdown.support import support_page
+from harness.report.tables.cells import cell_table
+from harness.report.tables.metrics import METRIC_COLUMNS, metrics_table
+from harness.report.tables.support import support_table
 from harness.report.write import write_report
-from harness.store.errors import RunNotFound
-from harness.store.records import Result
-from harness.store.run import Run, read_run
+from harness.results.errors import RunNotFound
+from harness.results.records import Result
+from harness.results.run import Run, read_run
 
 
 def test_a_report_stands_beside_its_records(recorded_run: Path) -> None:
@@ -129,5 +129,5 @@ def test_no_run_no_report(tmp_path: Path) -> None:
 
 
 def test_a_report_needs_no_torch() -> None:
-    code = "import sys, harness.report.write, harness.report.terminal; assert 'torch' not in sys.modules"
+    code = "import sys, harness.report.write, harness.report.terminal.summary; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

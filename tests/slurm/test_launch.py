@@ -11,10 +11,10 @@ import pytest
 from harness.core.errors import LaunchError, PlanError, SubjectError
 from harness.judge.judge import judge
 from harness.launch.launcher import check_nodes, find_launcher
-from harness.launch.local import launch
+from harness.launch.local.launcher import launch
+from harness.launch.remote.slurm import nodes_of_job
 from harness.launch.settings import Settings
-from harness.launch.slurm import nodes_of_job
-from harness.store.run import read_run
+from harness.results.run import read_run
 from harness.workloads import WORKLOADS
 
 ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import main
-from harness.store.run import read_run
-from harness.submit.follow import Follower
-from harness.submit.prepare import Asked, prepare
-from harness.submit.submission import Submission
+from harness.cli.main import main
+from harness.results.run import read_run
+from harness.slurm.follow import Follower
+from harness.slurm.prepare import Asked, prepare
+from harness.slurm.submission import Submission
 
 ROOT = Path(__file__).parents[2]
 GATED = Path(__file__).parent / "subjects" / "gated.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.store.fingerprint import project_commit, public_environment, take_fingerprint
+from harness.machine.fingerprint import project_commit, public_environment, take_fingerprint
 
 
 def git(root: Path, *command: str) -> str:
@@ -92,7 +92,7 @@ def test_a_git_hooks_variables_do_not_mislead(checkout: Path, monkeypatch: pytes
 
 
 def test_the_store_does_not_need_torch_to_be_imported() -> None:
-    code = "import sys, harness.store.run, harness.store.fingerprint; assert 'torch' not in sys.modules"
+    code = "import sys, harness.results.run, harness.machine.fingerprint; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.store import machine
-from harness.store.fingerprint import take_fingerprint
+from harness.machine import state as machine
+from harness.machine.fingerprint import take_fingerprint
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.cell import Cell
-from harness.core.conduct import Conduct
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.store.fingerprint import Fingerprint
-from harness.store.lines import line_of, record_of
-from harness.store.records import Expected, Footer, Header, PlannedCell, Result, new_run_id
+from harness.core.training_behavior import Conduct
+from harness.machine.fingerprint import Fingerprint
+from harness.results.json_lines import line_of, record_of
+from harness.results.records import Expected, Footer, Header, PlannedCell, Result, new_run_id
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 

@@ -12,11 +12,11 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.store.errors import NothingToResume
-from harness.store.fingerprint import Fingerprint
-from harness.store.lines import line_of
-from harness.store.records import Footer, Header, Result
-from harness.store.run import RESULTS, RunWriter, read_run
+from harness.machine.fingerprint import Fingerprint
+from harness.results.errors import NothingToResume
+from harness.results.json_lines import line_of
+from harness.results.records import Footer, Header, Result
+from harness.results.run import RESULTS, RunWriter, read_run
 
 CELLS = [Cell("reference", "mlp", "ddp", Topology(1, gpus), "32", "cpu") for gpus in (2, 3, 4)]
 HEADER = Header.of(CELLS, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)

@@ -16,7 +16,8 @@ from harness.core.errors import PlumblineError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.store.errors import (
+from harness.machine.fingerprint import Fingerprint
+from harness.results.errors import (
     CorruptRecord,
     MissingHeader,
     NewerSchema,
@@ -24,10 +25,9 @@ from harness.store.errors import (
     RunNotFound,
     StoreError,
 )
-from harness.store.fingerprint import Fingerprint
-from harness.store.lines import line_of
-from harness.store.records import SCHEMA_VERSION, Footer, Header, Result
-from harness.store.run import RESULTS, Run, RunWriter, check_report_dir, read_run
+from harness.results.json_lines import line_of
+from harness.results.records import SCHEMA_VERSION, Footer, Header, Result
+from harness.results.run import RESULTS, Run, RunWriter, check_report_dir, read_run
 
 CELLS = [Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu") for backend in ("dp", "ddp")]
 
@@ -150,7 +150,7 @@ def test_no_run_is_said_so(tmp_path: Path) -> None:
 
 
 def test_a_file_larger_than_any_run_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.store.run.LARGEST_FILE", 100)
+    monkeypatch.setattr("harness.results.run.LARGEST_FILE", 100)
     with pytest.raises(StoreError, match="larger"):
         read_bytes(tmp_path, whole_file())
 

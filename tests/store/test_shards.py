@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from harness.core.errors import TraceError
 from harness.core.outcome import Outcome
-from harness.core.shard import Shard
-from harness.core.trace import Exit, RankTrace, Step, Trace
-from harness.store.shards import put_together
-from harness.store.traces import read_trace
-from harness.worker.evidence import write
+from harness.evidence.join_shards import put_together
+from harness.evidence.read import read_trace
+from harness.evidence.shard import Shard
+from harness.evidence.trace import Exit, RankTrace, Step, Trace
+from harness.evidence.write import write
 
 SHAPE = (5, 3)
 

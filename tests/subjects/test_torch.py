@@ -7,7 +7,7 @@ import pytest
 from harness.core.backend import declared_for
 from harness.core.errors import SubjectError
 from harness.core.outcome import Outcome, worst
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.settings import Settings
 from harness.subjects.load import load
 

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from harness.cli import main
+from harness.cli.main import main
 from harness.core.errors import SubjectError
 from harness.launch.pool import Pool
 from harness.subjects.load import load

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.core.errors import PlanError
-from harness.submit.prepare import Asked
-from harness.submit.script import Batch
-from harness.submit.submission import shares
+from harness.slurm.prepare import Asked
+from harness.slurm.script import Batch
+from harness.slurm.submission import shares
 
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 

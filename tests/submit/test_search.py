@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness import HyperOptArgumentParser
-from harness.cluster.hyperparameters import SearchError
+from harness.slurm.grid_search.hyperparameters import SearchError
 
 
 def parsed(strategy, options, seed=0, arguments=()):

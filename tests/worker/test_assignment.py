@@ -10,7 +10,7 @@ import pytest
 from harness import current_job
 from harness.worker.assignment import Assignment
 from harness.worker.job import Job
-from harness.worker.recorder import Recorder
+from harness.worker.recording.recorder import Recorder
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from harness.worker.recorder import Recorder
+from harness.worker.recording.recorder import Recorder
 
 
 class Model(nn.Module):

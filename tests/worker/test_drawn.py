@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.judge.oracle import Oracle
-from harness.worker.recorder import Recorder
+from harness.judge.oracle.training import Oracle
+from harness.worker.recording.recorder import Recorder
 from harness.workloads import WORKLOADS
 
 WORKLOAD = WORKLOADS["random-masks"]

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.core.errors import TraceError
-from harness.core.trace import MicroBatch, RankTrace, Step, flatten
-from harness.store.traces import read_rank
-from harness.worker.evidence import write
+from harness.evidence.read import read_rank
+from harness.evidence.trace import MicroBatch, RankTrace, Step, flatten
+from harness.evidence.write import write
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.examine import examine
+from harness.engine.examine import examine
 from harness.launch.settings import Settings
 
 SUBJECT = Path(__file__).parent / "subjects" / "fused.py"

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Sharded
 
-from harness.core.shard import Shard
-from harness.worker.kept import is_still, is_zero, kept
-from harness.worker.recorder import Recorder
+from harness.evidence.shard import Shard
+from harness.worker.recording.recorder import Recorder
+from harness.worker.recording.tensor_copies import is_still, is_zero, kept
 
 WHOLE = torch.arange(12.0).view(4, 3)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.worker.recorder import Recorder
+from harness.worker.recording.recorder import Recorder
 
 BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), "index": torch.arange(6)}
 OTHER = {**BATCH, "index": torch.arange(6, 12)}

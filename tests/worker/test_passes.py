@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.worker.recorder import Recorder
+from harness.worker.recording.recorder import Recorder
 from harness.workloads import WORKLOADS
 
 

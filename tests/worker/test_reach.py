@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness.worker.reach import Ways, free_port, reach
+from harness.worker.connectivity import Ways, free_port, reach
 
 ELSEWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737)."""

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from harness.worker.registry import Registry, connect
+from harness.worker.child_registry import Registry, connect
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from harness.core.errors import TraceError
-from harness.core.shard import Shard
-from harness.launch.local import launch
+from harness.evidence.read import read_rank, read_trace
+from harness.evidence.shard import Shard
+from harness.launch.local.launcher import launch
 from harness.launch.settings import Settings
-from harness.store.traces import read_rank, read_trace
 from harness.workloads import WORKLOADS
 
 SUBJECTS = Path(__file__).parent / "subjects" / "sharded.py"

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from harness import sketch as sketches
-from harness.core.sketch import Sketch
-from harness.core.trace import RankTrace
-from harness.sketch import CHUNK, ROWS, fingerprint, is_still, kept, numbers_of, project, sketch
-from harness.store.traces import read_rank
-from harness.worker.evidence import write
-from harness.worker.recorder import Recorder
+from harness.evidence import projection as sketches
+from harness.evidence.projection import CHUNK, ROWS, fingerprint, is_still, kept, numbers_of, project, sketch
+from harness.evidence.read import read_rank
+from harness.evidence.sketch import Sketch
+from harness.evidence.trace import RankTrace
+from harness.evidence.write import write
+from harness.worker.recording.recorder import Recorder
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BORDERS = [1, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 5000]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.judge.oracle import Oracle
+from harness.judge.oracle.training import Oracle
 from harness.worker.assignment import Assignment
 from harness.worker.job import Job
-from harness.worker.recorder import Recorder
+from harness.worker.recording.recorder import Recorder
 from harness.workloads import WORKLOADS
 
 

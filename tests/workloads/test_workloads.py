@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from harness.worker.assignment import Assignment
 from harness.worker.job import Job
-from harness.worker.recorder import Recorder
+from harness.worker.recording.recorder import Recorder
 from harness.workloads import PERFORMANCE, WORKLOADS
 
 EVERY = pytest.mark.parametrize("workload", WORKLOADS.values(), ids=WORKLOADS)

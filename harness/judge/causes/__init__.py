@@ -12,9 +12,9 @@ from harness.judge.causes.gradients import explain as explain_gradients
 from harness.judge.causes.launch import explain as explain_launch
 from harness.judge.causes.learning_rate import explain as explain_learning_rate
 from harness.judge.causes.metrics import explain as explain_metrics
-from harness.judge.causes.pace import explain as explain_steps
-from harness.judge.causes.pace import explain_vacuous
 from harness.judge.causes.samples import explain as explain_samples
+from harness.judge.causes.step_count import explain as explain_steps
+from harness.judge.causes.step_count import explain_vacuous
 from harness.judge.causes.update import explain as explain_update
 from harness.judge.causes.validation import explain as explain_validation
 from harness.judge.causes.weights import explain_agreement, explain_initial, explain_stillness

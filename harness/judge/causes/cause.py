@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.core.diagnosis import UNEXPLAINED
 from harness.core.finding import Finding
+from harness.core.finding_order import UNEXPLAINED
 
 
 @dataclass(frozen=True)

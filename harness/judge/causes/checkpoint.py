@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from harness.core.finding import Finding
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.causes.learning_rate import rates_at, same_rates
-from harness.judge.examination import same
 from harness.judge.interruption import Draws, Interruption
+from harness.judge.trace_analysis import same
 
 
 def explain_stop(finding: Finding, interruption: Interruption) -> Finding:

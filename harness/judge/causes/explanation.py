@@ -11,12 +11,12 @@ from functools import cached_property
 import torch
 
 from harness.core.precision import Precision
-from harness.core.trace import Step, Tensors
-from harness.judge import places
-from harness.judge.examination import Examination, Truth, same
-from harness.judge.layout import Layout, draws
-from harness.judge.noise import distance, norm
-from harness.judge.oracle import Oracle, mean_gradient
+from harness.evidence.trace import Step, Tensors
+from harness.judge import batch_positions as places
+from harness.judge.oracle.layout import Layout, draws
+from harness.judge.oracle.noise import distance, norm
+from harness.judge.oracle.training import Oracle, mean_gradient
+from harness.judge.trace_analysis import Examination, Truth, same
 from harness.workloads import Columns
 
 Parts = list[list[Tensors]]

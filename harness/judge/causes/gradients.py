@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from harness.core.diagnosis import UNEXPLAINED
 from harness.core.finding import Finding
-from harness.core.trace import Tensors
+from harness.core.finding_order import UNEXPLAINED
+from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length, limit_of, scaled
 from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
 from harness.judge.causes.occasions import occasion
-from harness.judge.examination import Examination, same
-from harness.judge.noise import distance, norm
-from harness.judge.verdict import times
+from harness.judge.error_outcome import times
+from harness.judge.oracle.noise import distance, norm
+from harness.judge.trace_analysis import Examination, same
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:

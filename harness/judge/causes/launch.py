@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Trace
+from harness.evidence.trace import Trace
 from harness.judge.causes.cause import Cause, explained
 
 WORDS = (

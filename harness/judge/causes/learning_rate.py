@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.examination import Examination
+from harness.judge.trace_analysis import Examination
 
 Rates = tuple[float, ...]
 

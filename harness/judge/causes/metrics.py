@@ -14,7 +14,7 @@ import torch
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.reported import HELD_OUT, RIGHT, TRAINING, Books, Portions, Report, State, mean, total
+from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, Books, Portions, Report, State, mean, total
 
 DIGITS = range(1, 7)
 """Decimals to which people round what they log."""

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from harness.core.finding import Finding
-from harness.core.trace import RankTrace
+from harness.evidence.trace import RankTrace
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.interruption import Interruption
-from harness.judge.oracle import Optimizers, Oracle
-from harness.judge.replay import Meddling, replay
+from harness.judge.oracle.training import Optimizers, Oracle
+from harness.judge.oracle.update_replay import Meddling, replay
 
 Errors = dict[str, float]
 """The largest error of each parameter, in × noise, over all resumed steps."""

@@ -8,8 +8,8 @@ from itertools import combinations
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.coins import Place
-from harness.judge.examination import Examination
+from harness.judge.oracle.dropout_masks import Place
+from harness.judge.trace_analysis import Examination
 
 Pair = tuple[Place, Place]
 """Two masks that are alike, in the order of their tossing on the first of their ranks."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.causes.pace import pace
-from harness.judge.draws import repeated
-from harness.judge.draws import shared as shared_draws
-from harness.judge.examination import Examination
+from harness.judge.causes.step_count import pace
+from harness.judge.sampler_draws import repeated
+from harness.judge.sampler_draws import shared as shared_draws
+from harness.judge.trace_analysis import Examination
 
 Draws = tuple[tuple[int, ...], ...]
 """One rank's sample ids, by step, in the order in which they went through the model."""

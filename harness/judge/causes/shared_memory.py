@@ -14,11 +14,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from harness.core.trace import RankTrace, Tensors
+from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes.cause import Cause
-from harness.judge.examination import Examination, same
-from harness.judge.oracle import Oracle
-from harness.judge.replay import stepped
+from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.update_replay import stepped
+from harness.judge.trace_analysis import Examination, same
 
 _NEAR = 0.01
 """A weight moved k times by its update if it is no further from that than this part of one update."""

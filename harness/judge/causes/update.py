@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from harness.core.finding import Finding
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.shared_memory import moved_by_others
-from harness.judge.examination import Examination
-from harness.judge.noise import norm
-from harness.judge.oracle import Oracle
-from harness.judge.replay import stepped
+from harness.judge.oracle.noise import norm
+from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.update_replay import stepped
+from harness.judge.trace_analysis import Examination
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from harness.core.finding import Finding
-from harness.core.trace import Evaluation
+from harness.evidence.trace import Evaluation
+from harness.judge.batch_positions import Place, after_batch, due, place
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.examination import Examination
-from harness.judge.places import Place, after_batch, due, place
+from harness.judge.trace_analysis import Examination
 
 
 def explain(finding: Finding, examination: Examination) -> Finding:

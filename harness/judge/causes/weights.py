@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 
 from harness.core.finding import Finding
-from harness.core.trace import Step, Tensors
+from harness.evidence.trace import Step, Tensors
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.causes.pace import pace
 from harness.judge.causes.shared_memory import moved_by_others
-from harness.judge.examination import Examination, same
-from harness.judge.noise import distance, norm
+from harness.judge.causes.step_count import pace
+from harness.judge.oracle.noise import distance, norm
+from harness.judge.trace_analysis import Examination, same
 
 
 def explain_initial(finding: Finding, examination: Examination) -> Finding:

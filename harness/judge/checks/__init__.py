@@ -25,7 +25,7 @@ from harness.judge.checks.stillness import stillness
 from harness.judge.checks.training import training
 from harness.judge.checks.update import update
 from harness.judge.checks.validation import validation
-from harness.judge.examination import Examination
+from harness.judge.trace_analysis import Examination
 
 Check = Callable[[Examination], Finding | None]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_agreement
-from harness.judge.examination import DRAWS, Examination
-from harness.judge.noise import distance, in_noise, limit, rounding_unit
-from harness.judge.verdict import Deviation, larger, times
+from harness.judge.error_outcome import Deviation, larger, times
+from harness.judge.oracle.noise import distance, in_noise, limit, rounding_unit
+from harness.judge.trace_analysis import DRAWS, Examination
 
 
 def ranks_agree(examination: Examination) -> Finding | None:

@@ -9,11 +9,11 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.buffer_replay import errors, moves, should_move
 from harness.judge.checks.own_buffers import own_buffers
-from harness.judge.examination import DRAWS, Examination, same
-from harness.judge.noise import limit
-from harness.judge.verdict import Deviation, Vacuous, larger, times
+from harness.judge.error_outcome import Deviation, Vacuous, larger, times
+from harness.judge.oracle.buffer_replay import errors, moves, should_move
+from harness.judge.oracle.noise import limit
+from harness.judge.trace_analysis import DRAWS, Examination, same
 
 
 def buffers(examination: Examination) -> Finding | None:

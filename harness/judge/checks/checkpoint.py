@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import torch
 
-from harness.core.diagnosis import UNEXPLAINED
 from harness.core.finding import Finding
+from harness.core.finding_order import UNEXPLAINED
 from harness.core.outcome import Outcome
 from harness.judge.causes import checkpoint as causes
 from harness.judge.causes import optimizer_state
@@ -20,12 +20,12 @@ from harness.judge.checks.learning_rate import PRECISION
 from harness.judge.checks.skipped import skipped_steps
 from harness.judge.checks.stillness import stillness
 from harness.judge.checks.update import update
-from harness.judge.examination import DRAWS, Examination, same
-from harness.judge.free import RUNS
+from harness.judge.error_outcome import Deviation, Vacuous, by_parameter, found, larger, times
 from harness.judge.interruption import Interruption, saving_cell
-from harness.judge.noise import distance, in_noise, limit
-from harness.judge.replay import replay
-from harness.judge.verdict import Deviation, Vacuous, by_parameter, found, larger, times
+from harness.judge.oracle.full_training import RUNS
+from harness.judge.oracle.noise import distance, in_noise, limit
+from harness.judge.oracle.update_replay import replay
+from harness.judge.trace_analysis import DRAWS, Examination, same
 
 Question = Callable[[Interruption], Finding | None]
 

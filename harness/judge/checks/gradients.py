@@ -9,11 +9,11 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Step, Tensors
+from harness.evidence.trace import Step, Tensors
 from harness.judge.causes import explain_gradients
-from harness.judge.examination import Examination, Truth
-from harness.judge.noise import TOGETHER, distance, error_along, in_noise, norm
-from harness.judge.verdict import Deviation, Vacuous, found, larger, nearest
+from harness.judge.error_outcome import Deviation, Vacuous, found, larger, nearest
+from harness.judge.oracle.noise import TOGETHER, distance, error_along, in_noise, norm
+from harness.judge.trace_analysis import Examination, Truth
 
 PROMISE = "the backend promises for these shares"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_initial
-from harness.judge.examination import Examination
-from harness.judge.verdict import Vacuous
+from harness.judge.error_outcome import Vacuous
+from harness.judge.trace_analysis import Examination
 
 
 def initial_weights(examination: Examination) -> Finding:

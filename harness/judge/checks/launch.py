@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Exit, Trace
+from harness.evidence.trace import Exit, Trace
 
 _LONGEST_LINE = 300
 _STACKS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_learning_rate
-from harness.judge.examination import Examination
+from harness.judge.trace_analysis import Examination
 
 PRECISION = 1e-12
 """Rates are float64 numbers that went through a handful of operations: this is thousands of roundings."""

@@ -7,9 +7,9 @@ import math
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_metrics
-from harness.judge.examination import Examination
-from harness.judge.reported import Books, Report
-from harness.judge.verdict import Deviation, Vacuous, found, larger, times
+from harness.judge.error_outcome import Deviation, Vacuous, found, larger, times
+from harness.judge.oracle.expected_metrics import Books, Report
+from harness.judge.trace_analysis import Examination
 
 
 def metrics(examination: Examination) -> Finding | None:

@@ -9,11 +9,11 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Tensors
-from harness.judge.buffer_replay import after, error, errors, moves, own_shares, should_move
-from harness.judge.examination import DRAWS, Examination, Moment, same
-from harness.judge.noise import limit
-from harness.judge.verdict import Deviation, Vacuous, larger, times
+from harness.evidence.trace import Tensors
+from harness.judge.error_outcome import Deviation, Vacuous, larger, times
+from harness.judge.oracle.buffer_replay import after, error, errors, moves, own_shares, should_move
+from harness.judge.oracle.noise import limit
+from harness.judge.trace_analysis import DRAWS, Examination, Moment, same
 
 Combined = Callable[[Sequence[Tensors]], Tensors]
 

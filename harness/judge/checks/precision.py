@@ -6,9 +6,9 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.examination import Examination
-from harness.judge.noise import distance, in_noise
-from harness.judge.verdict import times
+from harness.judge.error_outcome import times
+from harness.judge.oracle.noise import distance, in_noise
+from harness.judge.trace_analysis import Examination
 
 COARSE = 100.0
 """A tensor can tell 16 bits from 32 where 16-bit noise is at least so many roundings of 32 bits."""

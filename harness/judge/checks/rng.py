@@ -18,9 +18,9 @@ from harness.judge.causes.rng import (
     explain_streams,
     explain_unfair,
 )
-from harness.judge.coins import Row, agreements, rows, shifted_agreements, surprise, surprise_limit
-from harness.judge.examination import Examination
-from harness.judge.verdict import Vacuous
+from harness.judge.error_outcome import Vacuous
+from harness.judge.oracle.dropout_masks import Row, agreements, rows, shifted_agreements, surprise, surprise_limit
+from harness.judge.trace_analysis import Examination
 
 
 def rng(examination: Examination) -> Finding | None:

@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Step
-from harness.judge import draws
+from harness.evidence.trace import Step
+from harness.judge import sampler_draws as draws
 from harness.judge.causes import explain_samples
-from harness.judge.examination import Examination
-from harness.judge.verdict import Vacuous
+from harness.judge.error_outcome import Vacuous
+from harness.judge.trace_analysis import Examination
 
 Used = list[list[int]]
 """Sample ids by step, over all ranks."""

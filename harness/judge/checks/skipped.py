@@ -6,7 +6,7 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.examination import Examination
+from harness.judge.trace_analysis import Examination
 
 
 def skipped_steps(examination: Examination) -> Finding | None:

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import RankTrace, Tensors
+from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes import explain_stillness
-from harness.judge.examination import Examination, same
+from harness.judge.trace_analysis import Examination, same
 
 
 def stillness(examination: Examination) -> Finding:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.judge.examination import Examination
-from harness.judge.free import RUNS
-from harness.judge.layout import at_once, whole
-from harness.judge.noise import distance, in_noise, limit
-from harness.judge.verdict import Deviation, Vacuous, larger, nearest
+from harness.judge.error_outcome import Deviation, Vacuous, larger, nearest
+from harness.judge.oracle.full_training import RUNS
+from harness.judge.oracle.layout import at_once, whole
+from harness.judge.oracle.noise import distance, in_noise, limit
+from harness.judge.trace_analysis import Examination
 
 
 def training(examination: Examination) -> Finding:

@@ -9,12 +9,12 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import RankTrace
+from harness.evidence.trace import RankTrace
 from harness.judge.causes import explain_update
-from harness.judge.examination import DRAWS, Examination, same
-from harness.judge.noise import limit
-from harness.judge.replay import replay
-from harness.judge.verdict import Deviation, Vacuous, by_parameter, larger, single
+from harness.judge.error_outcome import Deviation, Vacuous, by_parameter, larger, single
+from harness.judge.oracle.noise import limit
+from harness.judge.oracle.update_replay import replay
+from harness.judge.trace_analysis import DRAWS, Examination, same
 
 
 def update(examination: Examination) -> Finding:

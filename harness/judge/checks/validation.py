@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.trace import Evaluation
+from harness.evidence.trace import Evaluation
+from harness.judge.batch_positions import Place, due, place
 from harness.judge.causes import explain_validation
-from harness.judge.examination import Examination
-from harness.judge.places import Place, due, place
+from harness.judge.trace_analysis import Examination
 
 
 def validation(examination: Examination) -> Finding | None:

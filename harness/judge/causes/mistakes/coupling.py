@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, scaled
-from harness.judge.layout import Layout
-from harness.judge.oracle import Oracle, clipped, mean_gradient
+from harness.judge.oracle.layout import Layout
+from harness.judge.oracle.training import Oracle, clipped, mean_gradient
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 

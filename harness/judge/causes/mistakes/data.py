@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene
-from harness.judge.layout import samples
-from harness.judge.oracle import clipped, mean_gradient
+from harness.judge.oracle.layout import samples
+from harness.judge.oracle.training import clipped, mean_gradient
 
 
 def _held_out(scene: Scene) -> Iterable[Tensors]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, fit, fit_weights, mean, scaled, weighted
-from harness.judge.layout import samples
-from harness.judge.oracle import clipped, mean_gradient
+from harness.judge.oracle.layout import samples
+from harness.judge.oracle.training import clipped, mean_gradient
 from harness.workloads import Columns
 
 

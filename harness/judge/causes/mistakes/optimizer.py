@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, scaled
-from harness.judge.noise import norm
-from harness.judge.oracle import clipped
+from harness.judge.oracle.noise import norm
+from harness.judge.oracle.training import clipped
 
 
 def _zero(scene: Scene) -> Iterable[Tensors]:

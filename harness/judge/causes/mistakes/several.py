@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, length, scaled
 from harness.judge.causes.mistakes import accumulation, sync
-from harness.judge.oracle import clipped
+from harness.judge.oracle.training import clipped
 
 
 def _of_one(explanation: Explanation) -> Explanation:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
-from harness.core.trace import Tensors
+from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, scaled
-from harness.judge.noise import distance
-from harness.judge.oracle import clipped, mean_gradient
+from harness.judge.oracle.noise import distance
+from harness.judge.oracle.training import clipped, mean_gradient
 
 
 def _own_only(scene: Scene) -> Iterable[Tensors]:

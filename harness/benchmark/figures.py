@@ -1,0 +1,152 @@
+"""From what ranks measured to figures: pure arithmetic over the launches of one cell.
+
+Throughput is samples over time, both summed before they are divided: a mean of rates would give most weight to the
+fastest moments. The time of a round is that of its slowest rank, since nobody has trained before everybody has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Final, Literal
+
+import numpy as np
+
+from harness.benchmark.group import Timed
+from harness.evidence.timing import Round
+
+QUANTILES: Final = 41
+"""Of single steps: the least, every fortieth part, the most."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A kind of figure: its unit, and which way is better, None where neither is."""
+
+    unit: str
+    better: Literal["higher", "lower"] | None = None
+
+
+METRICS: Final[Mapping[str, Metric]] = {
+    "throughput": Metric("samples/s", "higher"),
+    "throughput_per_gpu": Metric("samples/s", "higher"),
+    "scaling_weak": Metric("ratio", "higher"),
+    "scaling_strong": Metric("ratio", "higher"),
+    "step_p50": Metric("s", "lower"),
+    "step_p95": Metric("s", "lower"),
+    "step_first": Metric("s", "lower"),
+    "data_wait": Metric("share", "lower"),
+    "communication": Metric("share", "lower"),
+    "rank_skew": Metric("share", "lower"),
+    "overhead": Metric("ratio", "lower"),
+    "memory_allocated_peak": Metric("bytes", "lower"),
+    "memory_reserved_peak": Metric("bytes", "lower"),
+    "allocator_retries": Metric("count", "lower"),
+    "out_of_memory": Metric("count", "lower"),
+    "memory_private_peak": Metric("bytes", "lower"),
+    "tensors_parameters": Metric("bytes"),
+    "tensors_gradients": Metric("bytes"),
+    "tensors_optimizer": Metric("bytes"),
+    "tensors_activations": Metric("bytes"),
+}
+
+Key = tuple[str, "int | None"]
+"""A metric, and the rank it speaks of, None where it speaks of all."""
+
+
+class SamplesError(ValueError):
+    """Nobody can say what a second was worth: no samples went through the model in a round, or some more than once."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of the cell, and the rounds of the hand-written loop that took turns with it, if there is one."""
+
+    timed: Timed
+    yardstick: Timed | None = None
+
+
+def samples_of(launches: Sequence[Launch], devices: int) -> dict[Key, list[float]]:
+    """Return for each figure what each launch measured of it, in turn; what no launch measured is not there.
+
+    Raises:
+        SamplesError: samples cannot be counted.
+    """
+    found: dict[Key, list[float]] = {}
+    for launch in launches:
+        for key, value in _figures(launch, devices):
+            found.setdefault(key, []).append(value)
+    return {key: values for key, values in found.items() if len(values) == len(launches)}
+
+
+def step_quantiles(launches: Sequence[Launch]) -> tuple[float, ...]:
+    """Return ``QUANTILES`` evenly spaced quantiles of single steps, in seconds, over all launches."""
+    steps = [step for launch in launches for step in _steps(launch.timed)]
+    return tuple(map(float, np.quantile(steps, np.linspace(0, 1, QUANTILES))))
+
+
+def _figures(launch: Launch, devices: int) -> Iterable[tuple[Key, float]]:
+    timed = launch.timed
+    seconds = sum(_wall(rounds) for rounds in _rounds(timed))
+    throughput = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds
+    steps = sorted(_steps(timed))
+    middle = median(steps)
+    every = [one for rank in timed.ranks for one in rank.rounds]
+    yield ("throughput", None), throughput
+    yield ("throughput_per_gpu", None), throughput / devices
+    yield ("step_p50", None), middle
+    yield ("step_p95", None), float(np.quantile(steps, 0.95))
+    yield ("step_first", None), max(rank.warmup.ended[0] - rank.warmup.begun for rank in timed.ranks)
+    yield ("data_wait", None), sum(one.waited for one in every) / sum(one.seconds for one in every)
+    if len(timed.ranks) > 1:
+        yield ("rank_skew", None), _skew(timed) / middle
+        shares = [rank.communication for rank in timed.ranks if rank.communication is not None]
+        if len(shares) == len(timed.ranks):
+            yield ("communication", None), sum(shares) / len(shares)
+    if launch.yardstick is not None:
+        pairs = zip(_rounds(timed), _rounds(launch.yardstick), strict=True)
+        yield ("overhead", None), median(_wall(mine) / _wall(by_hand) for mine, by_hand in pairs)
+    for rank in timed.ranks:
+        for metric, value in {**rank.memory, **(rank.tensors or {})}.items():
+            yield (metric, rank.rank), float(value)
+
+
+def _rounds(timed: Timed) -> Iterable[tuple[Round, ...]]:
+    """Return each timed round as all ranks saw it."""
+    return zip(*(rank.rounds for rank in timed.ranks), strict=True)
+
+
+def _wall(rounds: Sequence[Round]) -> float:
+    """Return the slowest rank's wall time."""
+    return max(one.seconds for one in rounds)
+
+
+def _consumed(rounds: Sequence[Round]) -> int:
+    """Return how many samples all ranks together consumed in a round."""
+    samples = [sample for one in rounds for sample in one.samples]
+    if not samples:
+        raise SamplesError("no samples went through job.model()'s forward in a round: is another model trained?")
+    if len(set(samples)) < len(samples):
+        raise SamplesError(
+            f"{len(samples)} samples went through the model in a round, and only {len(set(samples))} different ones: "
+            "do all ranks train on the same data?"
+        )
+    return len(samples)
+
+
+def _steps(timed: Timed) -> list[float]:
+    """Return the seconds of each step: from the moment that the last rank had done the one before it."""
+    steps: list[float] = []
+    for rounds in _rounds(timed):
+        ends = [max(moment) for moment in zip(*(one.ended for one in rounds), strict=True)]
+        begun = min(one.begun for one in rounds)
+        steps += [now - before for before, now in zip([begun, *ends], ends, strict=False)]
+    return steps
+
+
+def _skew(timed: Timed) -> float:
+    """Return by how much, in the median step, the last rank ended it later than the first."""
+    ends = [moment for rounds in _rounds(timed) for moment in zip(*(one.ended for one in rounds), strict=True)]
+    skew: float = median(max(moment) - min(moment) for moment in ends)
+    return skew

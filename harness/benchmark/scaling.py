@@ -1,0 +1,64 @@
+"""How much of each device is left when there are several: throughput over that of one device, times their number.
+
+With the batch of each device kept (weak scaling) it says what the coming together costs; with the batch of all devices
+kept (strong scaling), also what smaller shares cost. Either way 1 is all that can be hoped for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.benchmark.figures import METRICS
+from harness.results.records import Measurement
+from harness.statistics.launch_estimate import unstable
+from harness.workloads import PERFORMANCE
+
+
+def scaling(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Return the scaling efficiency of each throughput on several devices of which there is one on a single device.
+
+    ``samples`` divides launch by launch; the bounds take both figures' into account, as independent of each other.
+    """
+    figures = [one for one in measurements if one.metric == "throughput" and one.value is not None]
+    single = {_kind(one): one for one in figures if one.num_nodes * one.gpus == 1}
+    several = [one for one in figures if one.num_nodes * one.gpus > 1 and _kind(one) in single]
+    return [_efficiency(one, single[_kind(one)]) for one in several]
+
+
+def _kind(one: Measurement) -> tuple[str, str, str, str]:
+    return one.subject, one.workload, one.precision, one.accelerator
+
+
+def _efficiency(several: Measurement, single: Measurement) -> Measurement:
+    devices = several.num_nodes * several.gpus
+    metric = "scaling_strong" if PERFORMANCE[several.workload].strong else "scaling_weak"
+    middle = _middle(several) - _middle(single) - math.log(devices)
+    half = math.hypot(_half(several), _half(single))
+    low, high = math.exp(middle - half), math.exp(middle + half)
+    wide = unstable(low, high)
+    assert several.value is not None
+    assert single.value is not None
+    return several.model_copy(
+        update={
+            "metric": metric,
+            "unit": METRICS[metric].unit,
+            "value": None if wide else several.value / single.value / devices,
+            "low": low,
+            "high": high,
+            "samples": tuple(a / b / devices for a, b in zip(several.samples, single.samples, strict=False)),
+            "refusal": wide,
+        }
+    )
+
+
+def _middle(one: Measurement) -> float:
+    """Return the middle of a figure's interval, as a logarithm."""
+    assert one.low is not None
+    assert one.high is not None
+    return (math.log(one.low) + math.log(one.high)) / 2
+
+
+def _half(one: Measurement) -> float:
+    assert one.high is not None
+    return math.log(one.high) - _middle(one)

@@ -1,0 +1,85 @@
+"""Judges a recorded run again, with the judge of today: from the traces that the run kept, without any training."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.core.cell import Cell
+from harness.core.errors import TraceError
+from harness.core.finding_order import told_first
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.core.training_behavior import Conduct
+from harness.evidence.read import read_trace
+from harness.judge.judge import judge
+from harness.results.json_lines import line_of
+from harness.results.logs import trace_folder
+from harness.results.records import PlannedCell, Result
+from harness.results.run import Run
+from harness.workloads import WORKLOADS, find
+
+
+@dataclass(frozen=True)
+class Rejudged:
+    """One cell of a run: what was recorded, and what the present judge says of the same evidence.
+
+    ``obstacle`` says in a sentence why it says nothing, None where it does.
+    """
+
+    cell: str
+    recorded: tuple[Result, ...]
+    now: tuple[Result, ...] = ()
+    obstacle: str | None = None
+
+    @property
+    def same(self) -> bool:
+        """Whether the findings are the recorded ones, byte for byte."""
+        return [line_of(result) for result in self.now] == [line_of(result) for result in self.recorded]
+
+
+def rejudge(run: Run) -> list[Rejudged]:
+    """Judge every cell of which the run kept evidence, in the order of the plan.
+
+    A rank that crashed or was ended for being late left none, and no other rank's evidence can stand in for it.
+    """
+    import torch
+
+    # As in the session that recorded the findings: another number of threads could round in another order.
+    torch.set_num_threads(1)
+    seed = run.header.options.get("seed")
+    return [
+        _rejudge(planned, run, folder, seed if isinstance(seed, int) else None)
+        for planned in run.header.planned
+        if (folder := trace_folder(run.path, planned.cell))
+    ]
+
+
+def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -> Rejudged:
+    recorded = tuple(result for result in run.results if result.coordinates == planned.coordinates)
+    cell = Cell(
+        planned.subject, planned.workload, planned.backend, Topology(planned.num_nodes, planned.gpus),
+        planned.precision, planned.accelerator, seed,
+    )  # fmt: skip
+    if cell.workload not in WORKLOADS:
+        return Rejudged(cell.id, recorded, obstacle=f"this plumbline has no workload {cell.workload!r}")
+    try:
+        trace = read_trace(evidence)
+    except TraceError as error:
+        return Rejudged(cell.id, recorded, obstacle=str(error))
+    reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
+    try:
+        conduct = Conduct.of(planned.conduct)
+    except ValueError as error:
+        return Rejudged(
+            cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"
+        )
+    findings = judge(trace, find(cell.workload, seed), cell, conduct)
+    # What was expected is no part of a judge's answer: the recorded run's stands.
+    expected = {result.check: result.expected for result in recorded}
+    # Nor is what was noted of the launch, beside the evidence that it left.
+    notes = [result for result in recorded if result.check == "launch" and result.outcome is Outcome.PASSED]
+    older = not any(result.findings for result in recorded)  # runs that do not say how many there are
+    counted = None if older else len(findings) + len(notes)
+    now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check), counted) for found in findings)
+    return Rejudged(cell.id, recorded, tuple(told_first([*notes, *now])))

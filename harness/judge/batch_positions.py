@@ -1,0 +1,52 @@
+"""Moments between two batches: where an evaluation happened or a metric was reported, and where one is due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.judge.oracle.epochs import Epochs
+from harness.judge.oracle.layout import Layout, contract_layout, told_apart
+from harness.judge.trace_analysis import Examination
+
+Place = tuple[int, int]
+"""So many optimizer steps were done, and so many micro-batches of the next one."""
+
+
+def rank_layout(examination: Examination, step: int, *ranks: int) -> Layout:
+    """Return who computed what in a step, skipped ones included: all ranks, or these; nobody without a sample."""
+    steps = told_apart(examination.moments[step].ranks)
+    spread = examination.cell.contract.devices_per_process(examination.cell.topology)
+    layout = contract_layout(
+        [steps[rank] for rank in ranks or range(len(steps))], spread, examination.workload.accumulate
+    )
+    return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))
+
+
+def place(examination: Examination, step: int, micro_batches: int, rank: int) -> Place:
+    """Return a recorded place in micro-batches of the workload; who takes a loss a device leaves more of them."""
+    if not micro_batches or step >= len(examination.moments):
+        return step, micro_batches
+    recorded = len(examination.moments[step].ranks[rank].micro_batches)
+    return step, -(-micro_batches * len(rank_layout(examination, step, rank)) // max(recorded, 1))
+
+
+def after_batch(epochs: Epochs, epoch: int, batches: int) -> tuple[Place, ...]:
+    """Return where one is after so many batches of an epoch; at a window's end that is after its step, or before."""
+    whole, rest = divmod(batches, epochs.accumulate)
+    first = epoch * epochs.windows
+    if rest and batches < epochs.batches:
+        return ((first + whole, rest),)
+    done = -(-batches // epochs.accumulate)
+    return (first + done, 0), (first + done - 1, rest or epochs.accumulate)
+
+
+def due(examination: Examination) -> Iterator[tuple[Place, ...]]:
+    """Yield the places at which an evaluation is due; none where the workload does not ask for any."""
+    every, epochs = examination.workload.validate_every, examination.epochs
+    if every is None:
+        return
+    for epoch in range(epochs.count):
+        for batches in range(every, epochs.batches + 1, every):
+            places = after_batch(epochs, epoch, batches)
+            if places[0] <= (examination.steps_due, 0):
+                yield places

@@ -1,0 +1,323 @@
+"""What a trainer reported, and the losses of which that should have been the mean.
+
+``loss`` is a mean over samples that were trained on, each at the weights it was trained with; ``val_loss`` a mean
+over the held-out samples at the weights of the moment. Both are put together from *portions*: what one rank had of
+one batch.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from harness.evidence.trace import Evaluation, Tensors
+from harness.judge.batch_positions import Place, rank_layout
+from harness.judge.batch_positions import place as place_of
+from harness.judge.oracle.layout import Layout, samples, shuffled
+from harness.judge.oracle.noise import NoiseScale, in_noise, limit, rounding_unit
+from harness.judge.oracle.training import Oracle
+from harness.judge.trace_analysis import DRAWS, Examination
+from harness.workloads import Columns
+
+TRAINING, HELD_OUT = "loss", "val_loss"
+"""The names of what can be judged."""
+
+REPORTED_IN = torch.finfo(torch.float32).eps
+"""Loggers keep float32, whatever the training computes with."""
+
+ADDITIVE = 1e-9
+"""In float64 two ways to write the same mean differ by much less than this part of it."""
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What one rank had of one batch: its samples and their mean loss, in float64."""
+
+    step: int
+    batch: int
+    rank: int
+    samples: tuple[int, ...]
+    loss: float
+
+
+Portions = tuple[Portion, ...]
+
+
+@dataclass(frozen=True)
+class State:
+    """In which state losses are taken: so many steps ``later`` than is right, and in training mode or not."""
+
+    later: int
+    training: bool
+
+
+RIGHT = {TRAINING: State(0, training=True), HELD_OUT: State(0, training=False)}
+
+
+@dataclass(frozen=True)
+class Report:
+    """One value that one rank reported; ``previous`` is where it reported that name last, None at the first time."""
+
+    name: str
+    value: float
+    rank: int
+    place: Place
+    previous: Place | None
+
+    @property
+    def step(self) -> int:
+        """The last step that had begun."""
+        steps, micro_batches = self.place
+        return steps if micro_batches else max(steps - 1, 0)
+
+
+class Books:
+    """The losses of one trace, by portions. Float64; expensive things are computed once."""
+
+    def __init__(self, examination: Examination) -> None:
+        self.examination = examination
+        self.workload = examination.workload
+        self.world = examination.cell.processes
+        self.batch_size = self.workload.global_batch_size(examination.devices) // self.world
+        self._trained: dict[State, Portions] = {}
+        self._each: dict[tuple[Place, State, bool], torch.Tensor | None] = {}
+
+    @cached_property
+    def reports(self) -> tuple[Report, ...]:
+        """What was reported and can be judged, by rank."""
+        reports: list[Report] = []
+        for trace in self.examination.trace.ranks:
+            last: dict[str, tuple[Place | None, Place]] = {}
+            for logged in trace.logged:
+                place = place_of(self.examination, logged.step, logged.micro_batches, trace.rank)
+                if logged.name not in RIGHT or not self._is_judgeable(logged.name, place):
+                    continue
+                before, latest = last.get(logged.name, (None, None))
+                # What is reported twice at one moment is reported since the same moment.
+                previous = before if latest == place else latest
+                last[logged.name] = (previous, place)
+                reports.append(Report(logged.name, logged.value, trace.rank, place, previous))
+        return tuple(reports)
+
+    def _is_judgeable(self, name: str, place: Place) -> bool:
+        if place[0] > len(self.examination.moments) or name not in self.means_over_samples:
+            return False
+        if name == TRAINING:
+            # Optimizers that take turns have a loss each.
+            return place > (0, 0) and not any(moment.ranks[0].turns for moment in self.examination.moments)
+        # Ranks may evaluate with buffers of their own, until the next training forward shares them.
+        return self.world == 1 or not self.oracle.buffers
+
+    @cached_property
+    def means_over_samples(self) -> frozenset[str]:
+        """The names of what is the mean of its samples' own losses: by declaration, or as it is found to be."""
+        if "metrics" in self.workload.needs:
+            return frozenset(RIGHT)
+        return frozenset(name for name in RIGHT if self._layouts and any(self._layouts[0]) and self._is_mean(name))
+
+    def _is_mean(self, name: str) -> bool:
+        moment = self.examination.moments[0]
+        self.examination.place(self.oracle, moment)
+        try:
+            if name == TRAINING:
+                group = self._layouts[0][0][0]
+                ((together,),) = self.oracle.losses(((group,),))
+                (each,) = self.oracle.losses((tuple(((i,),) for share in group for i in share),))
+            else:
+                buffers, everybody = moment.ranks[0].buffers, range(len(self.held_out))
+                together, *each = (
+                    self.oracle.evaluation_loss(self.held_out, chosen, buffers, training=False)
+                    for chosen in (everybody, *([i] for i in everybody))
+                )
+        except ValueError:  # a layer that needs more than one sample
+            return False
+        mean = torch.stack(each).mean()
+        return len(each) > 1 and bool((together - mean).abs() <= ADDITIVE * mean.abs())
+
+    @property
+    def oracle(self) -> Oracle:
+        """Float64, one device."""
+        return self.examination.oracle
+
+    @cached_property
+    def held_out(self) -> Columns:
+        """The held-out samples, in float64."""
+        return self.workload.val_dataset(self.examination.devices, torch.float64)
+
+    @cached_property
+    def _layouts(self) -> list[Layout]:
+        return [rank_layout(self.examination, moment.index) for moment in self.examination.moments]
+
+    def weights(self, steps: int) -> Tensors | None:
+        """Return the weights after so many steps, None where there were fewer."""
+        moments = self.examination.moments
+        if not 0 <= steps <= len(moments):
+            return None
+        return moments[steps].ranks[0].before if steps < len(moments) else moments[-1].ranks[0].after
+
+    def _buffers(self, place: Place) -> Tensors:
+        """Return the first rank's buffers at a place; in the middle of a window as its forwards left them."""
+        step, micro_batches = place
+        if step >= len(self.examination.moments):
+            return self.examination.trace.ranks[0].final_buffers
+        first = self.examination.moments[step].ranks[0]
+        if not micro_batches or not first.buffers:
+            return first.buffers
+        shares = [micro.forwards[0] for micro in first.micro_batches[:micro_batches] if micro.forwards]
+        self.oracle.load(first.before)
+        return self.oracle.buffers_after(first.buffers, shares)
+
+    def trained(self, state: State) -> Portions:
+        """Return everything that was trained on, in order, as far as there are such weights."""
+        if state not in self._trained:
+            self._trained[state] = self._train(state)
+        return self._trained[state]
+
+    def _train(self, state: State) -> Portions:
+        portions: list[Portion] = []
+        for moment in self.examination.moments:
+            weights = self.weights(moment.index + state.later)
+            if weights is None:
+                continue
+            self.examination.place(self.oracle, moment)
+            self.oracle.load(weights)
+            for rank in range(len(moment.ranks)):
+                layout = rank_layout(self.examination, moment.index, rank)
+                if state.training:
+                    losses = [float(loss) for (loss,) in self.oracle.losses(layout)]
+                else:
+                    buffers = moment.ranks[0].buffers
+                    batches = [samples((groups,)) for groups in layout]
+                    losses = [float(self._evaluated(batch, buffers)) for batch in batches]
+                portions += [
+                    Portion(moment.index, batch, rank, tuple(samples((groups,))), loss)
+                    for batch, (groups, loss) in enumerate(zip(layout, losses, strict=True))
+                ]
+        return tuple(sorted(portions, key=lambda p: (p.step, p.batch, p.rank)))
+
+    def _evaluated(self, batch: Sequence[int], buffers: Tensors) -> torch.Tensor:
+        return self.oracle.evaluation_loss(self.oracle.data, batch, buffers, training=False)
+
+    def each(self, place: Place, state: State, *, held_out: bool = True) -> torch.Tensor | None:
+        """Return the loss of each held-out sample alone, or of each of the others; None where it cannot be taken."""
+        key = (place, state, held_out)
+        if key not in self._each:
+            self._each[key] = self._one_by_one(place, state, self.held_out if held_out else self.oracle.data)
+        return self._each[key]
+
+    def _one_by_one(self, place: Place, state: State, data: Columns) -> torch.Tensor | None:
+        weights = self.weights(place[0] + state.later)
+        if weights is None:
+            return None
+        buffers = self._buffers(place)
+        self.oracle.load(weights)
+        training, everybody = state.training, range(len(data))
+        try:
+            return torch.stack([self.oracle.evaluation_loss(data, [i], buffers, training=training) for i in everybody])
+        except ValueError:  # a layer that needs more than one sample
+            return None
+
+    def evaluated(self, report: Report, state: State) -> Portions:
+        """Return the last evaluation until a report, by rank and batch, as its samples were drawn."""
+        losses = self.each(report.place, state)
+        if losses is None:
+            return ()
+        ranks = [self._last_evaluation(rank, report.place) for rank in range(self.world)]
+        latest = max(((e.step, e.micro_batches) for e in ranks if e is not None), default=None)
+        portions = []
+        for rank, found in enumerate(ranks):
+            if found is None or (found.step, found.micro_batches) != latest:
+                continue
+            drawn = [i for i in found.samples if i < len(losses)]
+            for batch, start in enumerate(range(0, len(drawn), self.batch_size)):
+                chunk = tuple(drawn[start : start + self.batch_size])
+                portions.append(Portion(report.step, batch, rank, chunk, float(losses[list(chunk)].mean())))
+        return tuple(sorted(portions, key=lambda p: (p.batch, p.rank)))
+
+    def _last_evaluation(self, rank: int, until: Place) -> Evaluation | None:
+        done = [e for e in self.examination.trace.ranks[rank].evaluations if (e.step, e.micro_batches) <= until]
+        return done[-1] if done else None
+
+    def windows(self, report: Report, state: State) -> list[Portions]:
+        """Return what the mean may be taken over: since the report before, in the last step, or in the epoch so far.
+
+        For the held-out samples it is the last evaluation.
+        """
+        if report.name == HELD_OUT:
+            return [window for window in (self.evaluated(report, state),) if window]
+        done = self.until(report.place, state)
+        steps, micro_batches = report.place
+        last = steps if micro_batches else steps - 1
+        epoch = last // self.examination.epochs.windows * self.examination.epochs.windows
+        begins: list[Place] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
+        windows = [tuple(p for p in done if (p.step, p.batch) >= begin) for begin in begins]
+        windows.append(tuple(p for p in done if p.step == steps - 1))
+        return [window for window in dict.fromkeys(windows) if window]
+
+    def until(self, place: Place, state: State) -> Portions:
+        """Return everything that was trained on until a place."""
+        return tuple(p for p in self.trained(state) if (p.step, p.batch) < place)
+
+    def truths(self, report: Report) -> list[float]:
+        """Return the values that are right."""
+        if report.name == TRAINING:
+            return [mean(window) for window in self.windows(report, RIGHT[TRAINING])]
+        losses = self.each(report.place, RIGHT[HELD_OUT])
+        return [] if losses is None else [float(losses.mean())]
+
+    def error(self, report: Report, value: float) -> float:
+        """Return how far a report is from a value, in × noise; infinite where it is not a number."""
+        error = abs(report.value - value)
+        return in_noise(error if math.isfinite(error) else math.inf, self.noise.at(report.name, self.unit(value)))
+
+    @cached_property
+    def noise(self) -> NoiseScale:
+        """Noise of both means, at the weights of each step: the cell's precision on one device, in several orders."""
+        noise = NoiseScale()
+        rough, rng = self.examination.rough, random.Random(self.workload.seed)
+        held_out = self.workload.val_dataset(self.examination.devices, rough.dtype)
+        moments = [moment for moment in self.examination.moments if self._layouts[moment.index]]
+        everybody = range(len(held_out))
+        for moment in moments:
+            layout, buffers = self._layouts[moment.index], moment.ranks[0].buffers
+            self.examination.place(self.oracle, moment)
+            exact = {TRAINING: _mean(self.oracle, layout)}
+            exact[HELD_OUT] = self.oracle.evaluation_loss(self.held_out, everybody, buffers, training=False)
+            units = {name: self.unit(float(value)) for name, value in exact.items()}
+            self.examination.place(rough, moment)
+            for _ in range(-(-DRAWS // len(moments))):
+                order = rng.sample(everybody, len(everybody))
+                measured = {TRAINING: _mean(rough, shuffled(layout, rng))}
+                measured[HELD_OUT] = rough.evaluation_loss(held_out, order, buffers, training=False)
+                noise.add(measured, exact, units)
+        return noise
+
+    def unit(self, value: float) -> float:
+        """Return the size of one rounding of a value."""
+        return rounding_unit([torch.tensor(value, dtype=torch.float64)], max(self.examination.epsilon, REPORTED_IN))
+
+    @cached_property
+    def limit(self) -> float:
+        """How many × noise a right value stays under."""
+        return limit(max(self.noise.draws, 2))
+
+
+def mean(portions: Sequence[Portion]) -> float:
+    """Return the mean over samples."""
+    return total(portions) / sum(len(portion.samples) for portion in portions)
+
+
+def total(portions: Sequence[Portion]) -> float:
+    """Return the sum over samples."""
+    return sum(portion.loss * len(portion.samples) for portion in portions)
+
+
+def _mean(oracle: Oracle, layout: Layout) -> torch.Tensor:
+    losses = [loss for groups in oracle.losses(layout) for loss in groups]
+    counts = [sum(map(len, group)) for groups in layout for group in groups]
+    return torch.stack([loss * count for loss, count in zip(losses, counts, strict=True)]).sum() / sum(counts)

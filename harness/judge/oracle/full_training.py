@@ -1,0 +1,77 @@
+"""Whole trainings that run free: from the job's weights to the end, with no look at the subject's in between."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from harness.evidence.trace import Tensors
+from harness.judge.oracle.layout import Layout, shuffled, whole
+from harness.judge.oracle.noise import distance, rounding_unit
+from harness.judge.oracle.training import Oracle
+
+if TYPE_CHECKING:
+    from harness.judge.trace_analysis import Examination
+
+RUNS = 4
+"""Whole trainings in the cell's precision that measure the noise; each costs as much as the cell itself."""
+
+
+class FreeTraining:
+    """One device's trainings with the samples that the subject used; each is run once, and only if it is asked for."""
+
+    def __init__(self, examination: Examination) -> None:
+        self._examination = examination
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The contract's layout of each step; one device's where that is the same: one pass, not many."""
+        layouts = tuple(self._examination.layouts.values())
+        return tuple(map(whole, layouts)) if self._examination.is_one_device else layouts
+
+    @cached_property
+    def contract(self) -> Tensors:
+        """The weights at the end that the backend promises, in float64."""
+        return self.end(self.layouts)
+
+    @cached_property
+    def noise(self) -> dict[str, float]:
+        """What rounding alone explains of a difference between weights at the end, by name."""
+        examination = self._examination
+        rng = random.Random(examination.workload.seed)
+        rough = [
+            _train(examination.rough, examination, [shuffled(layout, rng) for layout in self.layouts])
+            for _ in range(RUNS)
+        ]
+        noise = {}
+        for name, right in self.contract.items():
+            # At least one rounding of the weights, and in 16 bits one of the way they went: small dyadic numbers may
+            # need none in every order that was tried, and one in another.
+            travelled = right - examination.start[name].double()
+            unit = rounding_unit([right], examination.epsilon)
+            unit += rounding_unit([travelled], examination.coarsest)
+            errors = [distance(run[name], right) for run in rough]
+            # A run that overflowed in float16 measures no rounding.
+            noise[name] = max([unit, *(error for error in errors if math.isfinite(error))])
+        return noise
+
+    def end(self, layouts: Sequence[Layout]) -> Tensors:
+        """Return the weights at the end in float64, where each step has its layout."""
+        return _train(self._examination.oracle, self._examination, layouts)
+
+
+def _train(oracle: Oracle, examination: Examination, layouts: Sequence[Layout]) -> Tensors:
+    oracle.load(examination.start)
+    optimizer = oracle.optimizer()
+    schedule = oracle.schedule(optimizer)
+    for moment, layout in zip(examination.taken, layouts, strict=True):
+        examination.set_scene(oracle, moment)
+        for names in moment.ranks[0].turns or (tuple(oracle.parameters),):
+            gradient = oracle.gradient(layout, moment.ranks[0].scale or 1.0)
+            oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
+            optimizer.step()
+        schedule()
+    return oracle.weights()

@@ -1,0 +1,201 @@
+"""What is right at a step, and what known mistakes would make of it, before anybody knows the gradients themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from harness.core.cell import Cell
+from harness.core.training_behavior import Conduct
+from harness.evidence.trace import RankTrace, Step, Tensors, Trace
+from harness.judge.causes.explanation import Laboratory, Scene, flat
+from harness.judge.causes.mistakes import PREDICTIONS
+from harness.judge.oracle.layout import Layout
+from harness.judge.oracle.noise import distance, norm
+from harness.judge.oracle.training import Oracle, clipped, mean_gradient
+from harness.judge.trace_analysis import Examination, Moment, Truth
+from harness.workloads import Workload
+
+LIMIT = 20.0
+"""Rounding explains up to so many times the error of one run in the cell's precision: one draw may be a small one."""
+
+
+@dataclass(frozen=True)
+class Right:
+    """What is right at one step. ``mixed`` are the parts with each rank's own at the weights that it really had.
+
+    ``computed`` are the parts in the cell's own precision: with the roundings of autocast, which is a better idea of
+    what a trainer got than the exact ones are, but no better of what it should have got.
+
+    ``rounding`` is the error of a gradient that one run in the cell's precision makes, ``lengths`` its length and
+    ``sizes`` what its entries are made of. ``thawed`` are the gradients of frozen parameters that were handed all the
+    same.
+    """
+
+    truth: Truth
+    mixed: list[list[Tensors]]
+    computed: list[list[Tensors]]
+    rounding: dict[str, float]
+    lengths: dict[str, float]
+    sizes: Tensors
+    thawed: Tensors
+
+    @property
+    def roundings(self) -> Tensors:
+        """How large one rounding of each entry is."""
+        return {n: s * (self.rounding[n] / norm(s)) for n, s in self.sizes.items() if n in self.rounding and norm(s)}
+
+
+class Scenery:
+    """The steps as far as they are known, as an examination that explanations can work with."""
+
+    def __init__(self, workload: Workload, cell: Cell, conduct: Conduct) -> None:
+        self.workload = workload
+        self.cell = cell
+        self.examination = Examination(Trace(()), workload, cell, conduct)
+        self.examination.moments = ()
+        self.examination.layouts = {}
+        self.examination.truths = {}
+        self._laboratory = Laboratory(self.examination)
+
+    def enter(self, index: int, steps: Sequence[Step], handed: Collection[str]) -> Right | None:
+        """Take up a step of which the weights before it are known; None where nothing can be computed from them.
+
+        ``handed`` are the parameters of which an optimizer was handed a gradient.
+        """
+        examination = self.examination
+        # A step that was skipped is judged by its weights alone, but its gradient must be found all the same.
+        steps = [replace(step, skipped=False) for step in steps]
+        ranks = tuple(RankTrace(rank, len(steps), (step,)) for rank, step in enumerate(steps))
+        single = Examination(Trace(ranks), self.workload, self.cell, examination.conduct)
+        single.oracle, single.rough = examination.oracle, examination.rough
+        examination.moments = (*examination.moments[:index], Moment(index, tuple(steps)))
+        with suppress(Exception):  # whatever cannot be computed here, the judge's own checks will say why
+            truth, layout = single.truths[0], single.layouts[0]
+            examination.truths[index], examination.layouts[index] = truth, layout
+            return _right(single, truth, handed)
+        return None
+
+    def parts(self, index: int) -> Sequence[Sequence[Tensors]]:
+        """Return the gradient of each group alone at a step, by micro-batch; none where nothing is right."""
+        truth = self.examination.truths.get(index)
+        return truth.parts if truth is not None else ()
+
+    def settle(self, index: int, steps: Sequence[Step]) -> None:
+        """Replace a step by what is known of it now."""
+        moments = self.examination.moments
+        self.examination.moments = (*moments[:index], Moment(index, tuple(steps)), *moments[index + 1 :])
+
+    def predictions(self, index: int, rank: int) -> Iterator[Tensors]:
+        """Yield what the known mistakes would have handed to the optimizer of a rank, as far as anything is known."""
+        if not self.examination.truths[index].raw:
+            return
+        scene = self._scene(index, rank)
+        for explanation in PREDICTIONS:
+            with suppress(Exception):  # an explanation that cannot be asked has nothing to say
+                yield from explanation.predict(scene)
+
+    def each_sample(self, index: int) -> list[Tensors]:
+        """Return the gradient of each sample of the step alone; none where none can be alone."""
+        with suppress(Exception):
+            return self._laboratory.each_sample(index)
+        return []
+
+    def _scene(self, index: int, rank: int) -> Scene:
+        examination = self.examination
+        moment, truth = examination.moments[index], examination.truths[index]
+        step = moment.ranks[rank]
+        right = flat(truth.raw, truth.raw, list(truth.raw))
+        given = flat(step.gradients, truth.raw, list(truth.raw))
+        return Scene(
+            index=index,
+            rank=rank,
+            step=step,
+            ranks=moment.ranks,
+            truth=truth,
+            accumulate=self.workload.accumulate,
+            clip_norm=self.workload.clip_norm,
+            trained=frozenset(examination.oracle.trained),
+            earlier=examination.moments[index - 1].ranks[rank].gradients if index else None,
+            past=tuple(past for number, past in reversed(examination.truths.items()) if number < index),
+            factor=float(given @ right / (right @ right)) if norm(right) else 1.0,
+            limit=float(torch.linalg.vector_norm(given)),
+            limits=(),
+            always_wrong=False,
+            evenly=False,
+            laboratory=self._laboratory,
+        )
+
+
+def _right(single: Examination, truth: Truth, handed: Collection[str]) -> Right:
+    (moment,) = single.moments
+    layout = single.layouts[0]
+    single.place(single.rough, moment)
+    computed = _computed(single.rough, layout, moment.ranks[0].scale or 1.0)
+    rough = clipped(mean_gradient(computed), single.workload.clip_norm)
+    rounding = {name: max(unit, distance(rough[name], truth.contract[name])) for name, unit in truth.units.items()}
+    thawed_parts = _thawed(single, handed)
+    sizes: Tensors = {}
+    for part in (part for parts in (truth.parts, thawed_parts) for groups in parts for part in groups):
+        for name, value in part.items():
+            sizes[name] = sizes[name] + value.abs() if name in sizes else value.abs()
+    thawed = mean_gradient(thawed_parts)
+    return Right(
+        truth=truth,
+        mixed=_mixed(single, truth),
+        computed=computed,
+        rounding={**{name: norm(sizes[name]) * single.epsilon for name in thawed}, **rounding},
+        lengths={name: norm(value) for name, value in (thawed | truth.contract).items()},
+        sizes=sizes,
+        thawed=thawed,
+    )
+
+
+def _thawed(single: Examination, handed: Collection[str]) -> list[list[Tensors]]:
+    """Return the gradient of each group with respect to the frozen parameters that were handed one."""
+    oracle = single.oracle
+    frozen = {name: p for name, p in oracle.parameters.items() if name in handed and name not in oracle.trained}
+    if not frozen:
+        return []
+    trained = oracle.trained
+    try:
+        for parameter in frozen.values():
+            parameter.requires_grad_(True)
+        oracle.trained = frozen
+        return oracle.group_gradients(single.layouts[0])
+    finally:
+        oracle.trained = trained
+        for parameter in frozen.values():
+            parameter.requires_grad_(False)
+
+
+def _computed(rough: Oracle, layout: Layout, scale: float) -> list[list[Tensors]]:
+    """Return the gradient of each group alone in the precision of ``rough``, as float64, finite if any scale is."""
+    while True:
+        parts = rough.group_gradients(layout, scale)
+        every = [value for groups in parts for part in groups for value in part.values()]
+        if scale <= 1 or all(bool(value.isfinite().all()) for value in every):
+            return [[{name: value.double() for name, value in part.items()} for part in groups] for groups in parts]
+        scale /= 2
+
+
+def _mixed(single: Examination, truth: Truth) -> list[list[Tensors]]:
+    """Return the gradient of each group alone, at the weights of the rank that computed it."""
+    (moment,) = single.moments
+    mixed = [list(groups) for groups in truth.parts]
+    for rank, step in enumerate(moment.ranks):
+        if any(step.before[name] is not value for name, value in moment.ranks[0].before.items()):
+            single.place(single.oracle, replace(moment, ranks=(step, *moment.ranks)))
+            for place, groups in enumerate(single.oracle.group_gradients(single.layouts[0])):
+                if rank < len(groups):
+                    mixed[place][rank] = groups[rank]
+    return mixed
+
+
+def rounding_sizes(before: Tensor, after: Tensor) -> Tensor:
+    """Return how large one rounding of each entry of ``after`` is, in the precision of ``before``."""
+    return (before.double().abs() + (after.double() - before.double()).abs()) * torch.finfo(before.dtype).eps / 2

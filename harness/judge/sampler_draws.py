@@ -1,0 +1,110 @@
+"""Draws of ranks that each draw samples by themselves: which of them are alike although chance would not have it.
+
+Where data comes by iterations there is no epoch in which a sample is due once. What is left to ask is whether the
+ranks are independent: a shared generator, or one that is seeded alike, gives all of them the same samples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.evidence.trace import Step
+from harness.judge.oracle.dropout_masks import surprise_limit
+from harness.judge.trace_analysis import Examination
+
+RANKS_FOR_THE_RATE = 8
+"""From so many ranks it is estimated how often two draws are alike by chance."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Two ranks drew ``count`` of ``places`` samples alike, at one ``step`` or, where that is None, over all."""
+
+    first: int
+    second: int
+    step: int | None
+    count: int
+    places: int
+
+
+def repeated(examination: Examination) -> tuple[int, int] | None:
+    """Return the step and the rank at which a batch, or a step, has the very draws of the one before it."""
+    size, world = len(examination.oracle.data), examination.cell.processes
+    for trace in examination.trace.ranks:
+        micros = [(step, micro.samples) for step, own in enumerate(trace.steps) for micro in own.micro_batches]
+        steps = [(step, _drawn(own)) for step, own in enumerate(trace.steps)]
+        limit = surprise_limit(2 * world * len(micros))
+        for draws in (micros, steps):
+            for (_, before), (step, now) in itertools.pairwise(draws):
+                # Who goes through the data in order has the same batch again where there is no other.
+                alone = 2 * world * len(set(now)) > size
+                if now == before and not alone and len(now) * math.log(size) > limit:
+                    return step, trace.rank
+    return None
+
+
+def shared(examination: Examination) -> Shared | None:
+    """Return the two ranks whose draws have more in common, place by place, than chance explains; None if none have.
+
+    By chance a place is alike with the rate at which draws of different steps are, and at least once in as many as
+    there are samples to choose from.
+    """
+    table = _table(examination)
+    if table is None:
+        return None
+    ranks, steps, width = table.shape
+    size = len(examination.oracle.data)
+    rate = max(1 / max(size - width, size / 2), _rate_by_chance(table))
+    limit = surprise_limit(ranks * (ranks - 1) // 2 * (steps + 1))
+    worst: tuple[float, Shared] | None = None
+    for first in range(ranks - 1):
+        alike = (table[first] == table[first + 1 :]).sum(2)
+        for counts, places, every in ((alike, width, True), (alike.sum(1, keepdim=True), steps * width, False)):
+            found = _surprise(counts.double(), places, rate)
+            place = int(found.argmax())
+            other, step = divmod(place, counts.shape[1])
+            if float(found.flatten()[place]) > max(limit, worst[0] if worst else 0.0):
+                count = int(counts[other, step])
+                told = Shared(first, first + 1 + other, step if every else None, count, places)
+                worst = float(found.flatten()[place]), told
+    return worst[1] if worst else None
+
+
+def _drawn(step: Step) -> tuple[int, ...]:
+    return tuple(i for micro in step.micro_batches for i in micro.samples)
+
+
+def _table(examination: Examination) -> Tensor | None:
+    """Return the draws as ranks × steps × places, as many places as every step of every rank has."""
+    draws: Sequence[Sequence[tuple[int, ...]]] = [
+        [_drawn(moment.ranks[rank]) for moment in examination.moments] for rank in range(examination.cell.processes)
+    ]
+    width = min((len(step) for own in draws for step in own), default=0)
+    if len(draws) < 2 or not width:
+        return None
+    return torch.tensor([[step[:width] for step in own] for own in draws])
+
+
+def _rate_by_chance(table: Tensor) -> float:
+    """Return how often draws of different ranks at different steps are alike; 0 where there is one step."""
+    some = table[:RANKS_FOR_THE_RATE]
+    ranks, steps, width = some.shape
+    alike = 0
+    for lag in range(1, steps):
+        moved = some.roll(lag, dims=1)
+        alike += sum(int((some[first] == moved[first + 1 :]).sum()) for first in range(ranks - 1))
+    places = (steps - 1) * steps * width * ranks * (ranks - 1) // 2
+    return alike / places if places else 0.0
+
+
+def _surprise(counts: Tensor, places: int, rate: float) -> Tensor:
+    """Return minus the logarithm of (Chernoff's bound on) the chance of so many places alike, or more."""
+    share = counts / places
+    entropy = torch.special.xlogy(share, share / rate) + torch.special.xlogy(1 - share, (1 - share) / (1 - rate))
+    return torch.where(share > rate, places * entropy, 0.0) if rate < 1 else torch.zeros_like(share)

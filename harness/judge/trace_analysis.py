@@ -1,0 +1,255 @@
+"""What the checks share: the steps of a trace side by side, the truth for each of them, and the noise."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from harness.core.cell import Cell
+from harness.core.training_behavior import ORDINARY, Conduct
+from harness.evidence.trace import Step, Tensors, Trace
+from harness.judge.oracle.epochs import Epochs
+from harness.judge.oracle.full_training import FreeTraining
+from harness.judge.oracle.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
+from harness.judge.oracle.noise import NoiseScale, distance, largest_rounding, limit, norm, rounding_unit
+from harness.judge.oracle.training import Oracle, clipped, mean_gradient
+from harness.workloads import Workload
+
+DRAWS = 12
+"""Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is right at one step, in float64, at the subject's own weights and samples.
+
+    ``one_device`` are the gradients that one device may compute: of the mean over micro-batches, and of all samples
+    at once. ``contract`` is what the backend promises, ``raw`` the same before it is clipped, ``parts`` the gradient
+    of each group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor, and ``coarse`` that of
+    one rounding of its largest entry in what autocast computes in; without autocast it is empty.
+    """
+
+    one_device: tuple[Tensors, ...]
+    contract: Tensors
+    raw: Tensors
+    parts: Sequence[Sequence[Tensors]]
+    units: dict[str, float]
+    coarse: dict[str, float]
+
+    @property
+    def whole(self) -> Tensors:
+        """The gradient of one device that takes the same micro-batches."""
+        return self.one_device[0]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One optimizer step over all ranks. ``index`` counts attempts from 0, skipped ones included."""
+
+    index: int
+    ranks: tuple[Step, ...]
+
+    @property
+    def skipped(self) -> bool:
+        """Whether any rank's GradScaler skipped the step."""
+        return any(step.skipped for step in self.ranks)
+
+
+class Examination:
+    """One trace under examination. Everything expensive is computed once, and only if a check asks for it."""
+
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> None:
+        self.trace = trace
+        self.workload = workload
+        self.cell = cell
+        self.conduct = conduct
+        self.devices = cell.topology.devices
+        self.epochs = Epochs.of(workload, conduct, self.devices)
+        self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
+
+    @cached_property
+    def free(self) -> FreeTraining:
+        """Whole trainings from the job's weights, for what is asked of the end."""
+        return FreeTraining(self)
+
+    @property
+    def coarsest(self) -> float:
+        """The spacing of the coarsest numbers that the precision computes with."""
+        arithmetic = self.cell.arithmetic
+        return torch.finfo(getattr(torch, arithmetic.autocast or arithmetic.storage)).eps
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The steps of all ranks side by side, as many as every rank took."""
+        columns = zip(*(rank.steps for rank in self.trace.ranks), strict=False)
+        return tuple(Moment(index, steps) for index, steps in enumerate(columns))
+
+    @cached_property
+    def taken(self) -> tuple[Moment, ...]:
+        """The moments at which every rank really stepped."""
+        return tuple(moment for moment in self.moments if not moment.skipped)
+
+    @cached_property
+    def oracle(self) -> Oracle:
+        """Float64, one device."""
+        return Oracle(self.workload, self.devices)
+
+    @cached_property
+    def rough(self) -> Oracle:
+        """The cell's own precision, one device."""
+        return Oracle(self.workload, self.devices, self.cell.arithmetic)
+
+    @property
+    def steps_due(self) -> int:
+        """How many optimizer steps the training should have."""
+        return self.workload.steps(self.devices)
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether samples should be in another order in each epoch."""
+        return self.conduct.shuffles(self.workload.shuffle)
+
+    def place(self, oracle: Oracle, moment: Moment) -> None:
+        """Put an oracle where the subject was before a step."""
+        oracle.load(moment.ranks[0].before)
+        self.set_scene(oracle, moment)
+        oracle.take_turns(moment.ranks[0])
+
+    def set_scene(self, oracle: Oracle, moment: Moment) -> None:
+        """Hand over what a step's forwards depend on besides the weights."""
+        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.conduct.own_buffers)
+
+    @cached_property
+    def start(self) -> Tensors:
+        """The job's own weights, in the precision in which the subject gets them."""
+        model = self.workload.model(self.rough.dtype)
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    @cached_property
+    def layouts(self) -> dict[int, Layout]:
+        """Who computed what at each step taken, by step index."""
+        spread = self.cell.contract.devices_per_process(self.cell.topology)
+        accumulate = self.workload.accumulate
+        return {moment.index: contract_layout(told_apart(moment.ranks), spread, accumulate) for moment in self.taken}
+
+    @cached_property
+    def truths(self) -> dict[int, Truth]:
+        """What is right at each step taken, by step index."""
+        truths = {}
+        for moment in self.taken:
+            layout = self.layouts[moment.index]
+            self.place(self.oracle, moment)
+            parts = self.oracle.group_gradients(layout)
+            raw = mean_gradient(parts)
+            contract = clipped(raw, self.workload.clip_norm)
+            known = {layout: contract}
+            for other in (whole(layout), at_once(layout)):
+                if other not in known:
+                    known[other] = self.oracle.gradient(other)
+            truths[moment.index] = Truth(
+                # Both ways at every step, also where they are the same: a trainer keeps to one of them.
+                one_device=(known[whole(layout)], known[at_once(layout)]),
+                contract=contract,
+                raw=raw,
+                parts=parts,
+                # Clipping shortens the roundings of a gradient with it.
+                units={name: self._unit(parts, name) * _ratio(contract[name], raw[name]) for name in contract},
+                coarse=self._coarse(parts, contract, raw),
+            )
+        return truths
+
+    @cached_property
+    def is_one_device(self) -> bool:
+        """Whether the contract is what one device computes, at every step, within thousands of float64's roundings."""
+        return all(
+            sum(distance(truth.contract[name], right) for name, right in truth.whole.items())
+            <= 1e-12 * sum(map(norm, truth.whole.values()))
+            for truth in self.truths.values()
+        )
+
+    def _unit(self, parts: Sequence[Sequence[Tensors]], name: str) -> float:
+        return rounding_unit(_shares(parts, name), self.epsilon)
+
+    def _coarse(self, parts: Sequence[Sequence[Tensors]], contract: Tensors, raw: Tensors) -> dict[str, float]:
+        if self.cell.arithmetic.autocast is None:
+            return {}
+        return {
+            name: largest_rounding(_shares(parts, name), self.coarsest) * _ratio(contract[name], raw[name])
+            for name in contract
+        }
+
+    @cached_property
+    def noise(self) -> NoiseScale:
+        """Noise of the gradient: the contract in the cell's precision on one device, in several orders."""
+        noise = NoiseScale()
+        rng = random.Random(self.workload.seed)
+        orders = -(-DRAWS // max(len(self.taken), 1))
+        for moment in self.taken:
+            truth = self.truths[moment.index]
+            scale = moment.ranks[0].scale or 1.0
+            self.place(self.rough, moment)
+            noise.expect(truth.contract, truth.units, truth.coarse)
+            for _ in range(orders):
+                measured = self.rough.gradient(shuffled(self.layouts[moment.index], rng), scale)
+                noise.add(measured, truth.contract, truth.units)
+        return noise
+
+    @cached_property
+    def limit(self) -> float:
+        """How many × noise a right trainer's gradient stays under."""
+        return limit(max(self.noise.draws, 2))
+
+    @cached_property
+    def exact(self) -> bool:
+        """Whether every divisor is a power of two, so that an exact workload must match bit for bit."""
+        return (
+            self.workload.exact
+            and self.cell.arithmetic.autocast is None
+            and all(_is_power_of_two(n) for layout in self.layouts.values() for n in _divisors(layout))
+        )
+
+    def differing_ranks(self, pick: str) -> Iterable[tuple[Moment, int, Step]]:
+        """Yield the steps whose ``pick`` ('before', 'gradients', 'after') has bits of its own, first rank first."""
+        for moment in self.taken:
+            seen: list[Tensors] = []
+            for rank, step in enumerate(moment.ranks):
+                value: Tensors = getattr(step, pick)
+                if not any(same(value, other) for other in seen):
+                    seen.append(value)
+                    yield moment, rank, step
+
+
+def same(left: Tensors, right: Tensors) -> bool:
+    """Say whether two sets of tensors are the same names with the same bits (NaN equals NaN)."""
+    return left.keys() == right.keys() and all(
+        torch.equal(left[name], right[name])
+        or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))
+        for name in left
+    )
+
+
+def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:
+    """Return what each group contributes to a tensor's mean."""
+    count = sum(len(groups) for groups in parts)
+    return (part[name] / count for groups in parts for part in groups if name in part)
+
+
+def _ratio(shorter: Tensor, longer: Tensor) -> float:
+    return norm(shorter) / norm(longer) if norm(longer) else 1.0
+
+
+def _divisors(layout: Layout) -> Iterable[int]:
+    yield len(layout)
+    for groups in layout:
+        yield len(groups)
+        for group in groups:
+            yield sum(len(share) for share in group)
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

@@ -1,0 +1,217 @@
+"""Launches a cell on this machine: simulated devices, or the CUDA devices it has."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from harness.core.cell import Cell
+from harness.core.errors import LaunchError
+from harness.core.training_behavior import Conduct
+from harness.evidence.join_shards import put_together
+from harness.evidence.read import read_rank
+from harness.evidence.trace import Exit, RankTrace, Trace
+from harness.launch.exit_reason import explain
+from harness.launch.hung_ranks import take_so_far, without_unfinished
+from harness.launch.local import one_machine
+from harness.launch.node_launch import gather
+from harness.launch.pool import Pool, Running
+from harness.launch.settings import Settings
+from harness.worker.assignment import Assignment
+from harness.workloads import find
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a launch has to do with a checkpoint: stop after so many steps and leave one, or go on from it (None)."""
+
+    folder: Path
+    stop_after_step: int | None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A cell that is being trained, by a process for each of ``assignments``.
+
+    ``store`` is where its ranks meet, and must live as long as they do; None where the subject starts its ranks.
+    """
+
+    pool: Pool
+    running: Running
+    assignments: tuple[Assignment, ...]
+    store: torch.distributed.TCPStore | None
+    folder: Path
+    settings: Settings
+
+    def trace(self) -> Trace:
+        """Wait for the end and return the evidence.
+
+        Raises:
+            LaunchError: the pool's server is gone.
+            TraceError: a rank's evidence cannot be read, or shards of several do not fit.
+        """
+        ends = self.pool.finish(self.running)
+        ranks: list[RankTrace] = []
+        exits: dict[int, Exit] = {}
+        hung: dict[int, Exit] = {}
+        if self.store is None:
+            ranks, exits, hung = gather(self.assignments, ends, self.settings.time_limit)
+        else:
+            take_so_far(self.folder, ends)
+            for assignment, end in zip(self.assignments, ends, strict=True):
+                file = Path(assignment.evidence)
+                # It may have come to its end after all, when it was asked.
+                hangs = not end.evidence and end.code is None and end.limit_reached and file.exists()
+                if end.evidence or hangs:
+                    ranks.append(read_rank(file))
+                if not end.evidence:
+                    told = explain(end, assignment, self.settings.time_limit, hung=hangs)
+                    (hung if hangs else exits)[end.rank] = told
+        trace = without_unfinished(Trace(tuple(ranks), exits, max(end.seconds for end in ends), hung=hung), self._due)
+        for rank in trace.exits:
+            # What was written too late, or before a rank hung in the middle, is not to be found and judged one day.
+            Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
+        return put_together(trace)
+
+    @property
+    def _due(self) -> int:
+        """How many optimizer steps a rank has attempted that has trained to the end of this launch."""
+        assignment = self.assignments[0]
+        workload = find(assignment.cell.workload, assignment.cell.seed)
+        if assignment.stop_after_step is not None:
+            return assignment.stop_after_step
+        return workload.steps(assignment.cell.topology.devices) - (
+            workload.interrupt_after or 0 if assignment.resume else 0
+        )
+
+    def again(self, cell: Cell, part: str, checkpoint: Checkpoint) -> Trace:
+        """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into a folder of its own.
+
+        Raises:
+            LaunchError, TraceError: as in :func:`start` and :meth:`trace`.
+        """
+        return start(self.pool, cell, self.folder / part, self.settings, checkpoint).trace()
+
+
+def start(
+    pool: Pool,
+    cell: Cell,
+    folder: Path,
+    settings: Settings,
+    checkpoint: Checkpoint | None = None,
+    gate: Path | None = None,
+) -> Launched:
+    """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
+
+    With a ``gate``, the path of a socket, ranks are timed instead of recorded, and wait there between rounds.
+
+    Raises:
+        LaunchError: the pool's server is gone, or a subject that starts its ranks by itself is to be timed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    whole_nodes = _starts_its_ranks(pool, cell)
+    if whole_nodes and gate:
+        raise LaunchError(f"{cell.subject} starts its ranks by itself: they can be recorded, but not timed yet")
+    for left in folder.glob("*.safetensors") if whole_nodes else ():
+        left.unlink()  # nobody's but this launch's may be found there
+    store = None if whole_nodes else new_store(pool.listens_on)
+    meeting = {"MASTER_PORT": str(store.port)} if store else pool.meeting_point()
+    number = pool.next_launch()
+    comm = "nccl" if cell.accelerator == "cuda" and not settings.oversubscribe else "gloo"
+    assignments = tuple(
+        Assignment(
+            launch=number,
+            cell=cell,
+            rank=rank,
+            comm=comm,
+            devices=_devices(cell, rank, settings.oversubscribe, whole_nodes),
+            environment=_environment(cell, rank, whole_nodes)
+            | pool.variables(cell, rank, settings.oversubscribe)
+            | meeting,
+            evidence=str(folder / f"rank-{rank}.safetensors"),
+            log=str(folder / f"rank-{rank}.log"),
+            checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
+            stop_after_step=checkpoint.stop_after_step if checkpoint else None,
+            resume=checkpoint is not None and checkpoint.stop_after_step is None,
+            sketch_above=settings.sketch_above,
+            gate=str(gate) if gate else None,
+            whole_node=whole_nodes,
+        )
+        for rank in range(0, cell.processes, cell.contract.processes_per_node(cell.topology) if whole_nodes else 1)
+    )
+    running = pool.begin(cell.subject, assignments, settings.time_limit)
+    return Launched(pool, running, assignments, store, folder, settings)
+
+
+def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
+    """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`Launched.trace`."""
+    return start(pool, cell, folder, settings).trace()
+
+
+def new_store(address: str) -> torch.distributed.TCPStore:
+    """Return a store for one launch's rendezvous. Ranks join it as they join the one that torchrun's agent holds.
+
+    The socket listens, on ``address``, before anybody is told the port: nobody can take it in between. It is an IPv4
+    one, where there is IPv4, because a dual-stack socket's addresses have names that only a DNS server could tell.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    port = listener.getsockname()[1]
+    host = address or one_machine.loopback()
+    return torch.distributed.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
+    """Say whether the subject of ``cell`` is one that is called once a node."""
+    return any(declared["launch"] == "node" for declared in _declared(pool, cell))
+
+
+def conduct_of(pool: Pool, cell: Cell) -> Conduct:
+    """Return what the subject of ``cell`` declares about its way of training there."""
+    return next((Conduct.of(declared["conduct"]) for declared in _declared(pool, cell)), Conduct())
+
+
+def _declared(pool: Pool, cell: Cell) -> Iterator[dict[str, Any]]:
+    for declared in pool.subjects:
+        if declared["name"] == cell.subject and cell.backend in declared["backends"]:
+            yield declared
+
+
+def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tuple[str, ...]:
+    """Return the names under which this rank, or all of its node, finds its devices."""
+    spread = cell.topology.gpus if whole_node else cell.contract.devices_per_process(cell.topology)
+    if cell.accelerator == "cpu":
+        return ("cpu",) * spread
+    first = 0 if whole_node or spread > 1 else rank % cell.contract.processes_per_node(cell.topology)
+    # Every node is on this machine then, and has all of its devices.
+    present = torch.cuda.device_count() if oversubscribe else first + spread
+    return tuple(f"cuda:{(first + i) % present}" for i in range(spread))
+
+
+def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:
+    """Return the variables that torchrun sets for this rank wherever it lives, or that it is told of a whole node."""
+    local_world = cell.contract.processes_per_node(cell.topology)
+    node = {
+        "GROUP_RANK": rank // local_world,
+        "GROUP_WORLD_SIZE": cell.topology.num_nodes,
+        "OMP_NUM_THREADS": 1,
+    }
+    own = {
+        "RANK": rank,
+        "LOCAL_RANK": rank % local_world,
+        "ROLE_RANK": rank,
+        "WORLD_SIZE": cell.processes,
+        "LOCAL_WORLD_SIZE": local_world,
+        "ROLE_WORLD_SIZE": cell.processes,
+        "ROLE_NAME": "default",
+    }
+    variables = node | ({"NODE_RANK": rank // local_world} if whole_node else own)
+    return {name: str(value) for name, value in variables.items()}

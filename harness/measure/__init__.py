@@ -1,1 +1,0 @@
-"""Speed and memory: groups of ranks that are timed in rounds, and the figures that follow."""

@@ -1,0 +1,92 @@
+"""What was asked on pytest's command line, in the words of the plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.core.errors import PlanError
+from harness.launch.launcher import Asked, Launcher, find_launcher
+from harness.launch.settings import Settings
+from harness.planning.expectations import FOLDER, ExpectationsError
+from harness.planning.plan import DEFAULT_GPUS, Matrix, check_devices, plan, topologies
+from harness.results.run import check_report_dir
+from harness.subjects.locator import parse_subject
+
+
+class Options:
+    """The options of a run: ``given`` are all of pytest's, ``root`` is its root directory.
+
+    Raises:
+        PlanError: they ask for something that cannot be planned here.
+        ReportDirUnusable: the report directory cannot be made.
+    """
+
+    def __init__(self, given: Mapping[str, Any], root: Path, say: Callable[[str], None]) -> None:
+        import torch
+
+        self._given = given
+        self.settings = Settings(given["time_limit"], given["oversubscribe"], given["sketch_above"])
+        self.launches: int = given["launches"]
+        self.keep_traces: bool = given["keep_traces"]
+        self.show_unsupported: bool = given["show_unsupported"]
+        self.resume: str | None = given["resume"]
+        self.report_dir = Path(given["report_dir"] or root / "reports")
+        check_report_dir(self.report_dir)
+        self.cells: Collection[str] | None = given["cell"]
+        self.interpreters = {locator: parse_subject(locator) for locator in given["subject"] or ["reference"]}
+        present = torch.cuda.device_count()
+        accelerator = given["accelerator"]
+        if accelerator == "auto":
+            accelerator = "cuda" if present else "cpu"
+        self.default_gpus = present if accelerator == "cuda" else DEFAULT_GPUS
+        self.matrix = Matrix(
+            gpus=given["gpus"] or self.default_gpus,
+            nodes=given["nodes"],
+            backends=_names(given["backends"]),
+            precisions=_names(given["precisions"]),
+            workloads=_names(given["workloads"]),
+            accelerator=accelerator,
+            seed=given["seed"],
+            shared=present if accelerator == "cuda" and given["oversubscribe"] else None,
+        )
+        if given["gpus"] is not None and given["gpus"] < 1:
+            raise PlanError(f"--gpus {given['gpus']}: at least one device is needed")
+        self.launcher: Launcher = find_launcher(given["launcher"], self._asked_of_launcher(say))
+        if accelerator == "cuda" and not present:
+            raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
+        check_devices(self.matrix, present * self.launcher.machines, oversubscribe=given["oversubscribe"])
+        # A misspelt name is answered at once, not when every subject's library has been imported.
+        plan(self.matrix, [])
+
+    def _asked_of_launcher(self, say: Callable[[str], None]) -> Asked:
+        return Asked(
+            nodes=max(topology.num_nodes for topology in topologies(self.matrix.gpus, self.matrix.nodes)),
+            subjects=len(self.interpreters),
+            rendezvous=self._given["rendezvous"],
+            node_command=self._given["node_command"],
+            say=say,
+        )
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Those that say what is examined and how; they stand in the run's header."""
+        names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
+        return {name: self._given[name] for name in (*names, "oversubscribe", "sketch_above", "launches")}
+
+    def expectations(self, suite: Path) -> Path:
+        """Return the folder of what is expected; by default it lies beside that of the file ``suite``.
+
+        Raises:
+            ExpectationsError: the one that was asked for is not there.
+        """
+        given = self._given["expectations"]
+        if given and not os.path.isdir(given):
+            raise ExpectationsError(f"--expectations {given}: there is no such folder")
+        return Path(given) if given else suite.parent.parent / FOLDER
+
+
+def _names(given: str | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(name.strip() for name in given.split(",") if name.strip())

@@ -1,0 +1,127 @@
+"""``report.md``: a run on one screen, for the summary of a CI job: the verdict, a table, what failed, how fast."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.report.html.charts import configuration_of
+from harness.report.html.scales import between, in_words
+from harness.report.tables.cells import cell_table
+from harness.report.tables.failures import Group, failures, what_it_says
+from harness.report.tables.figures import NOT_EXAMINED, Measured, measured_cells
+from harness.report.tables.grid import Grid, Row, grids
+from harness.report.tables.headline import verdict_of
+from harness.report.tables.run_facts import backend_in_words, facts
+from harness.report.tables.subject_causes import SubjectCauses, subject_causes
+from harness.report.tables.summary import SIMULATED, computed_by, counts_in_words, notes, what_is_missing
+from harness.report.tables.support import IN_A_WORD, passed_of_tried
+from harness.report.tables.undeclared import undeclared_in_words, unsupported
+from harness.report.text import compact, markdown, markdown_code, shortened
+from harness.results.run import Run
+
+MOST_LINES = 40
+_WRONG = ("N", "X", "?")
+_MOST_ROWS = 10
+_MOST_GROUPS = 3
+_MOST_SUBJECTS = 2
+_MOST_FIGURES = 4
+_MOST_NOTES = 2
+_LONGEST_MESSAGE = 300
+
+
+def one_screen(run: Run) -> str:
+    """Return the page, of at most ``MOST_LINES`` lines. ``report.html`` has what it leaves out."""
+    cells = cell_table(run)
+    verdict = verdict_of(run, cells)
+    told = facts(run)
+    lines = [f"# {markdown(verdict.sentence)}", ""]
+    lines += [f"{markdown(verdict.detail)}  "] if verdict.detail else []
+    lines += [f"**{markdown(missing)}**  "] if (missing := what_is_missing(run, cells)) else []
+    lines += [f"{markdown(note)}  " for note in notes(run)[:_MOST_NOTES]]
+    by = computed_by(run)
+    lines.append(f"{markdown(counts_in_words(cells['outcome']))}. Devices: {markdown(', '.join(by) or 'none')}.  ")
+    if undeclared := unsupported(run, cells):
+        lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
+    lines.append(f"Run {markdown_code(told['run'])}: {markdown_code(shortened(told.get('command', ''), 200))}")
+    lines += _support(grids(run))
+    lines += _wrong(failures(run), subject_causes(run))
+    lines += _speed(measured_cells(run), simulated=SIMULATED in by)
+    return "\n".join(lines) + "\n"
+
+
+def _support(subjects: Sequence[Grid]) -> Iterator[str]:
+    """Yield a line for each backend of each subject, those with something wrong first; a column is a precision."""
+    precisions = list(dict.fromkeys(row.precision for grid in subjects for row in grid.rows))
+    rows: dict[tuple[str, str, str], dict[str, Row]] = {}
+    for grid in subjects:
+        for row in grid.rows:
+            rows.setdefault((grid.subject, row.backend, grid.accelerator), {})[row.precision] = row
+    if not rows:
+        return
+    right = {key: all(row.mark not in _WRONG for row in found.values()) for key, found in rows.items()}
+    shown = sorted(rows, key=right.__getitem__)[:_MOST_ROWS]
+    yield ""
+    yield f"| subject | backend | {' | '.join(map(markdown, precisions))} |"
+    yield f"| --- | --- |{' :-: |' * len(precisions)}"
+    for subject, backend, accelerator in shown:
+        found = rows[subject, backend, accelerator]
+        squares = (_square(found[name]) if name in found else "" for name in precisions)
+        yield f"| {markdown(subject)} | {markdown(backend_in_words(backend))} | {' | '.join(squares)} |"
+    yield ""
+    left = f"{len(rows) - len(shown)} more rows are in report.html. " if len(rows) > len(shown) else ""
+    used = dict.fromkeys(row.mark for found in rows.values() for row in found.values())
+    yield left + ", ".join(f"{mark} {words}" for mark, words in IN_A_WORD.items() if mark in used)
+
+
+def _square(row: Row) -> str:
+    passed, tried = passed_of_tried(cell.outcome for cell in row.cells)
+    return f"{row.mark} {passed}/{tried}"
+
+
+def _wrong(groups: Sequence[Group], subjects: Sequence[SubjectCauses]) -> Iterator[str]:
+    if not groups:
+        return
+    yield ""
+    yield "## What went wrong"
+    yield ""
+    for summary in subjects[:_MOST_SUBJECTS]:
+        yield f"- {markdown(' '.join(summary.sentences))}"
+    shown = _MOST_GROUPS - len(subjects[:_MOST_SUBJECTS])  # a group takes two lines
+    for group in groups[:shown]:
+        finding, count = group.findings[0], len(group.findings)
+        family = f" ({markdown(group.family)})" if group.family else ""
+        error = "" if finding.error_x_noise is None else f", {compact(finding.error_x_noise)} × noise"
+        cells = "1 cell" if count == 1 else f"{count} cells"
+        said = markdown(shortened(what_it_says(finding), _LONGEST_MESSAGE))
+        yield f"- **{markdown(group.title)}**{family} in {cells}{error}: {said}"
+        if finding.reproduce:
+            yield f"  - {markdown_code(finding.reproduce)}"
+    if len(groups) > shown:
+        yield f"- … and {len(groups) - shown} more causes, in report.html"
+
+
+def _speed(cells: Sequence[Measured], *, simulated: bool) -> Iterator[str]:
+    """Yield the throughput of the largest configurations, examined ones first; what went wrong is struck through."""
+    timed = [cell for cell in cells if cell.value("throughput") is not None]
+    if not timed:
+        return
+    yield ""
+    yield "## Speed" + (" (simulated devices: not about GPUs)" if simulated else "")
+    yield ""
+    several = len({cell.subject for cell in timed}) > 1
+    timed.sort(key=_what_is_read_first)
+    for cell in timed[:_MOST_FIGURES]:
+        figure = cell.figures["throughput"]
+        assert figure.value is not None
+        said = in_words(figure.value, figure.unit)
+        if figure.low is not None and figure.high is not None:
+            said += f" ({between(figure.low, figure.high, '')})"
+        said = f"~~{markdown(said)}~~" if cell.conformance.wrong else markdown(said)
+        name = f"{cell.workload}, {configuration_of(cell, several)}"
+        yield f"- {markdown(name)}: {said}; conformance: {markdown(cell.conformance.sentence)}"
+    if len(timed) > _MOST_FIGURES:
+        yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
+
+
+def _what_is_read_first(cell: Measured) -> tuple[bool, int, float]:
+    return cell.conformance.mark == NOT_EXAMINED, -cell.devices, -(cell.value("throughput") or 0.0)

@@ -1,0 +1,46 @@
+"""Replacing what others may be reading: they see the old file or the new one, never half of one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from harness.results.errors import StoreError
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` as UTF-8, over what was there.
+
+    Raises:
+        StoreError: the folder cannot be written to.
+
+    """
+    beside = _name_beside(path)
+    try:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise StoreError(f"Cannot write {path} ({error.strerror}): make its folder writable.") from error
+
+
+def point_symlink(link: Path, target: str) -> None:
+    """Let ``link`` point to ``target``, over a link that was there.
+
+    Raises:
+        OSError: something that is not a link stands in its place, or the file system has no symlinks.
+
+    """
+    beside = _name_beside(link)
+    try:
+        beside.symlink_to(target, target_is_directory=True)
+        os.replace(beside, link)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def _name_beside(path: Path) -> Path:
+    """Return a free name in the same folder: a rename is atomic only within one file system."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")

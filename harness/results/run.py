@@ -1,0 +1,336 @@
+"""A run's folder: written line by line while the run goes on, read back as one frozen value."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import BaseModel, ValidationError
+
+from harness.core.invocation import command
+from harness.results.atomic import point_symlink
+from harness.results.errors import (
+    CorruptRecord,
+    MissingHeader,
+    NewerSchema,
+    NothingToResume,
+    ReportDirUnusable,
+    RunNotFound,
+    RunTooLarge,
+    StoreError,
+)
+from harness.results.json_lines import ChecksumError, Line, line_of, record_of
+from harness.results.records import SCHEMA_VERSION, Coordinates, Footer, Header, Measurement, PlannedCell, Result
+
+RESULTS = "results.jsonl"
+LATEST = "latest"
+
+# Far above what a run writes, and low enough that a hostile file cannot fill the memory.
+LARGEST_FILE = 1 << 29
+LARGEST_LINE = 1 << 25
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run left. ``path`` is its folder; ``torn``: the last line was cut off and has been left out."""
+
+    header: Header
+    results: tuple[Result, ...]
+    footer: Footer | None
+    path: Path
+    torn: bool = False
+    measurements: tuple[Measurement, ...] = ()
+
+    @property
+    def missing(self) -> tuple[PlannedCell, ...]:
+        """The planned cells that no record speaks of."""
+        seen = {record.coordinates for record in (*self.results, *self.measurements)}
+        return tuple(cell for cell in self.header.planned if cell.coordinates not in seen)
+
+    @property
+    def whole(self) -> dict[Coordinates, tuple[Result, ...]]:
+        """The findings of every cell that has all of them."""
+        cells: dict[Coordinates, list[Result]] = {}
+        for result in self.results:
+            cells.setdefault(result.coordinates, []).append(result)
+        return {
+            coordinates: tuple(found)
+            for coordinates, found in cells.items()
+            if (len(found) >= found[0].findings if found[0].findings else coordinates != self.cut_short)
+        }
+
+    @property
+    def cut_short(self) -> Coordinates | None:
+        """The cell that was being written when a run without a footer ended: it may lack findings."""
+        return self.results[-1].coordinates if self.footer is None and self.results else None
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the run ended before its time: no footer, a torn line, or cells without a result."""
+        return self.footer is None or self.torn or bool(self.missing)
+
+
+class RunWriter:
+    """Writes a run as it happens. A record is on its way to the disk when ``write`` returns.
+
+    Left without ``close`` (a crash, or the end of its ``with`` block) it leaves a run without a footer.
+
+    Raises:
+        ReportDirUnusable: the report directory cannot be made, or not be written to.
+        StoreError: a record cannot be written, for instance because the disk is full.
+
+    """
+
+    def __init__(self, report_dir: Path, header: Header) -> None:
+        self.path = report_dir / header.run_id
+        try:
+            self.path.mkdir(parents=True)
+            self._file: FileIO = (self.path / RESULTS).open("xb", buffering=0)
+            _claim(self._file)
+            self._write(header)
+            point_symlink(report_dir / LATEST, header.run_id)
+        except OSError as error:
+            where = error.filename2 or error.filename
+            raise ReportDirUnusable(
+                f"Cannot begin a run in the report directory {report_dir} ({error.strerror}: {where}): "
+                "make it writable or name another with --report-dir."
+            ) from error
+
+    @classmethod
+    def resume(cls, path: Path) -> tuple[RunWriter, Run]:
+        """Go on with the run at ``path`` after its last whole cell; return it as it was up to there.
+
+        What it has of a cell that is not whole was never reported, and is cut away.
+
+        Raises:
+            NothingToResume: the run came to its end, or another process is writing it.
+            StoreError: it cannot be read (see ``read_run``) or not be written to.
+        """
+        file = read_run(path).path / RESULTS
+        writer = object.__new__(cls)
+        writer.path = file.parent
+        try:
+            writer._file = file.open("r+b", buffering=0)
+            _claim(writer._file)
+            run = read_run(file)
+            if not run.incomplete:
+                raise NothingToResume(
+                    f"The run {file.parent} came to its end: there is nothing to resume. Begin anew; if a page is "
+                    f"missing, `{command('plumbline', 'report', str(file.parent))}` makes it."
+                )
+            content = file.read_bytes()
+            end = _end_of_whole_cells(content, run)
+            writer._file.seek(writer._file.truncate(end))
+            if not content[:end].endswith(b"\n"):
+                writer._file.write(b"\n")  # only that was torn off
+        except OSError as error:
+            raise StoreError(f"Cannot go on with {file} ({error.strerror}): make it writable.") from error
+        return writer, read_run(file)
+
+    def write(self, *records: Result | Measurement) -> None:
+        """Append records and hand them to the operating system."""
+        self._write(*records)
+
+    def close(self, footer: Footer) -> None:
+        """Append the footer: the run is complete."""
+        self._write(footer)
+        self._file.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _write(self, *records: Line) -> None:
+        end = self._file.seek(0, os.SEEK_CUR)
+        data = memoryview(b"".join(map(line_of, records)))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._file.seek(self._file.truncate(end))  # all of them or none
+            raise StoreError(
+                f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
+                "make room on the disk or name another with --report-dir."
+            ) from error
+
+
+def check_report_dir(report_dir: Path) -> None:
+    """Look whether a run could be written below ``report_dir``, which need not be there yet; make nothing.
+
+    Raises:
+        ReportDirUnusable: a file is in the way, or a folder cannot be written to.
+    """
+    nearest = next(path for path in (report_dir, *report_dir.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest):
+        raise ReportDirUnusable(
+            f"The report directory {report_dir} cannot be made: {nearest} is no folder. "
+            "Move it away or name another directory with --report-dir."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ReportDirUnusable(
+            f"Nothing can be written to the report directory {report_dir}: {nearest} is not writable. "
+            "Make it writable or name another with --report-dir."
+        )
+
+
+def _claim(file: FileIO) -> None:
+    """Keep other processes from writing the same run, for as long as the file is open here.
+
+    Raises:
+        NothingToResume: one of them is.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise NothingToResume(f"The run {Path(file.name).parent} is being written by another process.") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _end_of_whole_cells(content: bytes, run: Run) -> int:
+    """Return where the first record of an unfinished cell begins, in bytes."""
+    whole, end = run.whole, 0
+    for number, line in enumerate(content.splitlines(keepends=True)):
+        if number and line.strip():
+            try:
+                record = record_of(line)
+            except (ValidationError, ChecksumError):
+                return end
+            if isinstance(record, Footer) or (not isinstance(record, Header) and record.coordinates not in whole):
+                return end
+        end += len(line)
+    return end
+
+
+def read_run(path: Path) -> Run:
+    """Read a run from its folder, from ``latest``, or from its ``results.jsonl``.
+
+    A last line that was cut off is left out, and the run is then ``incomplete``.
+
+    Raises:
+        RunNotFound: there is no ``results.jsonl``.
+        RunTooLarge: it is larger than ``LARGEST_FILE`` bytes.
+        MissingHeader: it does not begin with a header.
+        NewerSchema: it was written by a newer plumbline.
+        CorruptRecord: a line in it is not a record, or not where it may stand.
+        StoreError: it cannot be read.
+
+    """
+    # By os.path, which says no of a name that is too long; Path would raise.
+    file = path / RESULTS if os.path.isdir(path) else path
+    if not os.path.isfile(file):  # also refuses a pipe or a device, which could be read for ever
+        raise RunNotFound(
+            f"There is no run at {path}: name a folder that holds a {RESULTS}, "
+            f"for example the {LATEST} folder of a report directory."
+        )
+    try:
+        # One byte more than allowed tells whether there is more, even if the file grows meanwhile.
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise StoreError(f"Cannot read {file} ({error.strerror}): make it readable.") from error
+    if len(content) > LARGEST_FILE:
+        raise RunTooLarge(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not one of plumbline's runs.")
+    return _assemble(content, file.resolve())
+
+
+def _assemble(content: bytes, file: Path) -> Run:
+    lines = content.split(b"\n")
+    # What stands after the last newline: nothing, or a line whose newline never came.
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise MissingHeader(f"{file} is empty: the run ended before it began. Delete its folder.")
+    last = numbered[-1][0]
+
+    header = _read_header(file, *numbered[0])
+    results: list[Result] = []
+    measurements: list[Measurement] = []
+    footer: Footer | None = None
+    torn = False
+    for number, record in _read_records(file, numbered[1:], last):
+        if record is None:
+            torn = True
+        elif isinstance(record, Header) or footer is not None:
+            kind = record.type
+            raise CorruptRecord(f"{file}, line {number}: a {kind} has no place here. {_WAY_OUT}")
+        elif isinstance(record, Footer):
+            footer = record
+        elif isinstance(record, Measurement):
+            measurements.append(record)
+        else:
+            results.append(record)
+    return Run(header, tuple(results), footer, file.parent, torn, tuple(measurements))
+
+
+_WAY_OUT = "The file was changed after it was written: take it from its source again, or run again."
+
+
+def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> Iterator[tuple[int, Line | None]]:
+    """Yield each line's record, or None for a last line that was cut off."""
+    for number, line in numbered:
+        if len(line) > LARGEST_LINE:
+            raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")
+        try:
+            yield number, record_of(line)
+        except ValidationError as error:
+            if number == last and _is_no_json(error):
+                yield number, None
+                return
+            raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+        except ChecksumError as error:
+            raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
+
+
+class _Envelope(BaseModel):
+    """What a header of any schema version has."""
+
+    type: str
+    schema_version: int | None = None
+
+
+def _read_header(file: Path, number: int, line: bytes) -> Header:
+    if len(line) > LARGEST_LINE:
+        raise MissingHeader(f"{file} does not begin with a header: it is not one of plumbline's runs.")
+    try:
+        envelope = _Envelope.model_validate_json(line, strict=True)
+    except ValidationError as error:
+        raise MissingHeader(
+            f"{file} does not begin with a whole header: the run ended before it began, or it is not one of "
+            "plumbline's. Delete its folder, or name another run."
+        ) from error
+    if envelope.type != "header" or envelope.schema_version is None:
+        raise MissingHeader(f"{file} does not begin with a header: name another run.")
+    if envelope.schema_version > SCHEMA_VERSION:
+        raise NewerSchema(
+            f"{file} was written in schema {envelope.schema_version} and this plumbline reads up to "
+            f"{SCHEMA_VERSION}: upgrade plumbline."
+        )
+    try:
+        record = record_of(line)
+    except ValidationError as error:
+        raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+    except ChecksumError as error:
+        raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
+    if not isinstance(record, Header):
+        raise MissingHeader(f"{file} does not begin with a header: name another run.")
+    return record
+
+
+def _is_no_json(error: ValidationError) -> bool:
+    return any(part["type"] == "json_invalid" for part in error.errors(include_input=False, include_url=False))
+
+
+def _first_complaint(error: ValidationError) -> str:
+    """Say what is wrong with which field, without repeating what the file says: it may be long or hostile."""
+    first = error.errors(include_input=False, include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:80]
+    return f"{where}: {first['msg'][:200]}" if where else first["msg"][:200]

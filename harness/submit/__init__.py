@@ -1,1 +1,0 @@
-"""A run over the nodes of a cluster: one job array over the matrix, whose parts become one run."""

@@ -1,0 +1,64 @@
+"""Several optimizers, each with its own part of the model, make one step: at once, or in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from harness.evidence.trace import MicroBatch, Step
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one optimizer did: ``names`` are its parameters', ``step`` is the step as if there were no other.
+
+    ``step`` has micro-batches where a pass was made for this optimizer.
+    """
+
+    optimizer: int
+    names: tuple[str, ...]
+    step: Step
+
+
+def belongs(part: Part, to: Sequence[Part]) -> bool:
+    """Say whether a part belongs to the step begun by others: parameters of its own, and no samples but theirs."""
+    if not to or any(part.optimizer == other.optimizer or set(part.names) & set(other.names) for other in to):
+        return False
+    own = part.step.micro_batches
+    return not own or _samples(own) == _samples(to[0].step.micro_batches)
+
+
+def joined(parts: Sequence[Part]) -> Step:
+    """Return all parts as one step, with the parameter groups in the model's order, whoever stepped first.
+
+    Samples count once, also where there was a pass for each part before any of them stepped.
+    """
+    first, last = parts[0].step, parts[-1].step
+    place = {name: number for number, name in enumerate(first.before)}
+    in_order = sorted(parts, key=lambda part: min((place[name] for name in part.names), default=len(place)))
+    turns: list[tuple[str, ...]] = []
+    for part in parts:
+        if turns and not part.step.micro_batches:
+            turns[-1] += part.names
+        else:
+            turns.append(part.names)
+    return replace(
+        first,
+        micro_batches=_once(first.micro_batches, len(parts)),
+        gradients={name: value for part in in_order for name, value in part.step.gradients.items()},
+        after=last.after,
+        learning_rates=tuple(rate for part in in_order for rate in part.step.learning_rates),
+        skipped=any(part.step.skipped for part in parts),
+        turns=tuple(turns) if len(turns) > 1 else (),
+    )
+
+
+def _once(micro_batches: tuple[MicroBatch, ...], times: int) -> tuple[MicroBatch, ...]:
+    size, rest = divmod(len(micro_batches), times)
+    runs = [micro_batches[start : start + size] for start in range(0, size * times, max(size, 1))]
+    repeated = runs and not rest and all(_samples(run) == _samples(runs[0]) for run in runs)
+    return runs[0] if repeated else micro_batches
+
+
+def _samples(micro_batches: Sequence[MicroBatch]) -> list[tuple[object, ...]]:
+    return [(micro.forwards, micro.loss) for micro in micro_batches]

@@ -1,0 +1,4 @@
+"""Measures a rank's steps: time, memory and communication.
+
+A timed launch is not recorded, so nothing here may depend on ``recording``.
+"""

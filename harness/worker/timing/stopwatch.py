@@ -1,0 +1,212 @@
+"""Times a rank's training in rounds, with nothing in the way but time stamps. It never judges.
+
+It takes the recorder's place in launches that measure: on the same hooks, but it keeps no tensor of the model's. The
+number of steps is known beforehand: ``warmup``, then rounds of as many steps each, a boundary after each. There the
+devices are brought to rest and the rank waits for all others, so that nothing of one round falls into another. When the
+parent has what it wants it asks for the report; the steps that are left are trained without being watched.
+
+Two more rounds are for looking, not for timing: a step in which tensors are counted, and some under torch's profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableSequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from harness.evidence.timing import RankTiming, Round
+from harness.evidence.trace import RankTrace
+from harness.worker.assignment import Assignment
+from harness.worker.timing.collectives import Collectives
+from harness.worker.timing.cpu_affinity import begin_on_core
+from harness.worker.timing.device_clock import clock_of
+from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
+from harness.worker.timing.round_barrier import REPORT, Gate
+from harness.worker.timing.tensor_bytes import TensorBytes
+from harness.workloads import find
+from harness.workloads.performance.base import PerformanceWorkload
+
+
+class Stopwatch:
+    """Times the steps of this process and reports them to the parent, which it waits for at the assignment's gate.
+
+    ``done`` are eight bytes, little-endian, for the number of steps done: they outlive the process.
+    """
+
+    def __init__(self, assignment: Assignment, done: MutableSequence[int]) -> None:
+        workload = find(assignment.cell.workload)
+        assert isinstance(workload, PerformanceWorkload)
+        assert assignment.gate is not None
+        self._rank = assignment.rank
+        self._done = done
+        self._devices = [torch.device(name) for name in assignment.devices]
+        self._on_cpu = self._devices[0].type == "cpu"
+        self._extent = workload.on(assignment.cell.accelerator).extent(assignment.cell.topology.devices)
+        self._gate = Gate(assignment.gate, assignment.rank)
+        self._clock = clock_of(self._devices)
+        self._boundaries = list(self._extent.boundaries)
+        self._rounds: list[tuple[tuple[float, ...], int, list[Tensor]]] = []
+        self._steps = 0
+        self._nested = 0
+        self._world_size = 1
+        self._tensors = TensorBytes(type(workload))
+        self._collectives = Collectives()
+        self._memory: dict[str, int] = {}
+        self._begun: Any = None
+        self._forwards: list[Any] = []
+        self._ended: list[Any] = []
+        self._samples: list[Tensor] = []
+        self._waits_for_forward = True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stopwatch:
+        """Return this stopwatch: a copy of the model brings its hooks along."""
+        return self
+
+    def install(self) -> None:
+        """Hook into torch's optimizers and GradScaler, and keep memory, for the rest of the process's life."""
+        if self._on_cpu:
+            keep_freed_memory()
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        self._watch_scaler(torch.amp.GradScaler)
+
+    def watch(self, model: nn.Module) -> None:
+        """Follow the samples that go through ``model``'s forward."""
+        self._tensors.watch(model)
+        model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether an optimizer step was recorded: none ever is, steps are counted and timed."""
+        return False
+
+    def on_loss(self, batch: Any) -> None:
+        """Take no notice: a loss has no time of its own."""
+
+    def on_log(self, name: str, value: Any) -> None:
+        """Take no notice: to look at a value is to wait for the device."""
+
+    def trace(self, rank: int, error: str | None, failed_at: float | None) -> RankTrace:
+        """Return how training ended; what was measured has been reported already."""
+        if error is None and self._steps != self._extent.steps_in_all:
+            error = (
+                f"it made {self._steps} optimizer steps, and its data are {self._extent.steps_in_all} whole batches: "
+                "one step a batch is what this workload asks for, once through the dataset"
+            )
+        return RankTrace(rank=rank, world_size=self._world_size, steps=(), error=error, failed_at=failed_at)
+
+    def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Once a step, in steps of 150 µs and more: what is written here in a longer way shows in them.
+        if not self._boundaries or not torch.is_grad_enabled():
+            return
+        index = _index(args[0]) if args else None
+        if index is None:
+            index = next((index for value in (*args, *kwargs.values()) if (index := _index(value)) is not None), None)
+        if index is None:
+            return
+        self._samples.append(index)
+        # Of several replicas the one on the first device counts, where the clock is.
+        if self._waits_for_forward and (self._on_cpu or index.device.type == "cpu" or index.device == self._devices[0]):
+            self._waits_for_forward = False
+            if self._begun is None:
+                self._clock.rest()
+                self._begun = self._clock.mark()
+            self._forwards.append(self._clock.mark())
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._nested += 1
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._nested -= 1
+        if self._nested == 0:  # an optimizer inside of an optimizer: the outer one's step is what the subject asked for
+            self._stepped(optimizer)
+
+    def _watch_scaler(self, scaler_class: Any) -> None:
+        step = scaler_class.step
+        watch = self
+
+        def counted(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            before = watch._steps
+            result = step(scaler, optimizer, *args, **kwargs)
+            if watch._steps == before and scaler.is_enabled():
+                watch._stepped(optimizer)  # it was skipped: the work was done all the same
+            return result
+
+        scaler_class.step = counted
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        self._steps += 1
+        self._done[:8] = self._steps.to_bytes(8, "little")
+        if not self._boundaries:
+            return
+        self._ended.append(self._clock.mark())
+        self._waits_for_forward = True
+        if self._steps == self._boundaries[0]:
+            self._at_boundary(optimizer)
+
+    def _at_boundary(self, optimizer: Optimizer) -> None:
+        times = self._clock.times([self._begun, *self._forwards, *self._ended])
+        del self._boundaries[0]
+        self._rounds.append((times, len(self._forwards), self._samples))
+        self._forwards, self._ended, self._samples = [], [], []
+        looked = len(self._rounds) - 1 - self._extent.rounds
+        if looked == 1:
+            self._tensors.stop(optimizer)
+            self._collectives.start()
+        elif looked == 2:
+            self._collectives.stop()
+        told = self._gate.wait()
+        # Everybody has arrived: what is done here takes nothing from a round of anybody's.
+        if looked == 0 or (looked < 0 and told == REPORT):
+            self._note_world()
+            self._memory = memory_of(self._devices)
+        if told == REPORT:
+            self._report()
+            return
+        if looked == 0:
+            self._tensors.start()
+        if self._on_cpu:
+            begin_on_core(self._rank + len(self._rounds))  # whoever takes turns with this rank begins on the same one
+        self._clock.rest()
+        self._begun = self._clock.mark()
+
+    def _report(self) -> None:
+        self._boundaries = []
+        warmup, *rounds = (
+            Round(begun=times[0], forwards=times[1 : 1 + forwards], ended=times[1 + forwards :], samples=_ids(samples))
+            for times, forwards, samples in self._rounds
+        )
+        looked = rounds[self._extent.rounds :]
+        timing = RankTiming(
+            rank=self._rank,
+            warmup=warmup,
+            rounds=tuple(rounds[: self._extent.rounds]),
+            memory=self._memory,
+            tensors=self._tensors.by_metric if looked else None,
+            communication=self._collectives.share_of(looked[-1].seconds) if looked else None,
+        )
+        self._rounds = []
+        self._gate.report(timing.to_json())
+
+    def _note_world(self) -> None:
+        """Take down how many ranks torch.distributed connects: the group may be gone when the subject returns."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self._world_size = torch.distributed.get_world_size()
+
+
+def _index(batch: Any) -> Tensor | None:
+    """Return the sample ids of a batch, None if it is none of the job's."""
+    index = batch.get("index") if isinstance(batch, (dict, Mapping)) else None
+    return index if isinstance(index, Tensor) else None
+
+
+def _ids(samples: list[Tensor]) -> tuple[int, ...]:
+    return tuple(torch.cat([index.reshape(-1).cpu() for index in samples]).tolist()) if samples else ()
