@@ -25,7 +25,7 @@ from harness.launch.local import one_machine
 from harness.launch.local.launcher import new_store
 from harness.launch.pool import SERVER_ENVIRONMENT
 from harness.worker.assignment import Assignment
-from harness.worker.connectivity import Ways, reach
+from harness.worker.connectivity import ConnectivityProbe, reach
 
 _PORT = 5
 """Digits of a port."""
@@ -100,7 +100,7 @@ def join(port: int, count: int, said: int) -> None:
 
 def reach_all(count: int) -> float:
     """Return the seconds in which one node reaches ``count`` others."""
-    nodes = [Ways() for _ in range(count)]
+    nodes = [ConnectivityProbe() for _ in range(count)]
     address = one_machine.loopback()
     ports = [node.answer({"command": "listen", "address": address})["port"] for node in nodes]
     started = time.perf_counter()

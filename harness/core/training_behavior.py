@@ -15,7 +15,7 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class Conduct:
+class TrainingBehavior:
     """What a subject declares about its way of training. The defaults are what every trainer is held to otherwise.
 
     Args:
@@ -48,7 +48,7 @@ class Conduct:
             )
 
     @classmethod
-    def of(cls, declared: Mapping[str, Any]) -> Conduct:
+    def of(cls, declared: Mapping[str, Any]) -> TrainingBehavior:
         """Undo :attr:`declared`.
 
         Raises:
@@ -79,5 +79,5 @@ class Conduct:
         return asked if self.shuffle == "job" else self.shuffle == "always"
 
 
-ORDINARY = Conduct()
+ORDINARY = TrainingBehavior()
 """What a subject is held to that declares nothing."""

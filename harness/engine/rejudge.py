@@ -10,7 +10,7 @@ from harness.core.errors import TraceError
 from harness.core.finding_order import told_first
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.core.training_behavior import Conduct
+from harness.core.training_behavior import TrainingBehavior
 from harness.evidence.read import read_trace
 from harness.judge.judge import judge
 from harness.results.json_lines import line_of
@@ -69,7 +69,7 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -
         return Rejudged(cell.id, recorded, obstacle=str(error))
     reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
     try:
-        conduct = Conduct.of(planned.conduct)
+        conduct = TrainingBehavior.of(planned.conduct)
     except ValueError as error:
         return Rejudged(
             cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"

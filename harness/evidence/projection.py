@@ -84,7 +84,7 @@ def project(tensor: Tensor, numbers: int = NUMBERS) -> Tensor:
 
 def sketched(trace: Trace, above: int) -> Trace:
     """Return a trace that was recorded whole as if tensors of more than ``above`` entries had been sketched."""
-    made: dict[int, Any] = {}
+    made: dict[int, Tensors] = {}
 
     def small(tensors: Tensors) -> Tensors:
         # What is one object stays one: weights that did not change between steps are known by that.

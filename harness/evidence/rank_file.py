@@ -11,7 +11,7 @@ from harness.evidence import write as evidence
 from harness.evidence.trace import RankTrace
 
 
-class EvidenceFile:
+class RankFile:
     """The file at ``path``. ``so_far`` returns what has been recorded at the moment it is called."""
 
     def __init__(self, path: str, so_far: Callable[[], RankTrace]) -> None:

@@ -6,28 +6,26 @@ from collections.abc import Iterator
 
 from harness.judge.oracle.epochs import Epochs
 from harness.judge.oracle.layout import Layout, contract_layout, told_apart
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 Place = tuple[int, int]
 """So many optimizer steps were done, and so many micro-batches of the next one."""
 
 
-def rank_layout(examination: Examination, step: int, *ranks: int) -> Layout:
+def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
     """Return who computed what in a step, skipped ones included: all ranks, or these; nobody without a sample."""
-    steps = told_apart(examination.moments[step].ranks)
-    spread = examination.cell.contract.devices_per_process(examination.cell.topology)
-    layout = contract_layout(
-        [steps[rank] for rank in ranks or range(len(steps))], spread, examination.workload.accumulate
-    )
+    steps = told_apart(analysis.moments[step].ranks)
+    spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
+    layout = contract_layout([steps[rank] for rank in ranks or range(len(steps))], spread, analysis.workload.accumulate)
     return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))
 
 
-def place(examination: Examination, step: int, micro_batches: int, rank: int) -> Place:
+def place(analysis: TraceAnalysis, step: int, micro_batches: int, rank: int) -> Place:
     """Return a recorded place in micro-batches of the workload; who takes a loss a device leaves more of them."""
-    if not micro_batches or step >= len(examination.moments):
+    if not micro_batches or step >= len(analysis.moments):
         return step, micro_batches
-    recorded = len(examination.moments[step].ranks[rank].micro_batches)
-    return step, -(-micro_batches * len(rank_layout(examination, step, rank)) // max(recorded, 1))
+    recorded = len(analysis.moments[step].ranks[rank].micro_batches)
+    return step, -(-micro_batches * len(rank_layout(analysis, step, rank)) // max(recorded, 1))
 
 
 def after_batch(epochs: Epochs, epoch: int, batches: int) -> tuple[Place, ...]:
@@ -40,13 +38,13 @@ def after_batch(epochs: Epochs, epoch: int, batches: int) -> tuple[Place, ...]:
     return (first + done, 0), (first + done - 1, rest or epochs.accumulate)
 
 
-def due(examination: Examination) -> Iterator[tuple[Place, ...]]:
+def due(analysis: TraceAnalysis) -> Iterator[tuple[Place, ...]]:
     """Yield the places at which an evaluation is due; none where the workload does not ask for any."""
-    every, epochs = examination.workload.validate_every, examination.epochs
+    every, epochs = analysis.workload.validate_every, analysis.epochs
     if every is None:
         return
     for epoch in range(epochs.count):
         for batches in range(every, epochs.batches + 1, every):
             places = after_batch(epochs, epoch, batches)
-            if places[0] <= (examination.steps_due, 0):
+            if places[0] <= (analysis.steps_due, 0):
                 yield places

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from harness.core.cell import Cell
 from harness.evidence.trace import RankTrace, Step, Tensors, Trace
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 Draws = tuple[int, ...]
 """The sample ids that all ranks together used in one step, sorted."""
@@ -19,11 +19,11 @@ class Interruption:
     Steps are counted as in the whole training, attempts that were skipped included.
     """
 
-    def __init__(self, whole: Examination, saved: Trace, resumed: Trace) -> None:
+    def __init__(self, whole: TraceAnalysis, saved: Trace, resumed: Trace) -> None:
         self.workload = whole.workload
         self.whole = whole
-        self.saved = Examination(saved, whole.workload, saving_cell(whole), whole.conduct)
-        self.resumed = Examination(resumed, whole.workload, whole.cell, whole.conduct)
+        self.saved = TraceAnalysis(saved, whole.workload, saving_cell(whole), whole.conduct)
+        self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.conduct)
 
     @cached_property
     def place(self) -> int:
@@ -77,13 +77,13 @@ class Interruption:
         ]
 
 
-def saving_cell(whole: Examination) -> Cell:
+def saving_cell(whole: TraceAnalysis) -> Cell:
     """Return the cell of the launch that stops: an elastic training comes from another number of devices."""
     return whole.cell.resized if whole.workload.elastic else whole.cell
 
 
-def _draws(examination: Examination) -> tuple[Draws, ...]:
+def _draws(analysis: TraceAnalysis) -> tuple[Draws, ...]:
     return tuple(
         tuple(sorted(i for step in moment.ranks for micro in step.micro_batches for i in micro.samples))
-        for moment in examination.moments
+        for moment in analysis.moments
     )

@@ -10,7 +10,7 @@ import torch
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Trace
 from harness.judge.causes import explain_launch, explain_vacuous
 from harness.judge.checks import CHECKS, Check
@@ -19,11 +19,11 @@ from harness.judge.consequences import in_order
 from harness.judge.error_outcome import Vacuous
 from harness.judge.reconstruct import followed
 from harness.judge.teardown import of_hung
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Workload
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> tuple[Finding, ...]:
+def judge(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
     """Put every question to the trace of a subject that declared ``conduct``.
 
     Findings are in reading order: root causes before their consequences.
@@ -43,17 +43,17 @@ def judge(trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDIN
         return (Finding("launch", Outcome.ERRORED, f"evidence cannot be followed: {_raised(error)}"),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
-        examination = Examination(trace, workload, cell, conduct)
-        findings = [_ask(name, check, examination) for name, check in CHECKS.items()]
+        analysis = TraceAnalysis(trace, workload, cell, conduct)
+        findings = [_ask(name, check, analysis) for name, check in CHECKS.items()]
     asked = tuple(finding for finding in findings if finding is not None)
     return in_order(of_hung(asked, trace) if trace.hung else asked)
 
 
-def _ask(name: str, check: Check, examination: Examination) -> Finding | None:
+def _ask(name: str, check: Check, analysis: TraceAnalysis) -> Finding | None:
     try:
-        return check(examination)
+        return check(analysis)
     except Vacuous as reason:
-        return explain_vacuous(Finding(name, Outcome.ERRORED, f"vacuous: {reason}"), examination)
+        return explain_vacuous(Finding(name, Outcome.ERRORED, f"vacuous: {reason}"), analysis)
     except Exception as error:
         # A check that raises knows nothing: its verdict is unknown, not right.
         return Finding(name, Outcome.ERRORED, f"the check itself raised {_raised(error)}")

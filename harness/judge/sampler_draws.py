@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.evidence.trace import Step
 from harness.judge.oracle.dropout_masks import surprise_limit
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 RANKS_FOR_THE_RATE = 8
 """From so many ranks it is estimated how often two draws are alike by chance."""
@@ -33,10 +33,10 @@ class Shared:
     places: int
 
 
-def repeated(examination: Examination) -> tuple[int, int] | None:
+def repeated(analysis: TraceAnalysis) -> tuple[int, int] | None:
     """Return the step and the rank at which a batch, or a step, has the very draws of the one before it."""
-    size, world = len(examination.oracle.data), examination.cell.processes
-    for trace in examination.trace.ranks:
+    size, world = len(analysis.oracle.data), analysis.cell.processes
+    for trace in analysis.trace.ranks:
         micros = [(step, micro.samples) for step, own in enumerate(trace.steps) for micro in own.micro_batches]
         steps = [(step, _drawn(own)) for step, own in enumerate(trace.steps)]
         limit = surprise_limit(2 * world * len(micros))
@@ -49,17 +49,17 @@ def repeated(examination: Examination) -> tuple[int, int] | None:
     return None
 
 
-def shared(examination: Examination) -> Shared | None:
+def shared(analysis: TraceAnalysis) -> Shared | None:
     """Return the two ranks whose draws have more in common, place by place, than chance explains; None if none have.
 
     By chance a place is alike with the rate at which draws of different steps are, and at least once in as many as
     there are samples to choose from.
     """
-    table = _table(examination)
+    table = _table(analysis)
     if table is None:
         return None
     ranks, steps, width = table.shape
-    size = len(examination.oracle.data)
+    size = len(analysis.oracle.data)
     rate = max(1 / max(size - width, size / 2), _rate_by_chance(table))
     limit = surprise_limit(ranks * (ranks - 1) // 2 * (steps + 1))
     worst: tuple[float, Shared] | None = None
@@ -80,10 +80,10 @@ def _drawn(step: Step) -> tuple[int, ...]:
     return tuple(i for micro in step.micro_batches for i in micro.samples)
 
 
-def _table(examination: Examination) -> Tensor | None:
+def _table(analysis: TraceAnalysis) -> Tensor | None:
     """Return the draws as ranks × steps × places, as many places as every step of every rank has."""
     draws: Sequence[Sequence[tuple[int, ...]]] = [
-        [_drawn(moment.ranks[rank]) for moment in examination.moments] for rank in range(examination.cell.processes)
+        [_drawn(moment.ranks[rank]) for moment in analysis.moments] for rank in range(analysis.cell.processes)
     ]
     width = min((len(step) for own in draws for step in own), default=0)
     if len(draws) < 2 or not width:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from harness.core.cell import Cell
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Step, Tensors, Trace
 from harness.judge.oracle.epochs import Epochs
-from harness.judge.oracle.full_training import FreeTraining
+from harness.judge.oracle.full_training import FullTraining
 from harness.judge.oracle.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
 from harness.judge.oracle.noise import NoiseScale, distance, largest_rounding, limit, norm, rounding_unit
 from harness.judge.oracle.training import Oracle, clipped, mean_gradient
@@ -48,7 +48,7 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Moment:
+class GlobalStep:
     """One optimizer step over all ranks. ``index`` counts attempts from 0, skipped ones included."""
 
     index: int
@@ -60,10 +60,10 @@ class Moment:
         return any(step.skipped for step in self.ranks)
 
 
-class Examination:
-    """One trace under examination. Everything expensive is computed once, and only if a check asks for it."""
+class TraceAnalysis:
+    """One trace under analysis. Everything expensive is computed once, and only if a check asks for it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell
@@ -73,9 +73,9 @@ class Examination:
         self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
 
     @cached_property
-    def free(self) -> FreeTraining:
+    def free(self) -> FullTraining:
         """Whole trainings from the job's weights, for what is asked of the end."""
-        return FreeTraining(self)
+        return FullTraining(self)
 
     @property
     def coarsest(self) -> float:
@@ -84,13 +84,13 @@ class Examination:
         return torch.finfo(getattr(torch, arithmetic.autocast or arithmetic.storage)).eps
 
     @cached_property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[GlobalStep, ...]:
         """The steps of all ranks side by side, as many as every rank took."""
         columns = zip(*(rank.steps for rank in self.trace.ranks), strict=False)
-        return tuple(Moment(index, steps) for index, steps in enumerate(columns))
+        return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
 
     @cached_property
-    def taken(self) -> tuple[Moment, ...]:
+    def taken(self) -> tuple[GlobalStep, ...]:
         """The moments at which every rank really stepped."""
         return tuple(moment for moment in self.moments if not moment.skipped)
 
@@ -114,13 +114,13 @@ class Examination:
         """Whether samples should be in another order in each epoch."""
         return self.conduct.shuffles(self.workload.shuffle)
 
-    def place(self, oracle: Oracle, moment: Moment) -> None:
+    def place(self, oracle: Oracle, moment: GlobalStep) -> None:
         """Put an oracle where the subject was before a step."""
         oracle.load(moment.ranks[0].before)
         self.set_scene(oracle, moment)
         oracle.take_turns(moment.ranks[0])
 
-    def set_scene(self, oracle: Oracle, moment: Moment) -> None:
+    def set_scene(self, oracle: Oracle, moment: GlobalStep) -> None:
         """Hand over what a step's forwards depend on besides the weights."""
         oracle.set_scene(told_apart(moment.ranks), own_buffers=self.conduct.own_buffers)
 
@@ -213,7 +213,7 @@ class Examination:
             and all(_is_power_of_two(n) for layout in self.layouts.values() for n in _divisors(layout))
         )
 
-    def differing_ranks(self, pick: str) -> Iterable[tuple[Moment, int, Step]]:
+    def differing_ranks(self, pick: str) -> Iterable[tuple[GlobalStep, int, Step]]:
         """Yield the steps whose ``pick`` ('before', 'gradients', 'after') has bits of its own, first rank first."""
         for moment in self.taken:
             seen: list[Tensors] = []

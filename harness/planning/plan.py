@@ -15,7 +15,7 @@ from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.software import UNKNOWN, Software
 from harness.core.topology import Topology
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.results.records import PERFORMANCE
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
@@ -68,7 +68,7 @@ class Declaration:
     capabilities: frozenset[str]
     software: Software = UNKNOWN
     launch: str = "rank"
-    conduct: Conduct = ORDINARY
+    conduct: TrainingBehavior = ORDINARY
 
     @classmethod
     def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
@@ -81,7 +81,7 @@ class Declaration:
             capabilities=frozenset(values["capabilities"]),
             software=Software(**values["software"]),
             launch=values["launch"],
-            conduct=Conduct.of(values["conduct"]),
+            conduct=TrainingBehavior.of(values["conduct"]),
         )
 
     def undeclared(self, cell: Cell) -> tuple[str, ...]:
@@ -129,7 +129,7 @@ class Planned:
 
     cell: Cell
     refusal: str | None
-    conduct: Conduct = ORDINARY
+    conduct: TrainingBehavior = ORDINARY
     undeclared: tuple[str, ...] = ()
 
     @property

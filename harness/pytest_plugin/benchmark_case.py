@@ -17,7 +17,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.launch.pool import Pool
 from harness.machine.lease import have_alone
-from harness.pytest_plugin.conformance_case import CellTest
+from harness.pytest_plugin.conformance_case import ConformanceCase
 from harness.results.records import PERFORMANCE as CHECK
 from harness.results.records import Measurement, Result
 from harness.subjects.locator import parse_subject
@@ -27,7 +27,7 @@ YARDSTICKS = "yardsticks.py"
 """The file with the hand-written loops, beside the suite's."""
 
 
-class BenchmarkTest(CellTest):
+class BenchmarkCase(ConformanceCase):
     """One planned cell of a session that is measured, as the test ``item``."""
 
     def measure(self, benchmark: Any) -> None:

@@ -21,7 +21,7 @@ from harness.report.tables.parameters import parameter_table
 from harness.results.records import KNOWN, Measurement, Result, ending
 
 
-class CellTest:
+class ConformanceCase:
     """One planned cell of a session, as the test ``item``."""
 
     def __init__(self, session: Session, planned: Planned, item: pytest.Item) -> None:

@@ -24,8 +24,8 @@ from harness.evidence.sketch import SKETCH_ABOVE
 from harness.pytest_plugin.progress import follow
 
 if TYPE_CHECKING:
-    from harness.pytest_plugin.benchmark_case import BenchmarkTest
-    from harness.pytest_plugin.conformance_case import CellTest
+    from harness.pytest_plugin.benchmark_case import BenchmarkCase
+    from harness.pytest_plugin.conformance_case import ConformanceCase
     from harness.pytest_plugin.session import Session
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()
@@ -149,19 +149,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture
-def plumbline_cell(request: pytest.FixtureRequest) -> CellTest:
+def plumbline_cell(request: pytest.FixtureRequest) -> ConformanceCase:
     """One cell to examine."""
-    from harness.pytest_plugin.conformance_case import CellTest
+    from harness.pytest_plugin.conformance_case import ConformanceCase
 
-    return CellTest(_session(request.config, request.path), request.param, request.node)
+    return ConformanceCase(_session(request.config, request.path), request.param, request.node)
 
 
 @pytest.fixture
-def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkTest:
+def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
     """One cell to measure."""
-    from harness.pytest_plugin.benchmark_case import BenchmarkTest
+    from harness.pytest_plugin.benchmark_case import BenchmarkCase
 
-    return BenchmarkTest(_session(request.config, request.path), request.param, request.node)
+    return BenchmarkCase(_session(request.config, request.path), request.param, request.node)
 
 
 @pytest.hookimpl(trylast=True)

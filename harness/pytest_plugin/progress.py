@@ -36,10 +36,10 @@ def follow(config: pytest.Config, cells: Mapping[str, int]) -> None:
         and not config.option.usepdb
         and not config.pluginmanager.has_plugin(NAME)
     ):
-        config.pluginmanager.register(LiveLine(terminal.write_raw, cells), NAME)
+        config.pluginmanager.register(ProgressLine(terminal.write_raw, cells), NAME)
 
 
-class LiveLine:
+class ProgressLine:
     """The line. ``write`` puts text on the terminal as it is; ``cells`` are ids, with the number of ranks of each."""
 
     def __init__(

@@ -14,13 +14,13 @@ from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.invocation import command as command_line
 from harness.core.software import Software
-from harness.core.training_behavior import Conduct
+from harness.core.training_behavior import TrainingBehavior
 from harness.launch.workspace import Workspace
 from harness.machine.fingerprint import take_fingerprint
 from harness.planning.options import Options
 from harness.pytest_plugin.xdist_transport import handed
 from harness.report.write import write_report
-from harness.results.errors import NothingToResume, StoreError
+from harness.results.errors import NothingToResume, ResultsError
 from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
 from harness.results.run import LATEST, Run, RunWriter, read_run
 
@@ -72,14 +72,14 @@ class Recording:
         measured: Sequence[Cell],
         command: list[str],
         subjects: Mapping[str, Software],
-        conducts: Mapping[Cell, Conduct],
+        conducts: Mapping[Cell, TrainingBehavior],
     ) -> None:
         """Open the run for these cells; ``conducts`` says of each how its subject declares that it trains.
 
         Raises:
             PlanError: the run that is gone on with does not know one of them.
             NothingToResume: or was begun with other versions of the subjects' libraries, or other declarations.
-            StoreError: nothing can be written there.
+            ResultsError: nothing can be written there.
         """
         self._command = command
         if self._resumed is not None:
@@ -99,7 +99,11 @@ class Recording:
         self._writer = RunWriter(self._options.report_dir, header)
 
     def _go_on(
-        self, resumed: Run, chosen: Set[str], subjects: Mapping[str, Software], conducts: Mapping[Cell, Conduct]
+        self,
+        resumed: Run,
+        chosen: Set[str],
+        subjects: Mapping[str, Software],
+        conducts: Mapping[Cell, TrainingBehavior],
     ) -> None:
         """Open the run that broke off, for cells that it means to answer for."""
         unknown = chosen - {planned.cell for planned in resumed.header.planned}
@@ -199,6 +203,6 @@ def _ending_in_a_sentence() -> Iterator[None]:
     """End the session, as if somebody had interrupted it, where what it found cannot be written."""
     try:
         yield
-    except (StoreError, OSError) as error:
+    except (ResultsError, OSError) as error:
         told = f"{error} What is there can be gone on with: --resume."
         pytest.exit(told, returncode=int(pytest.ExitCode.INTERRUPTED))

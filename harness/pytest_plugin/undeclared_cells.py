@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.pytest_plugin.conformance_case import CellTest
+from harness.pytest_plugin.conformance_case import ConformanceCase
 from harness.pytest_plugin.session import nothing_to_run
 from harness.results.json_lines import record_of
 from harness.results.records import Result
@@ -36,7 +36,7 @@ def leave_out(config: pytest.Config, session: Session, items: list[pytest.Item])
             kept.append(item)
             continue
         left.append(item)
-        results += CellTest(session, planned, item).declined()
+        results += ConformanceCase(session, planned, item).declined()
     if not left:
         return
     items[:] = kept

@@ -17,7 +17,7 @@ _OUTCOME = "plumbline-outcome"
 
 
 @dataclass(frozen=True)
-class Handed:
+class ReportPayload:
     """The records of a cell, and the folder of its evidence, None where it left none."""
 
     results: tuple[Result, ...]
@@ -41,14 +41,14 @@ def hand_over(item: pytest.Item, records: Iterable[Result | Measurement], eviden
     item.user_properties.append((_RECORDS, json.dumps({"records": lines, "evidence": evidence})))
 
 
-def handed(report: pytest.TestReport) -> Handed | None:
+def handed(report: pytest.TestReport) -> ReportPayload | None:
     """Return what came along with a report; None if it brought nothing."""
     found = dict(report.user_properties).get(_RECORDS)
     if report.when != "call" or found is None:
         return None
     values = json.loads(str(found))
     records = [record_of(line.encode()) for line in values["records"]]
-    return Handed(
+    return ReportPayload(
         tuple(record for record in records if isinstance(record, Result)),
         tuple(record for record in records if isinstance(record, Measurement)),
         None if values["evidence"] is None else Path(values["evidence"]),

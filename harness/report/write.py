@@ -22,7 +22,7 @@ def write_report(run_path: Path) -> pd.DataFrame:
     In the CSV files an infinite number is ``inf`` and a missing one is empty.
 
     Raises:
-        StoreError: the run cannot be read (see ``read_run``), or its folder not be written to.
+        ResultsError: the run cannot be read (see ``read_run``), or its folder not be written to.
 
     """
     run = read_run(run_path)

@@ -6,14 +6,14 @@ import os
 import secrets
 from pathlib import Path
 
-from harness.results.errors import StoreError
+from harness.results.errors import ResultsError
 
 
 def write_text(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` as UTF-8, over what was there.
 
     Raises:
-        StoreError: the folder cannot be written to.
+        ResultsError: the folder cannot be written to.
 
     """
     beside = _name_beside(path)
@@ -22,7 +22,7 @@ def write_text(path: Path, text: str) -> None:
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)
-        raise StoreError(f"Cannot write {path} ({error.strerror}): make its folder writable.") from error
+        raise ResultsError(f"Cannot write {path} ({error.strerror}): make its folder writable.") from error
 
 
 def point_symlink(link: Path, target: str) -> None:

@@ -6,33 +6,33 @@ from __future__ import annotations
 from harness.core.errors import PlumblineError
 
 
-class StoreError(PlumblineError):
+class ResultsError(PlumblineError):
     """The run's files cannot be written or read."""
 
 
-class ReportDirUnusable(StoreError):
+class ReportDirUnusable(ResultsError):
     """The report directory is missing, not a directory, or not ours to write in."""
 
 
-class RunNotFound(StoreError):
+class RunNotFound(ResultsError):
     """There is no run at this path."""
 
 
-class RunTooLarge(StoreError):
+class RunTooLarge(ResultsError):
     """The file is larger than any run of this program writes."""
 
 
-class NothingToResume(StoreError):
+class NothingToResume(ResultsError):
     """The run came to its end, another process is writing it, or it is not the run that was asked for."""
 
 
-class MissingHeader(StoreError):
+class MissingHeader(ResultsError):
     """The file does not begin with a whole header: it is empty, cut off, or something else altogether."""
 
 
-class CorruptRecord(StoreError):
+class CorruptRecord(ResultsError):
     """A line inside the file is not a record; the message names file and line (counted from 1)."""
 
 
-class NewerSchema(StoreError):
+class NewerSchema(ResultsError):
     """The file was written by a newer plumbline than this one."""

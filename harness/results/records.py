@@ -21,7 +21,7 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.software import Software
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.machine.fingerprint import Fingerprint, plumbline_version
 from harness.results.fields import AtLeastOne, Count, Figure, Plain, Text, UtcTime, XNoise
 
@@ -83,7 +83,7 @@ class PlannedCell(CellRecord):
     conduct: dict[Text, Text | AtLeastOne] = {}
 
     @classmethod
-    def of(cls, cell: Cell, *, measured: bool = False, conduct: Conduct = ORDINARY) -> PlannedCell:
+    def of(cls, cell: Cell, *, measured: bool = False, conduct: TrainingBehavior = ORDINARY) -> PlannedCell:
         """Write a cell down."""
         return cls(**_fields_of(cell), measured=measured, conduct=conduct.declared)
 
@@ -119,7 +119,7 @@ class Header(Record):
         fingerprint: Fingerprint,
         simulated: bool,
         subjects: Mapping[str, Software] | None = None,
-        conducts: Mapping[Cell, Conduct] | None = None,
+        conducts: Mapping[Cell, TrainingBehavior] | None = None,
         started: datetime | None = None,
     ) -> Header:
         """Begin a run of ``cells``, and of others that are ``measured``, now, or at ``started`` (an aware datetime).

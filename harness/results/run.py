@@ -20,9 +20,9 @@ from harness.results.errors import (
     NewerSchema,
     NothingToResume,
     ReportDirUnusable,
+    ResultsError,
     RunNotFound,
     RunTooLarge,
-    StoreError,
 )
 from harness.results.json_lines import ChecksumError, Line, line_of, record_of
 from harness.results.records import SCHEMA_VERSION, Coordinates, Footer, Header, Measurement, PlannedCell, Result
@@ -82,7 +82,7 @@ class RunWriter:
 
     Raises:
         ReportDirUnusable: the report directory cannot be made, or not be written to.
-        StoreError: a record cannot be written, for instance because the disk is full.
+        ResultsError: a record cannot be written, for instance because the disk is full.
 
     """
 
@@ -109,7 +109,7 @@ class RunWriter:
 
         Raises:
             NothingToResume: the run came to its end, or another process is writing it.
-            StoreError: it cannot be read (see ``read_run``) or not be written to.
+            ResultsError: it cannot be read (see ``read_run``) or not be written to.
         """
         file = read_run(path).path / RESULTS
         writer = object.__new__(cls)
@@ -129,7 +129,7 @@ class RunWriter:
             if not content[:end].endswith(b"\n"):
                 writer._file.write(b"\n")  # only that was torn off
         except OSError as error:
-            raise StoreError(f"Cannot go on with {file} ({error.strerror}): make it writable.") from error
+            raise ResultsError(f"Cannot go on with {file} ({error.strerror}): make it writable.") from error
         return writer, read_run(file)
 
     def write(self, *records: Result | Measurement) -> None:
@@ -157,7 +157,7 @@ class RunWriter:
                 data = data[self._file.write(data) :]
         except OSError as error:
             self._file.seek(self._file.truncate(end))  # all of them or none
-            raise StoreError(
+            raise ResultsError(
                 f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
                 "make room on the disk or name another with --report-dir."
             ) from error
@@ -222,7 +222,7 @@ def read_run(path: Path) -> Run:
         MissingHeader: it does not begin with a header.
         NewerSchema: it was written by a newer plumbline.
         CorruptRecord: a line in it is not a record, or not where it may stand.
-        StoreError: it cannot be read.
+        ResultsError: it cannot be read.
 
     """
     # By os.path, which says no of a name that is too long; Path would raise.
@@ -237,7 +237,7 @@ def read_run(path: Path) -> Run:
         with file.open("rb") as stream:
             content = stream.read(LARGEST_FILE + 1)
     except OSError as error:
-        raise StoreError(f"Cannot read {file} ({error.strerror}): make it readable.") from error
+        raise ResultsError(f"Cannot read {file} ({error.strerror}): make it readable.") from error
     if len(content) > LARGEST_FILE:
         raise RunTooLarge(f"{file} is larger than {LARGEST_FILE >> 20} MiB: it is not one of plumbline's runs.")
     return _assemble(content, file.resolve())

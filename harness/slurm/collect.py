@@ -49,7 +49,7 @@ def collect(submission: Submission) -> Collected:
     """Read what the tasks have written so far.
 
     Raises:
-        StoreError: a part cannot be read.
+        ResultsError: a part cannot be read.
     """
     return merged(parts_of(submission), [cell.cell for cell in submission.cells])
 

@@ -37,7 +37,7 @@ class Follower:
         """Wait until nothing is left to wait for, and return the run; None where no task ever began.
 
         Raises:
-            SchedulerError, StoreError: SLURM does not answer, or a part cannot be read.
+            SchedulerError, ResultsError: SLURM does not answer, or a part cannot be read.
         """
         self._jobs = self.submission.jobs()
         self._begin()

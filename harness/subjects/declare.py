@@ -12,7 +12,7 @@ from harness.core.backend import BACKENDS
 from harness.core.errors import SubjectError
 from harness.core.precision import PRECISIONS
 from harness.core.software import Software
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 
 CAPABILITIES = frozenset(
     {
@@ -47,7 +47,7 @@ class Subject:
     capabilities: frozenset[str]
     library: str | None = None
     launch: str = "rank"
-    conduct: Conduct = ORDINARY
+    conduct: TrainingBehavior = ORDINARY
 
     def declaration(self) -> dict[str, Any]:
         """Return what the parent needs to plan, as plain values."""
@@ -116,7 +116,7 @@ def subject(
                 raise SubjectError(f"subject {name!r}: there is no {what} {value!r}; there are {', '.join(known)}")
 
     try:
-        conduct = Conduct(data, shuffle, buffers, max_nodes)
+        conduct = TrainingBehavior(data, shuffle, buffers, max_nodes)
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 
-class Ways:
+class ConnectivityProbe:
     """Answers what the launcher asks of the ways between its nodes."""
 
     def __init__(self) -> None:

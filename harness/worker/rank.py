@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from harness.evidence.rank_file import EvidenceFile
+from harness.evidence.rank_file import RankFile
 from harness.subjects.declare import Subject
 from harness.worker.arithmetic import compute_as_named
 from harness.worker.assignment import Assignment, stack_beside
@@ -58,7 +58,7 @@ def run(
         set_the_scene(assignment)
         recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.sketch_above, done)
         recorder.install()
-        file = EvidenceFile(assignment.evidence, lambda: recorder.trace(assignment.rank, None, None))
+        file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank, None, None))
         place = {"launch": assignment.launch, "rank": assignment.rank}
 
         def write_so_far() -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from harness.core.errors import PlumblineError
 from harness.worker import descendants
 from harness.worker.child_registry import Child, Registry
-from harness.worker.connectivity import Ways
+from harness.worker.connectivity import ConnectivityProbe
 from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
 from harness.worker.large_pages import gather_in_large_pages
 from harness.worker.log import Log
@@ -36,7 +36,7 @@ from harness.worker.recording.late_evidence import QUESTION
 from harness.worker.scratch import NODE, Scratch
 
 
-class Forsaken(Exception):  # noqa: N818
+class ParentDisconnected(Exception):  # noqa: N818
     """There is nobody any more to be told anything."""
 
 
@@ -73,7 +73,7 @@ class Server:
     def __init__(self, locator: str, commands: int, events: int, describe: Callable[[], dict[str, Any]] = dict):
         """``describe`` returns what else the parent is to know of this place, when torch has been imported."""
         self._describe = describe
-        self._ways = Ways()
+        self._ways = ConnectivityProbe()
         self._locator = locator
         self._commands = commands
         self._events = events
@@ -113,7 +113,7 @@ class Server:
         gather_in_large_pages()  # half a second, in which the parent makes its plan
         try:
             return self._obey(wake)
-        except Forsaken:
+        except ParentDisconnected:
             return False
         finally:
             for pid in self._ranks:
@@ -147,7 +147,7 @@ class Server:
             try:
                 chunk = os.read(self._commands, 1 << 20)
             except OSError as error:  # a network that was cut
-                raise Forsaken from error
+                raise ParentDisconnected from error
             if not chunk:
                 yield [None]
                 continue
@@ -292,7 +292,7 @@ class Server:
         try:
             os.write(self._events, json.dumps({"at": time.monotonic(), **event}).encode() + b"\n")
         except OSError as error:
-            raise Forsaken from error
+            raise ParentDisconnected from error
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from harness.workloads.base import Batch
 
 
-class Coins(nn.Module):
+class DropoutMasks(nn.Module):
     """Tosses a fair coin for each unit of each sample: what a dropout layer that keeps half of its units draws.
 
     A forward hook sees what was drawn. Where the batch has a column called ``draws``, nothing is drawn: it is taken
@@ -34,7 +34,7 @@ class DrawnDropout(nn.Module):
 
     def __init__(self, draws: str) -> None:
         super().__init__()
-        self.coins = Coins(draws)
+        self.coins = DropoutMasks(draws)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         """Return ``x`` (batch, units) with half of it dropped and the rest doubled; unchanged in evaluation."""

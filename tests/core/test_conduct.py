@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from harness.core.training_behavior import CHOICES, ORDINARY, Conduct
+from harness.core.training_behavior import CHOICES, ORDINARY, TrainingBehavior
 
 
 def test_every_conduct_comes_back_from_what_it_declares():
@@ -14,22 +14,22 @@ def test_every_conduct_comes_back_from_what_it_declares():
         said = dict(zip((*CHOICES, "max_nodes"), values, strict=True))
         if said["data"] == "iterations" and said["shuffle"] != "job":
             continue
-        conduct = Conduct(**said)
-        assert Conduct.of(conduct.declared) == conduct
+        conduct = TrainingBehavior(**said)
+        assert TrainingBehavior.of(conduct.declared) == conduct
 
 
 def test_what_is_ordinary_declares_nothing():
     assert ORDINARY.declared == {}
-    assert Conduct.of({}) == ORDINARY
+    assert TrainingBehavior.of({}) == ORDINARY
 
 
 def test_what_another_version_knows_is_not_ignored():
     with pytest.raises(ValueError, match="there is no declaration 'gradients'"):
-        Conduct.of({"gradients": "late"})
+        TrainingBehavior.of({"gradients": "late"})
 
 
 @pytest.mark.parametrize("asked", [True, False])
 def test_the_order_is_the_job_s_unless_it_is_declared(asked):
     assert ORDINARY.shuffles(asked) is asked
-    assert Conduct(shuffle="always").shuffles(asked)
-    assert not Conduct(shuffle="never").shuffles(asked)
+    assert TrainingBehavior(shuffle="always").shuffles(asked)
+    assert not TrainingBehavior(shuffle="never").shuffles(asked)

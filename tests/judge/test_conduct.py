@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from harness.core.outcome import Outcome
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.checks.buffers import buffers
 from harness.judge.checks.samples import samples
 from harness.judge.oracle.layout import contract_layout, draws, told_apart
 from harness.judge.oracle.layout import samples as samples_of
 from harness.judge.oracle.training import Oracle
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]
-ITERATIONS, OWN_BUFFERS = Conduct(data="iterations"), Conduct(buffers="per-rank")
+ITERATIONS, OWN_BUFFERS = TrainingBehavior(data="iterations"), TrainingBehavior(buffers="per-rank")
 GROUP = 24  # samples of a step, over all ranks
 
 
@@ -40,7 +40,7 @@ def asked(cell_of):
 
     def ask(ranks, conduct=ITERATIONS):
         cell = cell_of("mlp", "ddp", f"1x{len(ranks)}")
-        return samples(Examination(trace_of(ranks), MLP, cell, conduct))
+        return samples(TraceAnalysis(trace_of(ranks), MLP, cell, conduct))
 
     return ask
 
@@ -190,7 +190,7 @@ def late(index, left):
 )
 def test_buffers_are_held_to_the_declaration(cell_of, keep, conduct, outcome, cause):
     cell = cell_of("cnn-batchnorm", "ddp", "1x2")
-    finding = buffers(Examination(buffered(cell, keep), WORKLOADS["cnn-batchnorm"], cell, conduct))
+    finding = buffers(TraceAnalysis(buffered(cell, keep), WORKLOADS["cnn-batchnorm"], cell, conduct))
     assert (finding.outcome, finding.cause) == (outcome, cause), finding.message
     assert ("declare buffers='per-rank'" in finding.message) is (cause == "buffers-not-broadcast")
 
@@ -201,7 +201,7 @@ def test_ranks_that_do_not_begin_alike_are_caught(cell_of):
     steps = trace.ranks[1].steps
     other = {name: value + 1 for name, value in steps[0].buffers.items()}
     apart = replace(trace.ranks[1], steps=(replace(steps[0], buffers=other), *steps[1:]))
-    found = buffers(Examination(Trace((trace.ranks[0], apart)), WORKLOADS["cnn-batchnorm"], cell, OWN_BUFFERS))
+    found = buffers(TraceAnalysis(Trace((trace.ranks[0], apart)), WORKLOADS["cnn-batchnorm"], cell, OWN_BUFFERS))
     assert found.cause == "buffers-begin-apart"
 
 

@@ -11,8 +11,8 @@ from harness.core.outcome import Outcome
 from harness.evidence.trace import Evaluation, Logged, Trace
 from harness.judge.checks.metrics import metrics
 from harness.judge.error_outcome import Vacuous
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, Books, State, mean
-from harness.judge.trace_analysis import Examination
+from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossTable, State, mean
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 from harness.workloads.mlp import Mlp
 from harness.workloads.uneven import Uneven
@@ -48,10 +48,12 @@ class Evidence:
 
     def asked(self, name, values, rank=0):
         """What the check says of them."""
-        return metrics(Examination(Trace(tuple(self.saying(name, values, rank))), self.workload, self.cell))
+        return metrics(TraceAnalysis(Trace(tuple(self.saying(name, values, rank))), self.workload, self.cell))
 
     def books(self, name=TRAINING, values=None):
-        return Books(Examination(Trace(tuple(self.saying(name, values or {self.last: 0.0}))), self.workload, self.cell))
+        return LossTable(
+            TraceAnalysis(Trace(tuple(self.saying(name, values or {self.last: 0.0}))), self.workload, self.cell)
+        )
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from harness.judge.checks.rng import rng
 from harness.judge.error_outcome import Vacuous
 from harness.judge.oracle.dropout_masks import shifted_agreements, surprise, surprise_limit
 from harness.judge.oracle.noise import FALSE_ALARM
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 
 LAYERS = ("coins 1", "coins 2")
@@ -64,7 +64,7 @@ def trace_of(rows, *, ranks, steps=6, micro_batches=1, devices=1, samples=4):
 def asked(cell_of):
     def ask(rows, backend="ddp", topology="1x3", **options):
         cell = cell_of("random-masks", backend, topology)
-        return rng(Examination(trace_of(rows, ranks=cell.processes, **options), WORKLOAD, cell))
+        return rng(TraceAnalysis(trace_of(rows, ranks=cell.processes, **options), WORKLOAD, cell))
 
     return ask
 
@@ -137,7 +137,7 @@ def test_a_layer_that_drew_nothing_is_missed(asked, cell_of):
     cell = cell_of("random-masks", "ddp", "1x2")
     trace = trace_of(independent, ranks=2)
     trace.ranks[1].steps[2].micro_batches[0].drawn.clear()
-    finding = rng(Examination(trace, WORKLOAD, cell))
+    finding = rng(TraceAnalysis(trace, WORKLOAD, cell))
     assert (finding.cause, finding.step, finding.rank) == ("nothing-drawn", 2, 1)
 
 
@@ -145,12 +145,12 @@ def test_other_masks_in_the_backward_are_seen(cell_of):
     trace = trace_of(independent, ranks=1)
     drawn = trace.ranks[0].steps[4].micro_batches[0].drawn
     drawn["coins 2 again"] = coins(99, 4)
-    finding = rng(Examination(trace, WORKLOAD, cell_of("random-masks", "none", "1x1")))
+    finding = rng(TraceAnalysis(trace, WORKLOAD, cell_of("random-masks", "none", "1x1")))
     assert (finding.cause, finding.step) == ("masks-drawn-anew-in-the-backward", 4)
 
 
 def test_the_question_does_not_arise_where_nothing_is_drawn(cell_of):
-    assert rng(Examination(Trace(()), WORKLOADS["mlp"], cell_of("mlp", "none", "1x1"))) is None
+    assert rng(TraceAnalysis(Trace(()), WORKLOADS["mlp"], cell_of("mlp", "none", "1x1"))) is None
 
 
 def test_too_few_coins_say_nothing(asked):

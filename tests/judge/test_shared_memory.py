@@ -13,7 +13,7 @@ from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.judge import judge
 from harness.judge.oracle.training import Oracle
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 
 MLP = WORKLOADS["mlp"]
@@ -67,7 +67,7 @@ def trace_in_one_memory(world, seed):
 @given(st.integers(2, 4), st.integers(0, 1000))
 def test_shared_memory_is_named_whatever_was_seen_when(world, seed):
     trace = trace_in_one_memory(world, seed)
-    named = moved_by_others(Examination(trace, MLP, cell_of(world)))
+    named = moved_by_others(TraceAnalysis(trace, MLP, cell_of(world)))
     assert named is not None
     assert named.name == "applied-once-a-rank"
 
@@ -81,7 +81,7 @@ def test_the_verdict_names_it_too():
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_right_ranks_share_nothing(world, simulation):
     trace = simulation.right_trace(MLP, cell_of(world))
-    assert moved_by_others(Examination(trace, MLP, cell_of(world))) is None
+    assert moved_by_others(TraceAnalysis(trace, MLP, cell_of(world))) is None
 
 
 def trace_in_own_memory(world, updates, *, synchronised, seed=0):
@@ -123,7 +123,7 @@ def trace_in_own_memory(world, updates, *, synchronised, seed=0):
 @pytest.mark.parametrize("synchronised", [True, False])
 def test_ranks_that_merely_part_share_nothing(world, updates, synchronised):
     trace = trace_in_own_memory(world, updates, synchronised=synchronised)
-    assert moved_by_others(Examination(trace, MLP, cell_of(world))) is None
+    assert moved_by_others(TraceAnalysis(trace, MLP, cell_of(world))) is None
 
 
 def test_the_verdict_on_an_unsynchronised_trainer_names_no_shared_memory():

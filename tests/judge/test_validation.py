@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from harness.core.outcome import Outcome
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
 from harness.judge.batch_positions import due
 from harness.judge.checks.validation import validation
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.subjects.load import load
 from harness.workloads import WORKLOADS
 
@@ -39,7 +39,7 @@ def asked(cell_of):
     def asked(evaluations, own_loss=False):
         world = len(evaluations)
         cell = cell_of("validation", "ddp" if world > 1 else "none", f"1x{world}")
-        return validation(Examination(trace_of(world, evaluations, own_loss), WORKLOAD, cell))
+        return validation(TraceAnalysis(trace_of(world, evaluations, own_loss), WORKLOAD, cell))
 
     return asked
 
@@ -55,8 +55,8 @@ def changed(evaluations, **changes):
 @pytest.fixture
 def due_in(cell_of):
     def due_in(workload, conduct=ORDINARY):
-        examination = Examination(Trace(()), WORKLOADS[workload], cell_of(workload, "none", "1x1"), conduct)
-        return [places[0] for places in due(examination)]
+        analysis = TraceAnalysis(Trace(()), WORKLOADS[workload], cell_of(workload, "none", "1x1"), conduct)
+        return [places[0] for places in due(analysis)]
 
     return due_in
 
@@ -69,7 +69,7 @@ def test_it_is_due_inside_of_windows_and_between(due_in):
 
 def test_by_iterations_batches_are_counted_from_the_start_of_the_training(due_in):
     """Two epochs of five batches, in windows of three, are four steps: of twelve batches, then, and none is short."""
-    assert due_in("metrics", Conduct(data="iterations")) == [(1, 0), (2, 0), (3, 0), (4, 0)]
+    assert due_in("metrics", TrainingBehavior(data="iterations")) == [(1, 0), (2, 0), (3, 0), (4, 0)]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -133,11 +133,11 @@ def test_what_is_wrong_is_named(asked, cause, family, wrong):
 def test_other_steps_than_the_workloads_leave_no_moment_to_ask_about(cell_of):
     trace = trace_of(1, right(1, count(1)))
     short = Trace((replace(trace.ranks[0], steps=trace.ranks[0].steps[:3]),))
-    assert validation(Examination(short, WORKLOAD, cell_of("validation", "none", "1x1"))) is None
+    assert validation(TraceAnalysis(short, WORKLOAD, cell_of("validation", "none", "1x1"))) is None
 
 
 def test_where_none_is_due_there_is_no_question(cell_of):
-    assert validation(Examination(trace_of(1, [[]]), WORKLOADS["mlp"], cell_of("mlp", "none", "1x1"))) is None
+    assert validation(TraceAnalysis(trace_of(1, [[]]), WORKLOADS["mlp"], cell_of("mlp", "none", "1x1"))) is None
 
 
 @pytest.mark.parametrize("name", ["reference", "torch"])

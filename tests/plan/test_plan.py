@@ -14,7 +14,7 @@ from harness.core.backend import BACKENDS
 from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
-from harness.core.training_behavior import Conduct
+from harness.core.training_behavior import TrainingBehavior
 from harness.planning.plan import Declaration, Matrix, check_devices, plan, topologies
 from harness.workloads import WORKLOADS
 
@@ -27,7 +27,7 @@ def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabili
 
 
 def test_on_more_nodes_than_it_declares_a_subject_is_unsupported():
-    mine = replace(declared(backends=("ddp", "ddp2")), conduct=Conduct(max_nodes=1))
+    mine = replace(declared(backends=("ddp", "ddp2")), conduct=TrainingBehavior(max_nodes=1))
     planned = plan(Matrix(gpus=4, workloads=("mlp",), precisions=("32",)), [mine])
     assert {one.cell.topology.num_nodes for one in planned if one.refusal is None} == {1}
     refused = [one for one in planned if one.cell.backend == "ddp" and one.cell.topology.num_nodes == 2]
@@ -35,7 +35,9 @@ def test_on_more_nodes_than_it_declares_a_subject_is_unsupported():
 
 
 def test_who_knows_no_epoch_is_not_asked_for_one():
-    mine = replace(declared(backends=("none",), capabilities=("checkpoint",)), conduct=Conduct(data="iterations"))
+    mine = replace(
+        declared(backends=("none",), capabilities=("checkpoint",)), conduct=TrainingBehavior(data="iterations")
+    )
     planned = plan(Matrix(gpus=1), [mine])
     refused = {one.cell.workload for one in planned if one.refusal and "data='iterations'" in one.refusal}
     assert refused == {"sequential", "uneven"}

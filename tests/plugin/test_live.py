@@ -14,7 +14,7 @@ import termios
 
 import pytest
 
-from harness.pytest_plugin.progress import LiveLine, in_minutes
+from harness.pytest_plugin.progress import ProgressLine, in_minutes
 
 ROWS, COLUMNS = 12, 100
 
@@ -215,7 +215,7 @@ def ended(line, cell, *, failed=False):
 
 def test_the_time_left_follows_from_the_ranks_that_are_left():
     now = [0.0]
-    line = LiveLine(lambda text, flush: None, {"one": 1, "two": 2, "eight": 8}, clock=lambda: now[0])
+    line = ProgressLine(lambda text, flush: None, {"one": 1, "two": 2, "eight": 8}, clock=lambda: now[0])
     assert line.text == "0/3 cells · 0 failing"
     now[0] = 10.0
     ended(line, "one")

@@ -12,7 +12,7 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.core.training_behavior import Conduct
+from harness.core.training_behavior import TrainingBehavior
 from harness.machine.fingerprint import Fingerprint
 from harness.results.json_lines import line_of, record_of
 from harness.results.records import Expected, Footer, Header, PlannedCell, Result, new_run_id
@@ -59,18 +59,21 @@ def test_a_result_comes_back_as_it_was_written(
 
 def test_what_a_subject_declares_is_written_down_with_its_cells():
     other = replace(CELL, subject="mine")
-    declared = Conduct(buffers="per-rank", max_nodes=2)
+    declared = TrainingBehavior(buffers="per-rank", max_nodes=2)
     header = Header.of(
         [CELL, other], command=[], options={}, fingerprint=Fingerprint(), simulated=True, conducts={other: declared}
     )
     ordinary, planned = record_of(line_of(header)).planned
-    assert (Conduct.of(ordinary.conduct), Conduct.of(planned.conduct)) == (Conduct(), declared)
+    assert (TrainingBehavior.of(ordinary.conduct), TrainingBehavior.of(planned.conduct)) == (
+        TrainingBehavior(),
+        declared,
+    )
 
 
 def test_a_cell_of_an_older_run_is_ordinary():
     values = PlannedCell.of(CELL).model_dump()
     del values["conduct"]
-    assert Conduct.of(PlannedCell.model_validate(values).conduct) == Conduct()
+    assert TrainingBehavior.of(PlannedCell.model_validate(values).conduct) == TrainingBehavior()
 
 
 @given(findings)

@@ -22,8 +22,8 @@ from harness.results.errors import (
     MissingHeader,
     NewerSchema,
     ReportDirUnusable,
+    ResultsError,
     RunNotFound,
-    StoreError,
 )
 from harness.results.json_lines import line_of
 from harness.results.records import SCHEMA_VERSION, Footer, Header, Result
@@ -151,7 +151,7 @@ def test_no_run_is_said_so(tmp_path: Path) -> None:
 
 def test_a_file_larger_than_any_run_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.results.run.LARGEST_FILE", 100)
-    with pytest.raises(StoreError, match="larger"):
+    with pytest.raises(ResultsError, match="larger"):
         read_bytes(tmp_path, whole_file())
 
 

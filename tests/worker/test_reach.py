@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from harness.worker.connectivity import Ways, free_port, reach
+from harness.worker.connectivity import ConnectivityProbe, free_port, reach
 
 ELSEWHERE = "192.0.2.1"
 """An address that is nobody's (RFC 5737)."""
@@ -15,7 +15,7 @@ ELSEWHERE = "192.0.2.1"
 
 @pytest.fixture
 def ways():
-    made = [Ways() for _ in range(3)]
+    made = [ConnectivityProbe() for _ in range(3)]
     yield made
     for one in made:
         one.close()

@@ -16,7 +16,7 @@ from harness.judge import batch_positions as places
 from harness.judge.oracle.layout import Layout, draws
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.oracle.training import Oracle, mean_gradient
-from harness.judge.trace_analysis import Examination, Truth, same
+from harness.judge.trace_analysis import TraceAnalysis, Truth, same
 from harness.workloads import Columns
 
 Parts = list[list[Tensors]]
@@ -26,13 +26,13 @@ CONCLUSIVE = 4
 """A fit says something where there are so many times as many equations as unknowns."""
 
 
-class Laboratory:
+class Counterfactuals:
     """Where predictions are made that need the oracle. Float64 unless said otherwise; nothing is kept of the state."""
 
-    def __init__(self, examination: Examination) -> None:
-        self.workload = examination.workload
-        self.cell = examination.cell
-        self._examination = examination
+    def __init__(self, analysis: TraceAnalysis) -> None:
+        self.workload = analysis.workload
+        self.cell = analysis.cell
+        self._examination = analysis
         self._parts: dict[tuple[int, Layout], Parts] = {}
 
     def layout(self, index: int) -> Layout:
@@ -174,7 +174,7 @@ class Scene:
     limits: tuple[float, ...]
     always_wrong: bool
     evenly: bool
-    laboratory: Laboratory
+    laboratory: Counterfactuals
 
     @property
     def world(self) -> int:

@@ -12,15 +12,24 @@ import torch
 from harness.core.finding import Finding
 from harness.core.finding_order import UNEXPLAINED
 from harness.evidence.trace import Tensors
-from harness.judge.causes.explanation import Explanation, Laboratory, Scene, fit_weights, flat, length, limit_of, scaled
+from harness.judge.causes.explanation import (
+    Counterfactuals,
+    Explanation,
+    Scene,
+    fit_weights,
+    flat,
+    length,
+    limit_of,
+    scaled,
+)
 from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
 from harness.judge.causes.occasions import occasion
 from harness.judge.error_outcome import times
 from harness.judge.oracle.noise import distance, norm
-from harness.judge.trace_analysis import Examination, same
+from harness.judge.trace_analysis import TraceAnalysis, same
 
 
-def explain(finding: Finding, examination: Examination) -> Finding:
+def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return the finding with the cause of the wrong gradient, pointing to the first step at which it is wrong.
 
     An explanation has to predict the gradient of every step and rank, the right ones too: where a mistake has no
@@ -28,8 +37,8 @@ def explain(finding: Finding, examination: Examination) -> Finding:
     evidence that tells the steps, or the ranks, at which it happens from the others. What no explanation predicts
     throughout stays unexplained. Of several that do, the specific comes before the general.
     """
-    scenes = _scenes(examination)
-    wrong = [scene for scene in scenes if not _is_right(scene, examination)]
+    scenes = _scenes(analysis)
+    wrong = [scene for scene in scenes if not _is_right(scene, analysis)]
     if not wrong:
         return _together(finding, scenes)
     # Once ranks hold different weights, or none that are numbers, there is no common gradient to predict.
@@ -40,8 +49,8 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         finding,
         step=first.index,
         rank=first.rank,
-        parameter=_worst_parameter(first, examination),
-        parameters=tuple((name, _least_error(first, name, examination)) for name in first.truth.units),
+        parameter=_worst_parameter(first, analysis),
+        parameters=tuple((name, _least_error(first, name, analysis)) for name in first.truth.units),
     )
     if not _is_finite(first):
         return replace(
@@ -55,7 +64,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
         wrong = [scene for scene in wrong if _is_finite(scene)]
         always = len(wrong) == len(judgeable)
         factor, limit, limits = _common_factor(wrong), _common_limit(wrong), _common_limits(wrong)
-        evenly = all(_is_multiple(scene, examination) for scene in wrong)
+        evenly = all(_is_multiple(scene, analysis) for scene in wrong)
         wrong, every = (
             [
                 replace(scene, factor=factor, limit=limit, limits=limits, always_wrong=always, evenly=evenly)
@@ -63,7 +72,7 @@ def explain(finding: Finding, examination: Examination) -> Finding:
             ]
             for chosen in (wrong, judgeable)
         )
-        for explanation, error, when in _fitting(wrong, every, examination):
+        for explanation, error, when in _fitting(wrong, every, analysis):
             return replace(
                 here,
                 cause=explanation.name,
@@ -90,7 +99,7 @@ def _together(finding: Finding, scenes: list[Scene]) -> Finding:
 
 
 def _fitting(
-    wrong: list[Scene], every: list[Scene], examination: Examination
+    wrong: list[Scene], every: list[Scene], analysis: TraceAnalysis
 ) -> Iterator[tuple[Explanation, float, str]]:
     """Yield the explanations that fit, each with its error in × noise, and when it happens if that is not always.
 
@@ -100,38 +109,38 @@ def _fitting(
     right = [scene for scene in every if not any(scene.step is other.step for other in wrong)]
     now_and_then = []
     for explanation in PREDICTIONS:
-        error = _misfit(explanation, wrong, examination)
-        if error > examination.limit:
+        error = _misfit(explanation, wrong, analysis)
+        if error > analysis.limit:
             continue
-        refuting = [one for one in right if _misfit(explanation, [one], examination, silent=0.0) > examination.limit]
+        refuting = [one for one in right if _misfit(explanation, [one], analysis, silent=0.0) > analysis.limit]
         if not refuting:
             yield explanation, error, ""
         elif (when := occasion(wrong, refuting, every)) is not None:
             now_and_then.append((explanation, error, when))
     yield from now_and_then
     for explanation in CONCLUSIONS:
-        error = _misfit(explanation, wrong, examination)
-        if error <= examination.limit and _misfit(explanation, right, examination, silent=0.0) <= examination.limit:
+        error = _misfit(explanation, wrong, analysis)
+        if error <= analysis.limit and _misfit(explanation, right, analysis, silent=0.0) <= analysis.limit:
             yield explanation, error, ""
 
 
-def _scenes(examination: Examination) -> list[Scene]:
-    laboratory = Laboratory(examination)
+def _scenes(analysis: TraceAnalysis) -> list[Scene]:
+    laboratory = Counterfactuals(analysis)
     scenes = []
-    for moment, rank, step in examination.differing_ranks("gradients"):
-        earlier = examination.moments[moment.index - 1].ranks[rank] if moment.index else None
+    for moment, rank, step in analysis.differing_ranks("gradients"):
+        earlier = analysis.moments[moment.index - 1].ranks[rank] if moment.index else None
         scenes.append(
             Scene(
                 index=moment.index,
                 rank=rank,
                 step=step,
                 ranks=moment.ranks,
-                truth=examination.truths[moment.index],
-                accumulate=examination.workload.accumulate,
-                clip_norm=examination.workload.clip_norm,
-                trained=frozenset(examination.oracle.trained),
+                truth=analysis.truths[moment.index],
+                accumulate=analysis.workload.accumulate,
+                clip_norm=analysis.workload.clip_norm,
+                trained=frozenset(analysis.oracle.trained),
                 earlier=earlier.gradients if earlier else None,
-                past=tuple(truth for index, truth in reversed(examination.truths.items()) if index < moment.index),
+                past=tuple(truth for index, truth in reversed(analysis.truths.items()) if index < moment.index),
                 factor=1.0,
                 limit=0.0,
                 limits=(),
@@ -154,15 +163,15 @@ def _is_judgeable(scene: Scene) -> bool:
     )
 
 
-def _is_right(scene: Scene, examination: Examination) -> bool:
-    limit = 0.0 if examination.exact else examination.limit
-    return any(_error(scene, truth, examination) <= limit for truth in (scene.truth.contract, *scene.truth.one_device))
+def _is_right(scene: Scene, analysis: TraceAnalysis) -> bool:
+    limit = 0.0 if analysis.exact else analysis.limit
+    return any(_error(scene, truth, analysis) <= limit for truth in (scene.truth.contract, *scene.truth.one_device))
 
 
-def _is_multiple(scene: Scene, examination: Examination) -> bool:
+def _is_multiple(scene: Scene, analysis: TraceAnalysis) -> bool:
     """Say whether several ranks were handed the right gradient times some number."""
     multiple = scaled(_common_factor([scene]), scene.truth.raw)
-    return scene.world > 1 and _error(scene, multiple, examination) <= examination.limit
+    return scene.world > 1 and _error(scene, multiple, analysis) <= analysis.limit
 
 
 def _common_factor(scenes: list[Scene]) -> float:
@@ -193,43 +202,43 @@ def _common_limits(scenes: list[Scene]) -> tuple[float, ...]:
     return tuple(map(statistics.median, zip(*limits, strict=True)))
 
 
-def _misfit(explanation: Explanation, scenes: list[Scene], examination: Examination, silent: float = math.inf) -> float:
+def _misfit(explanation: Explanation, scenes: list[Scene], analysis: TraceAnalysis, silent: float = math.inf) -> float:
     """Return the largest error over scenes, each with its best candidate; ``silent`` where there is none."""
     worst = 0.0
     for scene in scenes:
         candidates = explanation.predict(scene)
-        worst = max(worst, min((_error(scene, c, examination) for c in candidates), default=silent))
-        if worst > examination.limit:
+        worst = max(worst, min((_error(scene, c, analysis) for c in candidates), default=silent))
+        if worst > analysis.limit:
             break
     return worst
 
 
-def _error(scene: Scene, predicted: Tensors, examination: Examination) -> float:
+def _error(scene: Scene, predicted: Tensors, analysis: TraceAnalysis) -> float:
     """Return the largest error of any tensor, in × noise."""
-    return max((_error_of(scene, name, predicted, examination) for name in scene.truth.units), default=0.0)
+    return max((_error_of(scene, name, predicted, analysis) for name in scene.truth.units), default=0.0)
 
 
-def _error_of(scene: Scene, name: str, predicted: Tensors, examination: Examination) -> float:
+def _error_of(scene: Scene, name: str, predicted: Tensors, analysis: TraceAnalysis) -> float:
     """Return the error of one tensor, in × noise; the noise of a larger prediction is larger."""
     right = scene.truth.contract[name]
     expected = predicted.get(name, torch.zeros_like(right))
     size = norm(right)
     growth = max(1.0, norm(expected) / size) if size else 1.0
-    noise = examination.noise.at(name, scene.truth.units[name]) * growth
+    noise = analysis.noise.at(name, scene.truth.units[name]) * growth
     error = distance(scene.given[name], expected)
     return error / noise if noise else (float("inf") if error else 0.0)
 
 
-def _least_error(scene: Scene, name: str, examination: Examination) -> float:
+def _least_error(scene: Scene, name: str, analysis: TraceAnalysis) -> float:
     """Return how far a tensor is from the nearest thing that is right, in × noise."""
     rights = (scene.truth.contract, *scene.truth.one_device)
-    return min(_error_of(scene, name, right, examination) for right in rights)
+    return min(_error_of(scene, name, right, analysis) for right in rights)
 
 
-def _worst_parameter(scene: Scene, examination: Examination) -> str | None:
+def _worst_parameter(scene: Scene, analysis: TraceAnalysis) -> str | None:
     return max(
         scene.truth.units,
-        key=lambda name: _error_of(scene, name, scene.truth.contract, examination),
+        key=lambda name: _error_of(scene, name, scene.truth.contract, analysis),
         default=None,
     )
 

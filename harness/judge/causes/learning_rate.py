@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 Rates = tuple[float, ...]
 
@@ -15,29 +15,29 @@ PRECISION = 1e-9
 """Rates that are nearer to each other than this part of them are the same: different ways to compute one number."""
 
 
-def explain(finding: Finding, examination: Examination) -> Finding:
+def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return a finding about learning rates with a cause: the first way of stepping that gives all of its rates."""
     rank = finding.rank or 0
-    used = [step.learning_rates for step in examination.trace.ranks[rank].steps if not step.skipped]
-    others = [[step.learning_rates for step in trace.steps if not step.skipped] for trace in examination.trace.ranks]
+    used = [step.learning_rates for step in analysis.trace.ranks[rank].steps if not step.skipped]
+    others = [[step.learning_rates for step in trace.steps if not step.skipped] for trace in analysis.trace.ranks]
     way = next(
-        (cause for cause, places in _ways(examination, rank) if same_rates(used, rates_at(places, examination))),
+        (cause for cause, places in _ways(analysis, rank) if same_rates(used, rates_at(places, analysis))),
         None,
     )
     if way is None and any(other != used for other in others):
         way = Cause("rates-differ", "optimizer", "ranks step with different learning rates")
-    return explained(finding, way, _without_schedule(used, examination), _scaled(used, examination), _ANOTHER)
+    return explained(finding, way, _without_schedule(used, analysis), _scaled(used, analysis), _ANOTHER)
 
 
 _ANOTHER = Cause("another-rate", "optimizer", "which learning rate, or which schedule, is this?")
 
 
-def _ways(examination: Examination, rank: int) -> Iterator[tuple[Cause, list[int]]]:
+def _ways(analysis: TraceAnalysis, rank: int) -> Iterator[tuple[Cause, list[int]]]:
     """Yield what a mistake is called, and at which place of the schedule it steps each time."""
-    steps = examination.trace.ranks[rank].steps
+    steps = analysis.trace.ranks[rank].steps
     taken = [attempt for attempt, step in enumerate(steps) if not step.skipped]
-    count, world = len(taken), examination.cell.processes
-    epoch = examination.epochs.windows
+    count, world = len(taken), analysis.cell.processes
+    epoch = analysis.epochs.windows
     batches = [sum(len(step.micro_batches) for step in steps[:attempt]) for attempt in taken]
     if taken != list(range(count)):
         look = "the schedule goes on at a step that was skipped"
@@ -56,11 +56,11 @@ def _ways(examination: Examination, rank: int) -> Iterator[tuple[Cause, list[int
         yield Cause(name, "optimizer", look), places
 
 
-def rates_at(places: list[int], examination: Examination) -> list[Rates]:
+def rates_at(places: list[int], analysis: TraceAnalysis) -> list[Rates]:
     """Return the workload's rates at places of its schedule."""
-    optimizer = examination.oracle.optimizer()
-    schedule = examination.oracle.schedule(optimizer)
-    examination.oracle.set_gradients({})
+    optimizer = analysis.oracle.optimizer()
+    schedule = analysis.oracle.schedule(optimizer)
+    analysis.oracle.set_gradients({})
     rates = []
     for _ in range(max(places, default=0) + 1):
         rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
@@ -69,20 +69,20 @@ def rates_at(places: list[int], examination: Examination) -> list[Rates]:
     return [rates[place] for place in places]
 
 
-def _without_schedule(used: list[Rates], examination: Examination) -> Cause | None:
-    bare = [tuple(float(group["lr"]) for group in examination.oracle.optimizer().param_groups)] * len(used)
+def _without_schedule(used: list[Rates], analysis: TraceAnalysis) -> Cause | None:
+    bare = [tuple(float(group["lr"]) for group in analysis.oracle.optimizer().param_groups)] * len(used)
     if same_rates(used, bare):
         return Cause("no-schedule", "optimizer", "the rate is the optimizer's own: is there a scheduler?")
     return None
 
 
-def _scaled(used: list[Rates], examination: Examination) -> Cause | None:
+def _scaled(used: list[Rates], analysis: TraceAnalysis) -> Cause | None:
     """One factor between the rates that were used and those that were due."""
-    due = rates_at(list(range(len(used))), examination)
+    due = rates_at(list(range(len(used))), analysis)
     factors = [u / d for mine, right in zip(used, due, strict=True) for u, d in zip(mine, right, strict=False) if d]
     if not factors or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
         return None
-    world = examination.cell.processes
+    world = analysis.cell.processes
     known = {world: "the world size", 1 / world: "one part of the world size"}
     what = next((name for value, name in known.items() if abs(value - factors[0]) <= PRECISION * value), "a constant")
     return Cause("rate-scaled", "optimizer", f"{factors[0]:.4g} × the workload's rate at every step: {what}")

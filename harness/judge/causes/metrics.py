@@ -14,7 +14,17 @@ import torch
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, Books, Portions, Report, State, mean, total
+from harness.judge.oracle.expected_metrics import (
+    HELD_OUT,
+    RIGHT,
+    TRAINING,
+    LossTable,
+    Portions,
+    Report,
+    State,
+    mean,
+    total,
+)
 
 DIGITS = range(1, 7)
 """Decimals to which people round what they log."""
@@ -24,7 +34,7 @@ DIGITS = range(1, 7)
 class Scene:
     """One wrong value, and what a prediction may be made from."""
 
-    books: Books
+    books: LossTable
     report: Report
 
     @cached_property
@@ -75,7 +85,7 @@ class Mistake:
     predict: Callable[[Scene], Values]
 
 
-def explain(finding: Finding, wrong: Sequence[Report], books: Books) -> Finding:
+def explain(finding: Finding, wrong: Sequence[Report], books: LossTable) -> Finding:
     """Return the finding with the first mistake that predicts every wrong value of a name."""
     for name in dict.fromkeys(report.name for report in wrong):
         scenes = [Scene(books, report) for report in wrong if report.name == name]
@@ -244,12 +254,12 @@ def _epoch(scene: Scene) -> Values:
     for window in scene.windows:
         for count in (len(_batches(window)), len(_steps(window)), len({p.step for p in window}) * len(window)):
             yield from (float(count), 1 / count)
-    batches = scene.books.examination.epochs.batches
+    batches = scene.books.analysis.epochs.batches
     yield from (float(batches), 1 / batches)
 
 
 def _scale(scene: Scene) -> Values:
-    moments = scene.books.examination.moments
+    moments = scene.books.analysis.moments
     scales = {step.scale for moment in moments for step in moment.ranks if step.scale}
     yield from (*scales, *(1 / scale for scale in scales))
 

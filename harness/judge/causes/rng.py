@@ -9,7 +9,7 @@ from itertools import combinations
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.oracle.dropout_masks import Place
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 Pair = tuple[Place, Place]
 """Two masks that are alike, in the order of their tossing on the first of their ranks."""
@@ -47,16 +47,16 @@ def explain_streams(finding: Finding, left: tuple[int, int], right: tuple[int, i
     return Cause("a-rank-lags", "rng", look).explain(finding)
 
 
-def explain_alike(finding: Finding, pairs: Sequence[Pair], examination: Examination) -> Finding:
+def explain_alike(finding: Finding, pairs: Sequence[Pair], analysis: TraceAnalysis) -> Finding:
     """Return a finding about masks that are alike with a cause: the first hypothesis that the pairs do not refute."""
     return explained(
         finding,
         _within_a_forward(pairs),
-        _all_ranks(pairs, examination),
-        _some_ranks(pairs, examination),
+        _all_ranks(pairs, analysis),
+        _some_ranks(pairs, analysis),
         _devices(pairs),
         _every_micro_batch(pairs),
-        _every_epoch(pairs, examination),
+        _every_epoch(pairs, analysis),
         _every_step(pairs),
         _lag(pairs),
         _again(pairs),
@@ -92,9 +92,9 @@ def _between_ranks(pairs: Sequence[Pair]) -> dict[tuple[int, int], list[Pair]]:
     return between
 
 
-def _all_ranks(pairs: Sequence[Pair], examination: Examination) -> Cause | None:
+def _all_ranks(pairs: Sequence[Pair], analysis: TraceAnalysis) -> Cause | None:
     between = _between_ranks(pairs)
-    world = examination.cell.processes
+    world = analysis.cell.processes
     if world == 1 or set(between) != set(combinations(range(world), 2)):
         return None
     place = _first(pair for own in between.values() for pair in own)
@@ -105,12 +105,12 @@ def _all_ranks(pairs: Sequence[Pair], examination: Examination) -> Cause | None:
     return Cause("one-state-on-all-ranks", "rng", look, **place)
 
 
-def _some_ranks(pairs: Sequence[Pair], examination: Examination) -> Cause | None:
+def _some_ranks(pairs: Sequence[Pair], analysis: TraceAnalysis) -> Cause | None:
     between = _between_ranks(pairs)
     if not between:
         return None
-    nodes = examination.cell.topology.num_nodes
-    on_node = examination.cell.processes // nodes
+    nodes = analysis.cell.topology.num_nodes
+    on_node = analysis.cell.processes // nodes
     place = _first(pair for own in between.values() for pair in own)
     numbers: tuple[tuple[str, str, Callable[[int], int]], ...] = (
         ("seeded-by-local-rank", "is LOCAL_RANK taken for RANK where generators are seeded?", lambda r: r % on_node),
@@ -142,8 +142,8 @@ def _steps_apart(pairs: Sequence[Pair]) -> list[Pair]:
     return [(a, b) for a, b in pairs if a.step != b.step and replace(a, step=b.step) == b]
 
 
-def _every_epoch(pairs: Sequence[Pair], examination: Examination) -> Cause | None:
-    epoch = examination.epochs.windows
+def _every_epoch(pairs: Sequence[Pair], analysis: TraceAnalysis) -> Cause | None:
+    epoch = analysis.epochs.windows
     own = _steps_apart(pairs)
     if own and all((a.step - b.step) % epoch == 0 for a, b in own):
         look = "each epoch draws the masks of the one before: a generator is seeded anew, or its state set back"

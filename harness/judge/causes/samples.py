@@ -9,41 +9,39 @@ from harness.judge.causes.cause import Cause, explained
 from harness.judge.causes.step_count import pace
 from harness.judge.sampler_draws import repeated
 from harness.judge.sampler_draws import shared as shared_draws
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 Draws = tuple[tuple[int, ...], ...]
 """One rank's sample ids, by step, in the order in which they went through the model."""
 
 
-def explain(finding: Finding, examination: Examination) -> Finding:
+def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return a finding about the samples with a cause: the first hypothesis that what was drawn does not refute."""
     ranks = [
         tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
-        for trace in examination.trace.ranks
+        for trace in analysis.trace.ranks
     ]
     always = (
-        pace(examination),
-        _strangers(ranks, examination),
-        _loss_given_others(examination),
-        _nodes_alike(ranks, examination),
+        pace(analysis),
+        _strangers(ranks, analysis),
+        _loss_given_others(analysis),
+        _nodes_alike(ranks, analysis),
     )
-    if examination.conduct.by_iterations:
-        return explained(
-            finding, *always, _drawn_again(examination), _drawn_alike(examination), _other_size(ranks, examination)
-        )
+    if analysis.conduct.by_iterations:
+        return explained(finding, *always, _drawn_again(analysis), _drawn_alike(analysis), _other_size(ranks, analysis))
     return explained(
         finding,
         *always,
-        _everybody_sees_everything(ranks, examination),
+        _everybody_sees_everything(ranks, analysis),
         _all_alike(ranks),
         _batch_again(ranks),
-        _epochs_alike(ranks, examination),
-        _drawn_twice_by_a_rank(ranks, examination),
-        _filled_up(ranks, examination),
-        _shards_overlap(ranks, examination),
-        _other_size(ranks, examination),
-        _never_seen(ranks, examination),
-        _order(examination),
+        _epochs_alike(ranks, analysis),
+        _drawn_twice_by_a_rank(ranks, analysis),
+        _filled_up(ranks, analysis),
+        _shards_overlap(ranks, analysis),
+        _other_size(ranks, analysis),
+        _never_seen(ranks, analysis),
+        _order(analysis),
     )
 
 
@@ -51,17 +49,17 @@ def _flat(draws: Iterable[Iterable[int]]) -> list[int]:
     return [i for step in draws for i in step]
 
 
-def _epochs(draws: Draws, examination: Examination) -> list[Draws]:
+def _epochs(draws: Draws, analysis: TraceAnalysis) -> list[Draws]:
     """Cut a rank's steps into epochs: equal ones if they can be, else such as the workload's."""
-    workload = examination.workload
+    workload = analysis.workload
     length, rest = divmod(len(draws), workload.epochs)
     if rest or not length:
         length = -(-workload.steps_per_epoch // workload.accumulate)
     return [draws[start : start + length] for start in range(0, len(draws), length)]
 
 
-def _strangers(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
-    count = len(examination.oracle.data)
+def _strangers(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
+    count = len(analysis.oracle.data)
     for rank, draws in enumerate(ranks):
         for step, ids in enumerate(draws):
             if any(not 0 <= i < count for i in ids):
@@ -70,8 +68,8 @@ def _strangers(ranks: Sequence[Draws], examination: Examination) -> Cause | None
     return None
 
 
-def _loss_given_others(examination: Examination) -> Cause | None:
-    for moment in examination.moments:
+def _loss_given_others(analysis: TraceAnalysis) -> Cause | None:
+    for moment in analysis.moments:
         for rank, step in enumerate(moment.ranks):
             given = [i for micro in step.micro_batches for i in micro.loss or ()]
             seen = [i for micro in step.micro_batches for i in micro.samples]
@@ -81,10 +79,10 @@ def _loss_given_others(examination: Examination) -> Cause | None:
     return None
 
 
-def _nodes_alike(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
+def _nodes_alike(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
     """Ranks that share a local rank, or a node, draw the same: one number was taken for another."""
-    nodes = examination.cell.topology.num_nodes
-    if nodes == 1 or (len(ranks) == nodes and len(set(map(_everything, ranks))) == 1 and _whole(ranks[0], examination)):
+    nodes = analysis.cell.topology.num_nodes
+    if nodes == 1 or (len(ranks) == nodes and len(set(map(_everything, ranks))) == 1 and _whole(ranks[0], analysis)):
         return None
     on_node = len(ranks) // nodes
     by_local_rank = [{ranks[node * on_node + local] for node in range(nodes)} for local in range(on_node)]
@@ -102,14 +100,14 @@ def _everything(draws: Draws) -> tuple[int, ...]:
     return tuple(_flat(draws))
 
 
-def _whole(draws: Draws, examination: Examination) -> bool:
+def _whole(draws: Draws, analysis: TraceAnalysis) -> bool:
     """Say whether a rank alone goes through the whole dataset, once, before it begins again."""
-    count = len(examination.oracle.data)
+    count = len(analysis.oracle.data)
     return len(set(_flat(draws)[:count])) == count
 
 
-def _everybody_sees_everything(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
-    if len(ranks) > 1 and all(_whole(draws, examination) for draws in ranks):
+def _everybody_sees_everything(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
+    if len(ranks) > 1 and all(_whole(draws, analysis) for draws in ranks):
         look = "every rank goes through the whole dataset: is there a DistributedSampler?"
         return Cause("no-sampler", "data", look, step=0)
     return None
@@ -130,23 +128,23 @@ def _batch_again(ranks: Sequence[Draws]) -> Cause | None:
     return None
 
 
-def _drawn_again(examination: Examination) -> Cause | None:
-    if (found := repeated(examination)) is None:
+def _drawn_again(analysis: TraceAnalysis) -> Cause | None:
+    if (found := repeated(analysis)) is None:
         return None
     return Cause("batch-again", "data", "a batch is used twice in a row", step=found[0], rank=found[1])
 
 
-def _drawn_alike(examination: Examination) -> Cause | None:
-    if (found := shared_draws(examination)) is None:
+def _drawn_alike(analysis: TraceAnalysis) -> Cause | None:
+    if (found := shared_draws(analysis)) is None:
         return None
     look = "is each rank's generator seeded with its rank, and never set to another's state?"
     return Cause("ranks-alike", "data", look, step=found.step or 0, rank=found.second)
 
 
-def _epochs_alike(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
-    if not examination.shuffles:
+def _epochs_alike(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
+    if not analysis.shuffles:
         return None
-    epochs = [_epochs(draws, examination) for draws in ranks]
+    epochs = [_epochs(draws, analysis) for draws in ranks]
     if any(len(own) < 2 or _flat(own[0]) != _flat(own[1]) for own in epochs):
         return None
     step = len(epochs[0][0])
@@ -156,10 +154,10 @@ def _epochs_alike(ranks: Sequence[Draws], examination: Examination) -> Cause | N
     return Cause("set-epoch-never-called", "data", look, step=step)
 
 
-def _drawn_twice_by_a_rank(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
+def _drawn_twice_by_a_rank(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
     for rank, draws in enumerate(ranks):
         start = 0
-        for epoch in _epochs(draws, examination):
+        for epoch in _epochs(draws, analysis):
             seen: set[int] = set()
             repeats = 0
             for place, ids in enumerate(epoch):
@@ -175,12 +173,12 @@ def _drawn_twice_by_a_rank(ranks: Sequence[Draws], examination: Examination) -> 
     return None
 
 
-def _filled_up(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
+def _filled_up(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
     """Nobody draws twice, apart from the last batch of an epoch, which is as long as the others on every rank."""
-    size = examination.workload.global_batch_size(examination.devices) // len(ranks)
-    short = -len(examination.oracle.data) % (size * len(ranks))
+    size = analysis.workload.global_batch_size(analysis.devices) // len(ranks)
+    short = -len(analysis.oracle.data) % (size * len(ranks))
     start = 0
-    for columns in zip(*(_epochs(draws, examination) for draws in ranks), strict=False):
+    for columns in zip(*(_epochs(draws, analysis) for draws in ranks), strict=False):
         used = [i for draws in columns for i in _flat(draws)]
         before = [i for draws in columns for i in _flat(draws)[:-size]]
         start += len(columns[0])
@@ -190,10 +188,10 @@ def _filled_up(ranks: Sequence[Draws], examination: Examination) -> Cause | None
     return None
 
 
-def _shards_overlap(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
+def _shards_overlap(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
     """Ranks have samples in common within an epoch, more than a sampler pads with."""
     start = 0
-    for columns in zip(*(_epochs(draws, examination) for draws in ranks), strict=False):
+    for columns in zip(*(_epochs(draws, analysis) for draws in ranks), strict=False):
         owner: dict[int, int] = {}
         shared = 0
         for place, steps in enumerate(zip(*columns, strict=False)):
@@ -206,9 +204,9 @@ def _shards_overlap(ranks: Sequence[Draws], examination: Examination) -> Cause |
     return None
 
 
-def _other_size(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
-    workload = examination.workload
-    full = workload.accumulate * workload.global_batch_size(examination.devices) // len(ranks)
+def _other_size(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
+    workload = analysis.workload
+    full = workload.accumulate * workload.global_batch_size(analysis.devices) // len(ranks)
     for rank, draws in enumerate(ranks):
         sizes = [len(ids) for ids in draws]
         if sizes and max(sizes) != full:
@@ -217,10 +215,10 @@ def _other_size(ranks: Sequence[Draws], examination: Examination) -> Cause | Non
     return None
 
 
-def _never_seen(ranks: Sequence[Draws], examination: Examination) -> Cause | None:
-    count = len(examination.oracle.data)
+def _never_seen(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
+    count = len(analysis.oracle.data)
     start = 0
-    for columns in zip(*(_epochs(draws, examination) for draws in ranks), strict=False):
+    for columns in zip(*(_epochs(draws, analysis) for draws in ranks), strict=False):
         start += len(columns[0])
         seen = {i for draws in columns for i in _flat(draws)}
         if len(seen) < count:
@@ -229,7 +227,7 @@ def _never_seen(ranks: Sequence[Draws], examination: Examination) -> Cause | Non
     return None
 
 
-def _order(examination: Examination) -> Cause | None:
-    if examination.shuffles:
+def _order(analysis: TraceAnalysis) -> Cause | None:
+    if analysis.shuffles:
         return Cause("shards-kept", "data", "shuffle the whole dataset, then cut it into shards")
     return Cause("order-of-its-own", "data", "is something shuffled, or cut into contiguous shards?")

@@ -18,7 +18,7 @@ from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes.cause import Cause
 from harness.judge.oracle.training import Oracle
 from harness.judge.oracle.update_replay import stepped
-from harness.judge.trace_analysis import Examination, same
+from harness.judge.trace_analysis import TraceAnalysis, same
 
 _NEAR = 0.01
 """A weight moved k times by its update if it is no further from that than this part of one update."""
@@ -47,7 +47,7 @@ class _Count:
     apart: bool
 
 
-def moved_by_others(examination: Examination) -> Cause | None:
+def moved_by_others(analysis: TraceAnalysis) -> Cause | None:
     """Return that ranks share their parameters' memory, None where the evidence says something else or nothing.
 
     The evidence for it has three parts, and all of them must be there:
@@ -56,14 +56,14 @@ def moved_by_others(examination: Examination) -> Cause | None:
     and over the training every rank's weights moved by the updates of all ranks, but for those of the last step that
     had not landed yet. Ranks that merely parted move by their own updates alone.
     """
-    world = examination.cell.processes
-    if world == 1 or not _same_gradients(examination):
+    world = analysis.cell.processes
+    if world == 1 or not _same_gradients(analysis):
         return None
     by_others = once = False
-    for trace in examination.trace.ranks:
+    for trace in analysis.trace.ranks:
         counts = []
-        for move in _moves(trace, examination):
-            counted = _counted(move, world, examination.epsilon)
+        for move in _moves(trace, analysis):
+            counted = _counted(move, world, analysis.epsilon)
             if counted is None:
                 return None
             counts.append(counted)
@@ -83,10 +83,8 @@ def moved_by_others(examination: Examination) -> Cause | None:
     return Cause("applied-once-a-rank", "averaging", look)
 
 
-def _same_gradients(examination: Examination) -> bool:
-    return all(
-        same(step.gradients, moment.ranks[0].gradients) for moment in examination.moments for step in moment.ranks
-    )
+def _same_gradients(analysis: TraceAnalysis) -> bool:
+    return all(same(step.gradients, moment.ranks[0].gradients) for moment in analysis.moments for step in moment.ranks)
 
 
 def _is_anothers(count: _Count, world: int) -> bool:
@@ -114,9 +112,9 @@ def _all_landed(counts: list[_Count], world: int) -> bool:
     return len(total) > 0 and most - (world - 1) <= float(total.median()) <= most
 
 
-def _moves(trace: RankTrace, examination: Examination) -> Iterator[_Move]:
+def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
     """Yield what became of the weights in each step, and from there to the next."""
-    oracle = Oracle(examination.workload, examination.devices)
+    oracle = Oracle(analysis.workload, analysis.devices)
     optimizer = oracle.optimizer()
     none = {name: torch.zeros_like(value) for name, value in oracle.weights().items()}
     earlier = none

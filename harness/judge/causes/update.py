@@ -12,15 +12,15 @@ from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.training import Oracle
 from harness.judge.oracle.update_replay import stepped
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 
-def explain(finding: Finding, examination: Examination) -> Finding:
+def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return the finding with a cause, if the update is a multiple of the right one, or nothing moved."""
     if finding.step is None:
         return finding
-    trace = examination.trace.ranks[finding.rank or 0]
-    oracle = Oracle(examination.workload, examination.devices)
+    trace = analysis.trace.ranks[finding.rank or 0]
+    oracle = Oracle(analysis.workload, analysis.devices)
     optimizer = oracle.optimizer()
     for index, step in enumerate(trace.steps[: finding.step + 1]):
         if step.skipped:
@@ -38,14 +38,14 @@ def explain(finding: Finding, examination: Examination) -> Finding:
             return _caused(finding, "no-update", "optimizer", "the weights did not move: was the step undone?")
         if norm(right) == 0:
             return finding
-        if examination.cell.arithmetic.storage == "float64" and all(_fits_float32(step.after[name]) for name in names):
+        if analysis.cell.arithmetic.storage == "float64" and all(_fits_float32(step.after[name]) for name in names):
             look = "the weights hold no more bits than float32 has: is the model cast?"
             return _caused(finding, "stored-in-lower-precision", "amp", look)
         factor = float(made @ right / (right @ right))
-        part = _only_its_share(examination, index, finding.rank or 0, weights)
+        part = _only_its_share(analysis, index, finding.rank or 0, weights)
         if part is not None:
             return _caused(finding, "stepped-in-part", "sync", part)
-        if (shared := moved_by_others(examination)) is not None:
+        if (shared := moved_by_others(analysis)) is not None:
             return shared.explain(finding)
         # Rounding of the weights limits how well the factor is known.
         if norm(made - factor * right) > 1e-3 * norm(made):
@@ -61,9 +61,9 @@ def _fits_float32(value: torch.Tensor) -> bool:
     return torch.equal(value.float().double(), value.double())
 
 
-def _only_its_share(examination: Examination, index: int, rank: int, right: Tensors) -> str | None:
+def _only_its_share(analysis: TraceAnalysis, index: int, rank: int, right: Tensors) -> str | None:
     """Return what to look at where a rank moved some of the weights, as it should, and other ranks moved the rest."""
-    steps = examination.moments[index].ranks
+    steps = analysis.moments[index].ranks
     before, after = steps[rank].before, steps[rank].after
     due = {name for name in right if name in after and norm(right[name] - before[name].double())}
     moved = [{name for name in due if not torch.equal(step.before[name], step.after[name])} for step in steps]

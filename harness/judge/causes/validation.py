@@ -8,21 +8,21 @@ from harness.core.finding import Finding
 from harness.evidence.trace import Evaluation
 from harness.judge.batch_positions import Place, after_batch, due, place
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 
-def explain(finding: Finding, examination: Examination) -> Finding:
+def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return a finding about evaluations with a cause: the first hypothesis that the evidence does not refute."""
-    every = [trace.evaluations for trace in examination.trace.ranks]
+    every = [trace.evaluations for trace in analysis.trace.ranks]
     return explained(
         finding,
         _never(every),
-        _in_training_mode(examination),
-        _other_rhythm(examination),
-        _other_samples(examination),
-        _only_some_ranks(examination),
-        _ranks_alike(every, examination),
-        _tail_dropped(examination),
+        _in_training_mode(analysis),
+        _other_rhythm(analysis),
+        _other_samples(analysis),
+        _only_some_ranks(analysis),
+        _ranks_alike(every, analysis),
+        _tail_dropped(analysis),
     )
 
 
@@ -33,33 +33,33 @@ def _never(ranks: Sequence[Sequence[Evaluation]]) -> Cause | None:
     return Cause("never-evaluated", "metrics", look)
 
 
-def _in_training_mode(examination: Examination) -> Cause | None:
+def _in_training_mode(analysis: TraceAnalysis) -> Cause | None:
     """Where there are running statistics it is these that suffer, and else the figures."""
-    for evaluation in _all(examination):
+    for evaluation in _all(analysis):
         if evaluation.training:
-            family = "buffers" if examination.oracle.buffers else "metrics"
+            family = "buffers" if analysis.oracle.buffers else "metrics"
             look = "call model.eval() before it and model.train() after it"
             return Cause("evaluated-in-training-mode", family, look, step=evaluation.step)
     return None
 
 
-def _other_rhythm(examination: Examination) -> Cause | None:
+def _other_rhythm(analysis: TraceAnalysis) -> Cause | None:
     found = {
-        place(examination, evaluation.step, evaluation.micro_batches, trace.rank)
-        for trace in examination.trace.ranks
+        place(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
+        for trace in analysis.trace.ranks
         for evaluation in trace.evaluations
     }
-    if all(found & set(where) for where in due(examination)):
+    if all(found & set(where) for where in due(analysis)):
         return None
-    for name, look, places in _rhythms(examination):
+    for name, look, places in _rhythms(analysis):
         if places and len(found) == len(places) and all(found & set(where) for where in places):
             return Cause(name, "metrics", look)
     return Cause("evaluations-missing", "metrics", "some evaluations are left out, or come at another moment")
 
 
-def _rhythms(examination: Examination) -> Iterator[tuple[str, str, list[tuple[Place, ...]]]]:
+def _rhythms(analysis: TraceAnalysis) -> Iterator[tuple[str, str, list[tuple[Place, ...]]]]:
     """Yield other ways to count until the next evaluation, and where it then happens."""
-    division, every = examination.epochs, examination.workload.validate_every or 1
+    division, every = analysis.epochs, analysis.workload.validate_every or 1
     batches, epochs, windows = division.batches, division.count, division.windows
     ends = [after_batch(division, epoch, batches) for epoch in range(epochs)]
     yield "evaluated-once-an-epoch", "it is due inside of epochs too", ends
@@ -71,7 +71,7 @@ def _rhythms(examination: Examination) -> Iterator[tuple[str, str, list[tuple[Pl
     steps = [((epoch * windows + step, 0),) for epoch in range(epochs) for step in range(every, windows + 1, every)]
     yield "steps-counted", "it is batches that count, not optimizer steps", steps
     look = "a window is not waited for: evaluate in the middle of it"
-    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in due(examination)}
+    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in due(analysis)}
     yield "waits-for-the-step", look, [(where,) for where in sorted(deferred)]
     early = [
         after_batch(division, epoch, batch) if batch else ((epoch * windows, 0),)
@@ -83,25 +83,25 @@ def _rhythms(examination: Examination) -> Iterator[tuple[str, str, list[tuple[Pl
     yield "evaluated-ahead", "it is due after so many batches, not after the first", shifted
 
 
-def _other_samples(examination: Examination) -> Cause | None:
-    count = len(examination.workload.val_dataset(examination.devices))
-    for evaluation in _all(examination):
+def _other_samples(analysis: TraceAnalysis) -> Cause | None:
+    count = len(analysis.workload.val_dataset(analysis.devices))
+    for evaluation in _all(analysis):
         if any(not 0 <= i < count for i in evaluation.samples):
             look = "is it val_dataset that is evaluated?"
             return Cause("evaluates-another-dataset", "data", look, step=evaluation.step)
     return None
 
 
-def _only_some_ranks(examination: Examination) -> Cause | None:
-    idle = [trace.rank for trace in examination.trace.ranks if not trace.evaluations]
+def _only_some_ranks(analysis: TraceAnalysis) -> Cause | None:
+    idle = [trace.rank for trace in analysis.trace.ranks if not trace.evaluations]
     if not idle:
         return None
     look = f"ranks {idle} do not evaluate, and the others only their shares"
     return Cause("only-some-ranks-evaluate", "data", look, rank=idle[0])
 
 
-def _ranks_alike(ranks: Sequence[Sequence[Evaluation]], examination: Examination) -> Cause | None:
-    count = len(examination.workload.val_dataset(examination.devices))
+def _ranks_alike(ranks: Sequence[Sequence[Evaluation]], analysis: TraceAnalysis) -> Cause | None:
+    count = len(analysis.workload.val_dataset(analysis.devices))
     drawn = {tuple(sorted(set(evaluations[0].samples))) for evaluations in ranks if evaluations}
     if len(ranks) > 1 and len(drawn) == 1 and len(next(iter(drawn))) < count:
         look = "all ranks evaluate the same part: was the sampler told its rank?"
@@ -109,10 +109,10 @@ def _ranks_alike(ranks: Sequence[Sequence[Evaluation]], examination: Examination
     return None
 
 
-def _tail_dropped(examination: Examination) -> Cause | None:
-    count = len(examination.workload.val_dataset(examination.devices))
-    for evaluation in _all(examination):
-        seen = {i for other in _all(examination) for i in other.samples if other.step == evaluation.step}
+def _tail_dropped(analysis: TraceAnalysis) -> Cause | None:
+    count = len(analysis.workload.val_dataset(analysis.devices))
+    for evaluation in _all(analysis):
+        seen = {i for other in _all(analysis) for i in other.samples if other.step == evaluation.step}
         if 0 < len(seen) < count:
             tail = sorted(seen) == list(range(len(seen)))
             look = (
@@ -123,6 +123,6 @@ def _tail_dropped(examination: Examination) -> Cause | None:
     return None
 
 
-def _all(examination: Examination) -> list[Evaluation]:
-    every = [evaluation for trace in examination.trace.ranks for evaluation in trace.evaluations]
+def _all(analysis: TraceAnalysis) -> list[Evaluation]:
+    every = [evaluation for trace in analysis.trace.ranks for evaluation in trace.evaluations]
     return sorted(every, key=lambda evaluation: (evaluation.step, evaluation.micro_batches))

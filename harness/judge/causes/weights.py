@@ -12,39 +12,39 @@ from harness.judge.causes.cause import Cause, explained
 from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.causes.step_count import pace
 from harness.judge.oracle.noise import distance, norm
-from harness.judge.trace_analysis import Examination, same
+from harness.judge.trace_analysis import TraceAnalysis, same
 
 
-def explain_initial(finding: Finding, examination: Examination) -> Finding:
+def explain_initial(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return a finding about the weights before the first step with a cause."""
-    return explained(finding, pace_of_nothing(examination), _moved_by_other_ranks(examination), _start(examination))
+    return explained(finding, pace_of_nothing(analysis), _moved_by_other_ranks(analysis), _start(analysis))
 
 
-def explain_agreement(finding: Finding, examination: Examination) -> Finding:
+def explain_agreement(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return a finding about ranks that hold different weights with a cause: where they parted first."""
-    return explained(finding, moved_by_others(examination), _parted(examination))
+    return explained(finding, moved_by_others(analysis), _parted(analysis))
 
 
-def explain_stillness(finding: Finding, examination: Examination) -> Finding:
+def explain_stillness(finding: Finding, analysis: TraceAnalysis) -> Finding:
     """Return a finding about weights that changed apart from any step with a cause."""
-    return explained(finding, moved_by_others(examination), _between_steps(examination), _after_the_last(examination))
+    return explained(finding, moved_by_others(analysis), _between_steps(analysis), _after_the_last(analysis))
 
 
-def pace_of_nothing(examination: Examination) -> Cause | None:
+def pace_of_nothing(analysis: TraceAnalysis) -> Cause | None:
     """Return why there is nothing to look at, where there is not."""
-    return pace(examination) if not examination.moments else None
+    return pace(analysis) if not analysis.moments else None
 
 
-def _moved_by_other_ranks(examination: Examination) -> Cause | None:
+def _moved_by_other_ranks(analysis: TraceAnalysis) -> Cause | None:
     """A rank begins as many updates from the start as ranks before it have stepped: they share their memory."""
-    for rank, step in enumerate(examination.moments[0].ranks):
-        if _updates_between(examination.start, step.before, step, examination):
+    for rank, step in enumerate(analysis.moments[0].ranks):
+        if _updates_between(analysis.start, step.before, step, analysis):
             look = f"rank {rank} begins where others have stepped already: do ranks share the parameters' memory?"
             return Cause("applied-once-a-rank", "averaging", look, step=0, rank=rank)
     return None
 
 
-def _updates_between(left: Tensors, found: Tensors, step: Step, examination: Examination) -> bool:
+def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceAnalysis) -> bool:
     """Say whether ``found`` is ``left`` and so many of the step's own update as other ranks may have made."""
     names = [name for name in left if name in found and name in step.before]
     if not names:
@@ -54,12 +54,12 @@ def _updates_between(left: Tensors, found: Tensors, step: Step, examination: Exa
         return False
     times = round(float(moved @ made / (made @ made)))
     # Rounding of the weights limits how well the multiple is known.
-    return 1 <= times < examination.cell.processes and norm(moved - times * made) <= 1e-3 * norm(made)
+    return 1 <= times < analysis.cell.processes and norm(moved - times * made) <= 1e-3 * norm(made)
 
 
-def _start(examination: Examination) -> Cause | None:
-    ranks = [step.before for step in examination.moments[0].ranks]
-    if any(examination.start.keys() - before.keys() for before in ranks):
+def _start(analysis: TraceAnalysis) -> Cause | None:
+    ranks = [step.before for step in analysis.moments[0].ranks]
+    if any(analysis.start.keys() - before.keys() for before in ranks):
         return Cause("parameters-missing", "sync", "is it the job's model that is trained?", step=0)
     if all(same(before, ranks[0]) for before in ranks[1:]):
         look = "all ranks begin with the same weights, which are not job.model()'s: were they initialised anew?"
@@ -71,8 +71,8 @@ def _start(examination: Examination) -> Cause | None:
     return Cause("not-broadcast", "sync", look, step=0)
 
 
-def _parted(examination: Examination) -> Cause | None:
-    for moment in examination.moments:
+def _parted(analysis: TraceAnalysis) -> Cause | None:
+    for moment in analysis.moments:
         first = moment.ranks[0]
         for rank, step in enumerate(moment.ranks):
             place = {"step": moment.index, "rank": rank}
@@ -93,8 +93,8 @@ def _parted(examination: Examination) -> Cause | None:
     return None
 
 
-def _between_steps(examination: Examination) -> Cause | None:
-    for before, moment in zip(examination.moments, examination.moments[1:], strict=False):
+def _between_steps(analysis: TraceAnalysis) -> Cause | None:
+    for before, moment in zip(analysis.moments, analysis.moments[1:], strict=False):
         for rank, step in enumerate(moment.ranks):
             left = before.ranks[rank].after
             if same(step.before, left):
@@ -111,8 +111,8 @@ def _between_steps(examination: Examination) -> Cause | None:
     return None
 
 
-def _after_the_last(examination: Examination) -> Cause | None:
-    ranks = [(trace.steps[-1], trace.final) for trace in examination.trace.ranks if trace.steps and trace.final]
+def _after_the_last(analysis: TraceAnalysis) -> Cause | None:
+    ranks = [(trace.steps[-1], trace.final) for trace in analysis.trace.ranks if trace.steps and trace.final]
     if any(final and step.skipped and not same(step.after, final) for step, final in ranks):
         return Cause("moved-when-skipped", "amp", "a step that was skipped must leave the weights still")
     return Cause("changed-after-the-last-step", "optimizer", "what is left at the end is not what the last step left")

@@ -1,6 +1,6 @@
 """The questions put to a trace. A check is one function in one file, and one line here.
 
-Each takes an Examination and returns a Finding, or None where the question does not arise (ranks cannot disagree
+Each takes an TraceAnalysis and returns a Finding, or None where the question does not arise (ranks cannot disagree
 where there is one). A check that could not have failed raises Vacuous.
 """
 
@@ -25,9 +25,9 @@ from harness.judge.checks.stillness import stillness
 from harness.judge.checks.training import training
 from harness.judge.checks.update import update
 from harness.judge.checks.validation import validation
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
-Check = Callable[[Examination], Finding | None]
+Check = Callable[[TraceAnalysis], Finding | None]
 
 CHECKS: dict[str, Check] = {
     "steps": steps,

@@ -7,14 +7,14 @@ from harness.core.outcome import Outcome
 from harness.judge.causes import explain_agreement
 from harness.judge.error_outcome import Deviation, larger, times
 from harness.judge.oracle.noise import distance, in_noise, limit, rounding_unit
-from harness.judge.trace_analysis import DRAWS, Examination
+from harness.judge.trace_analysis import DRAWS, TraceAnalysis
 
 
-def ranks_agree(examination: Examination) -> Finding | None:
+def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
     """Weights after each step against rank 0's; where one rank skipped, all did. None in a world of one."""
-    if examination.cell.processes == 1:
+    if analysis.cell.processes == 1:
         return None
-    for moment in examination.moments:
+    for moment in analysis.moments:
         skipped = [rank for rank, step in enumerate(moment.ranks) if step.skipped]
         if skipped and len(skipped) < len(moment.ranks):
             return Finding(
@@ -27,12 +27,12 @@ def ranks_agree(examination: Examination) -> Finding | None:
                 rank=skipped[0],
             )
     worst = Deviation(0.0)
-    for moment, rank, step in examination.differing_ranks("after"):
+    for moment, rank, step in analysis.differing_ranks("after"):
         if rank == 0:
             continue
         reference = moment.ranks[0].after
         for name, value in step.after.items():
-            unit = rounding_unit([reference[name].double()], examination.epsilon)
+            unit = rounding_unit([reference[name].double()], analysis.epsilon)
             error = distance(value, reference[name])
             worst = larger(worst, Deviation(in_noise(error, unit), moment.index, name, rank))
     good = worst.x_noise <= limit(DRAWS)
@@ -48,4 +48,4 @@ def ranks_agree(examination: Examination) -> Finding | None:
         parameter=worst.parameter,
         rank=worst.rank,
     )
-    return finding if good else explain_agreement(finding, examination)
+    return finding if good else explain_agreement(finding, analysis)

@@ -13,20 +13,20 @@ from harness.judge.checks.own_buffers import own_buffers
 from harness.judge.error_outcome import Deviation, Vacuous, larger, times
 from harness.judge.oracle.buffer_replay import errors, moves, should_move
 from harness.judge.oracle.noise import limit
-from harness.judge.trace_analysis import DRAWS, Examination, same
+from harness.judge.trace_analysis import DRAWS, TraceAnalysis, same
 
 
-def buffers(examination: Examination) -> Finding | None:
+def buffers(analysis: TraceAnalysis) -> Finding | None:
     """All ranks begin each step's forward with the same buffers, and these are what the first device made of them.
 
     They may differ after a forward: DDP broadcasts them at the next one. None where the model has no buffers. Of a
     subject that declares that each rank keeps its own, it is asked whether they are what the rank's own samples make.
     """
-    if not examination.moments or not examination.moments[0].ranks[0].buffers:
+    if not analysis.moments or not analysis.moments[0].ranks[0].buffers:
         return None
-    if examination.conduct.own_buffers and examination.cell.processes > 1:
-        return own_buffers(examination)
-    for moment in examination.moments:
+    if analysis.conduct.own_buffers and analysis.cell.processes > 1:
+        return own_buffers(analysis)
+    for moment in analysis.moments:
         for rank, step in enumerate(moment.ranks):
             if not same(step.buffers, moment.ranks[0].buffers):
                 name = next((n for n, b in step.buffers.items() if not _equal(b, moment.ranks[0].buffers.get(n))), None)
@@ -41,7 +41,7 @@ def buffers(examination: Examination) -> Finding | None:
                     parameter=name,
                     rank=rank,
                 )
-    worst = _replay(examination)
+    worst = _replay(analysis)
     good = worst.x_noise <= limit(DRAWS)
     return Finding(
         "buffers",
@@ -55,15 +55,15 @@ def buffers(examination: Examination) -> Finding | None:
     )
 
 
-def _replay(examination: Examination) -> Deviation:
+def _replay(analysis: TraceAnalysis) -> Deviation:
     """Follow the first rank's forwards from each step's buffers to the next step's, and return the largest error."""
     worst: dict[str, Deviation] = {}
     moved = False
-    for moment, following in pairwise(examination.moments):
+    for moment, following in pairwise(analysis.moments):
         moved = moved or moves(moment, following, 0)
-        for way, deviation in errors(examination, moment, following, 0):
+        for way, deviation in errors(analysis, moment, following, 0):
             worst[way] = larger(worst.get(way), replace(deviation, rank=None))
-    if not moved and should_move(examination):
+    if not moved and should_move(analysis):
         raise Vacuous("no buffer changed from step to step")
     return min(worst.values(), key=lambda deviation: deviation.x_noise, default=Deviation(0.0))
 

@@ -25,30 +25,30 @@ from harness.judge.interruption import Interruption, saving_cell
 from harness.judge.oracle.full_training import RUNS
 from harness.judge.oracle.noise import distance, in_noise, limit
 from harness.judge.oracle.update_replay import replay
-from harness.judge.trace_analysis import DRAWS, Examination, same
+from harness.judge.trace_analysis import DRAWS, TraceAnalysis, same
 
 Question = Callable[[Interruption], Finding | None]
 
 
-def checkpoint(examination: Examination) -> Finding | None:
+def checkpoint(analysis: TraceAnalysis) -> Finding | None:
     """Follow an interrupted training beside the uninterrupted one, in the order in which a mistake travels.
 
     What is wrong without an interruption too is not the checkpoint's. None where the workload asks for no interruption.
     """
-    if examination.workload.interrupt_after is None:
+    if analysis.workload.interrupt_after is None:
         return None
-    saved, resumed = examination.trace.saved, examination.trace.resumed
+    saved, resumed = analysis.trace.saved, analysis.trace.resumed
     if saved is None:
         raise Vacuous("the evidence of an interrupted training is not here")
-    broken = launch(saved, saving_cell(examination))
+    broken = launch(saved, saving_cell(analysis))
     if broken is not None:
         return _broken(broken, "the launch that had to save")
     if resumed is None:
         raise Vacuous("the evidence of a resumed training is not here")
-    broken = launch(resumed, examination.cell)
+    broken = launch(resumed, analysis.cell)
     if broken is not None:
         return _broken(broken, "the launch that resumed")
-    interruption = Interruption(examination, saved, resumed)
+    interruption = Interruption(analysis, saved, resumed)
     problem = next((answer for question in QUESTIONS if (answer := question(interruption)) is not None), None)
     if problem is not None:
         return problem
@@ -244,9 +244,9 @@ def _limit(interruption: Interruption) -> float:
     return 0.0 if interruption.whole.exact else limit(DRAWS)
 
 
-def _is_bad(check: Callable[[Examination], Finding | None], examination: Examination) -> bool:
+def _is_bad(check: Callable[[TraceAnalysis], Finding | None], analysis: TraceAnalysis) -> bool:
     try:
-        finding = check(examination)
+        finding = check(analysis)
     except Vacuous:
         return True
     return finding is not None and finding.outcome.is_bad

@@ -5,17 +5,17 @@ from __future__ import annotations
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_learning_rate
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 PRECISION = 1e-12
 """Rates are float64 numbers that went through a handful of operations: this is thousands of roundings."""
 
 
-def learning_rate(examination: Examination) -> Finding:
+def learning_rate(analysis: TraceAnalysis) -> Finding:
     """The rates of all parameter groups at each step taken; a schedule moves on after each of them."""
-    optimizer = examination.oracle.optimizer()
-    schedule = examination.oracle.schedule(optimizer)
-    for moment in examination.taken:
+    optimizer = analysis.oracle.optimizer()
+    schedule = analysis.oracle.schedule(optimizer)
+    for moment in analysis.taken:
         expected = [float(group["lr"]) for group in optimizer.param_groups]
         for rank, step in enumerate(moment.ranks):
             used = list(step.learning_rates)
@@ -26,8 +26,8 @@ def learning_rate(examination: Examination) -> Finding:
                 finding = Finding(
                     "learning-rate", Outcome.FAILED, message, family="optimizer", step=moment.index, rank=rank
                 )
-                return explain_learning_rate(finding, examination)
-        examination.oracle.set_gradients({})
+                return explain_learning_rate(finding, analysis)
+        analysis.oracle.set_gradients({})
         optimizer.step()  # without gradients it changes nothing; a schedule insists on it
         schedule()
     return Finding("learning-rate", Outcome.PASSED, "every step used the workload's learning rate")

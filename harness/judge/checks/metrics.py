@@ -8,20 +8,20 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_metrics
 from harness.judge.error_outcome import Deviation, Vacuous, found, larger, times
-from harness.judge.oracle.expected_metrics import Books, Report
-from harness.judge.trace_analysis import Examination
+from harness.judge.oracle.expected_metrics import LossTable, Report
+from harness.judge.trace_analysis import TraceAnalysis
 
 
-def metrics(examination: Examination) -> Finding | None:
+def metrics(analysis: TraceAnalysis) -> Finding | None:
     """Each ``loss`` and ``val_loss``, on each rank that reports it, against the mean that it stands for.
 
     Noise is what the same mean in the cell's own precision, on one device, differs by; at least one rounding. Where
     nobody asked for metrics and none was reported there is no question, nor where a loss is no mean over samples.
     """
-    asked = "metrics" in examination.workload.needs
-    if not asked and not any(trace.logged for trace in examination.trace.ranks):
+    asked = "metrics" in analysis.workload.needs
+    if not asked and not any(trace.logged for trace in analysis.trace.ranks):
         return None
-    books = Books(examination)
+    books = LossTable(analysis)
     if not books.reports:
         if asked:
             raise Vacuous("no 'loss' and no 'val_loss' was logged after training had begun")
@@ -41,7 +41,7 @@ def metrics(examination: Examination) -> Finding | None:
     return found("metrics", Outcome.PASSED, message, worst, books.limit)
 
 
-def _accusation(report: Report, count: int, books: Books, worst: Deviation) -> Finding:
+def _accusation(report: Report, count: int, books: LossTable, worst: Deviation) -> Finding:
     """Return the finding for the first report that is wrong, of so many."""
     truths = books.truths(report)
     nearest = min(truths, key=lambda truth: abs(truth - report.value), default=math.nan)

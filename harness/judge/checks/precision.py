@@ -8,13 +8,13 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.error_outcome import times
 from harness.judge.oracle.noise import distance, in_noise
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 COARSE = 100.0
 """A tensor can tell 16 bits from 32 where 16-bit noise is at least so many roundings of 32 bits."""
 
 
-def precision(examination: Examination) -> Finding | None:
+def precision(analysis: TraceAnalysis) -> Finding | None:
     """A 16-bit training has 16-bit errors. None in 32 and 64 bits, and where no tensor could tell the difference.
 
     An exact workload cannot tell either: its numbers are made to need no rounding, and in 16 bits few of them do.
@@ -22,14 +22,14 @@ def precision(examination: Examination) -> Finding | None:
     The forward in 16 bits rounds weights and activations: its error is the noise itself, while one in 32 bits shows
     an error of a few roundings of 32 bits. The border is the geometric mean of the two.
     """
-    if examination.cell.arithmetic.autocast is None or examination.workload.exact or not examination.taken:
+    if analysis.cell.arithmetic.autocast is None or analysis.workload.exact or not analysis.taken:
         return None
     nearest, border, place = 0.0, 0.0, ""
-    for moment in examination.taken:
-        truth = examination.truths[moment.index]
+    for moment in analysis.taken:
+        truth = analysis.truths[moment.index]
         given = moment.ranks[0].gradients
         for name, unit in truth.units.items():
-            noise = examination.noise.at(name, unit)
+            noise = analysis.noise.at(name, unit)
             if unit == 0 or noise < COARSE * unit or name not in given:
                 continue
             error = min(
@@ -45,7 +45,7 @@ def precision(examination: Examination) -> Finding | None:
     return Finding(
         "precision",
         Outcome.PASSED if good else Outcome.FAILED,
-        f"gradients have {'' if good else 'no '}errors of {examination.cell.precision} ({times(nearest)}, {place})",
+        f"gradients have {'' if good else 'no '}errors of {analysis.cell.precision} ({times(nearest)}, {place})",
         cause=None if good else "trained-in-32-bits",
         family=None if good else "amp",
         error_x_noise=nearest,

@@ -20,31 +20,31 @@ from harness.judge.causes.rng import (
 )
 from harness.judge.error_outcome import Vacuous
 from harness.judge.oracle.dropout_masks import Row, agreements, rows, shifted_agreements, surprise, surprise_limit
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 
-def rng(examination: Examination) -> Finding | None:
+def rng(analysis: TraceAnalysis) -> Finding | None:
     """No two rows and no two streams of what layers drew have more in common than chance explains; coins are fair.
 
     Limits follow from the chance of a false alarm and the number of comparisons. None where the model draws nothing.
     """
-    layers = [str(layer.draws) for layer in examination.oracle.model.modules() if getattr(layer, "draws", None)]
+    layers = [str(layer.draws) for layer in analysis.oracle.model.modules() if getattr(layer, "draws", None)]
     if not layers:
         return None
-    if not examination.moments:
+    if not analysis.moments:
         raise Vacuous("no optimizer step was seen")
-    refused = _absent(layers, examination) or _drawn_again(layers, examination)
+    refused = _absent(layers, analysis) or _drawn_again(layers, analysis)
     if refused is not None:
         return refused
-    every = list(rows(examination.trace, layers))
+    every = list(rows(analysis.trace, layers))
     if not every:
         raise Vacuous("no sample went through the model")
-    finding = _unfair_row(every) or _unfair_layer(every) or _alike(every, examination) or _streams(every)
+    finding = _unfair_row(every) or _unfair_layer(every) or _alike(every, analysis) or _streams(every)
     return finding or Finding("rng", Outcome.PASSED, f"{len(every)} masks are fair coins, and no two are alike")
 
 
-def _absent(layers: Sequence[str], examination: Examination) -> Finding | None:
-    for trace in examination.trace.ranks:
+def _absent(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
+    for trace in analysis.trace.ranks:
         for index, step in enumerate(trace.steps):
             for micro in step.micro_batches:
                 layer = next((name for name in layers if len(micro.drawn.get(name, ())) != len(micro.samples)), None)
@@ -54,9 +54,9 @@ def _absent(layers: Sequence[str], examination: Examination) -> Finding | None:
     return None
 
 
-def _drawn_again(layers: Sequence[str], examination: Examination) -> Finding | None:
+def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
     """Return what is wrong where a backward went through other masks than the forward."""
-    for trace in examination.trace.ranks:
+    for trace in analysis.trace.ranks:
         for index, step in enumerate(trace.steps):
             layer = next(
                 (name for name in layers for micro in step.micro_batches if f"{name} again" in micro.drawn), None
@@ -100,7 +100,7 @@ def _surprise_at(coins: torch.Tensor) -> float:
     return float(surprise(coins.double().sum(), torch.tensor(float(len(coins)))))
 
 
-def _alike(every: Sequence[Row], examination: Examination) -> Finding | None:
+def _alike(every: Sequence[Row], analysis: TraceAnalysis) -> Finding | None:
     """Return what is wrong where two rows have too much, or too little, in common."""
     by_width: dict[int, list[Row]] = defaultdict(list)
     for row in every:
@@ -119,7 +119,7 @@ def _alike(every: Sequence[Row], examination: Examination) -> Finding | None:
     message = f"{len(alike)} pairs of masks are alike: the first is ({first.place}) and ({second.place})"
     latest = max(first.place, second.place, key=lambda place: (place.step, place.rank))
     finding = Finding("rng", Outcome.FAILED, message, step=latest.step, rank=latest.rank)
-    return explain_alike(finding, [(a.place, b.place) for a, b in alike], examination)
+    return explain_alike(finding, [(a.place, b.place) for a, b in alike], analysis)
 
 
 def _streams(every: Sequence[Row]) -> Finding | None:

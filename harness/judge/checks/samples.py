@@ -14,78 +14,78 @@ from harness.evidence.trace import Step
 from harness.judge import sampler_draws as draws
 from harness.judge.causes import explain_samples
 from harness.judge.error_outcome import Vacuous
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 Used = list[list[int]]
 """Sample ids by step, over all ranks."""
 
 
-def samples(examination: Examination) -> Finding:
+def samples(analysis: TraceAnalysis) -> Finding:
     """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
-    world, expected = examination.cell.processes, len(examination.oracle.data)
-    used: Used = [[i for step in moment.ranks for i in _forwarded(step)] for moment in examination.moments]
+    world, expected = analysis.cell.processes, len(analysis.oracle.data)
+    used: Used = [[i for step in moment.ranks for i in _forwarded(step)] for moment in analysis.moments]
     if not any(used):
         raise Vacuous("the model was never called with a batch that has an 'index'")
-    by_iterations = examination.conduct.by_iterations
+    by_iterations = analysis.conduct.by_iterations
     problem = (
-        _windows(examination)
-        or _loss_saw_something_else(examination)
+        _windows(analysis)
+        or _loss_saw_something_else(analysis)
         or _strangers(used, expected)
-        or (_dependent(examination) if by_iterations else _epochs(examination, used, expected))
+        or (_dependent(analysis) if by_iterations else _epochs(analysis, used, expected))
     )
     if problem:
-        return explain_samples(Finding("samples", Outcome.FAILED, problem, family="data"), examination)
+        return explain_samples(Finding("samples", Outcome.FAILED, problem, family="data"), analysis)
     if by_iterations:
-        message = f"{_full(examination)} samples in each step, over {world} ranks; by iterations: epochs are not judged"
+        message = f"{_full(analysis)} samples in each step, over {world} ranks; by iterations: epochs are not judged"
     else:
-        message = f"each of {expected} samples once an epoch, over {world} ranks{_as_declared(examination)}"
+        message = f"each of {expected} samples once an epoch, over {world} ranks{_as_declared(analysis)}"
     return Finding("samples", Outcome.PASSED, message)
 
 
-def _as_declared(examination: Examination) -> str:
-    shuffle = examination.conduct.shuffle
+def _as_declared(analysis: TraceAnalysis) -> str:
+    shuffle = analysis.conduct.shuffle
     return "" if shuffle == "job" else f"; the order is that of shuffle={shuffle!r}, which the subject declares"
 
 
-def _epochs(examination: Examination, used: Used, expected: int) -> str | None:
+def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
     """Coverage and order of each epoch."""
-    windows, world = examination.epochs.windows, examination.cell.processes
+    windows, world = analysis.epochs.windows, analysis.cell.processes
     epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
     return (
         next((p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))), None)
-        or _order(epochs, examination, expected)
-        or _shards_kept(examination, windows)
+        or _order(epochs, analysis, expected)
+        or _shards_kept(analysis, windows)
     )
 
 
-def _dependent(examination: Examination) -> str | None:
+def _dependent(analysis: TraceAnalysis) -> str | None:
     """Draws that follow from those of another rank, or from those before them."""
-    if (again := draws.repeated(examination)) is not None:
+    if (again := draws.repeated(analysis)) is not None:
         return f"at step {again[0]} rank {again[1]} draws the samples of the batch before it again"
-    if (found := draws.shared(examination)) is None:
+    if (found := draws.shared(analysis)) is None:
         return None
     when = "over all steps" if found.step is None else f"at step {found.step}"
     return f"{when} ranks {found.first} and {found.second} draw the same samples: {found.count} of {found.places}"
 
 
-def _full(examination: Examination) -> int:
+def _full(analysis: TraceAnalysis) -> int:
     """Return how many samples a whole window has over all ranks."""
-    return examination.workload.accumulate * examination.workload.global_batch_size(examination.devices)
+    return analysis.workload.accumulate * analysis.workload.global_batch_size(analysis.devices)
 
 
-def _windows(examination: Examination) -> str | None:
+def _windows(analysis: TraceAnalysis) -> str | None:
     """Every step but the last of an epoch consumes ``accumulate`` whole batches; by iterations every step does."""
-    full, world, windows = _full(examination), examination.cell.processes, examination.epochs.windows
-    for moment in examination.moments:
+    full, world, windows = _full(analysis), analysis.cell.processes, analysis.epochs.windows
+    for moment in analysis.moments:
         count = sum(1 for step in moment.ranks for _ in _forwarded(step))
-        short = (moment.index + 1) % windows == 0 and count < full + world and not examination.conduct.by_iterations
+        short = (moment.index + 1) % windows == 0 and count < full + world and not analysis.conduct.by_iterations
         if count != full and not short:
             return f"step {moment.index} consumed {count} samples, not {full}"
     return None
 
 
-def _loss_saw_something_else(examination: Examination) -> str | None:
-    for moment in examination.moments:
+def _loss_saw_something_else(analysis: TraceAnalysis) -> str | None:
+    for moment in analysis.moments:
         everybody = sorted(i for step in moment.ranks for i in _forwarded(step))
         for rank, step in enumerate(moment.ranks):
             if any(micro.loss is None for micro in step.micro_batches):
@@ -128,26 +128,26 @@ def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int)
     return None
 
 
-def _shards_kept(examination: Examination, windows: int) -> str | None:
+def _shards_kept(analysis: TraceAnalysis, windows: int) -> str | None:
     """With shuffling, who draws a sample must change too: else its order depends on the number of devices."""
-    if not examination.shuffles or len(examination.trace.ranks) == 1:
+    if not analysis.shuffles or len(analysis.trace.ranks) == 1:
         return None
     shards = [
         [
             {i for step in trace.steps[start : start + windows] for i in _forwarded(step)}
             for start in range(0, len(trace.steps) - windows + 1, windows)
         ]
-        for trace in examination.trace.ranks
+        for trace in analysis.trace.ranks
     ]
     if all(len(epochs) > 1 and all(shard == epochs[0] for shard in epochs) for epochs in shards):
         return "every rank draws the samples of the epoch before: shards are fixed and only shuffled inside"
     return None
 
 
-def _order(epochs: list[Used], examination: Examination, expected: int) -> str | None:
+def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | None:
     steps = [[frozenset(step) for step in epoch] for epoch in epochs]
-    who = "the workload" if examination.conduct.shuffle == "job" else "the subject, by its declaration,"
-    if examination.shuffles:
+    who = "the workload" if analysis.conduct.shuffle == "job" else "the subject, by its declaration,"
+    if analysis.shuffles:
         shared = min(len(epoch) for epoch in steps)
         if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:
             return f"epoch 1 has the order of epoch 0 although {who} shuffles"

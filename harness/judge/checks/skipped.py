@@ -6,16 +6,16 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 
-def skipped_steps(examination: Examination) -> Finding | None:
+def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
     """A skipped step had a gradient that is not finite; it leaves the weights still and lowers the scale.
 
     By which factor, and when the scale grows again, is the GradScaler's to say. None where no step was skipped.
     """
     count = 0
-    for trace in examination.trace.ranks:
+    for trace in analysis.trace.ranks:
         for index, step in enumerate(trace.steps):
             if not step.skipped:
                 continue

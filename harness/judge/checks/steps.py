@@ -6,16 +6,16 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_steps
 from harness.judge.error_outcome import Vacuous
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 
-def steps(examination: Examination) -> Finding:
+def steps(analysis: TraceAnalysis) -> Finding:
     """Every rank attempts epochs × windows of an epoch steps, the short last window included."""
-    expected = examination.steps_due
-    if not examination.taken:
+    expected = analysis.steps_due
+    if not analysis.taken:
         raise Vacuous("no optimizer step was seen on every rank, so there is nothing to compare")
-    for trace in examination.trace.ranks:
+    for trace in analysis.trace.ranks:
         if len(trace.steps) != expected:
             message = f"rank {trace.rank} took {len(trace.steps)} optimizer steps, not {expected}"
-            return explain_steps(Finding("steps", Outcome.FAILED, message, family="data", rank=trace.rank), examination)
+            return explain_steps(Finding("steps", Outcome.FAILED, message, family="data", rank=trace.rank), analysis)
     return Finding("steps", Outcome.PASSED, f"{expected} optimizer steps on every rank")

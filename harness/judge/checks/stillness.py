@@ -8,12 +8,12 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes import explain_stillness
-from harness.judge.trace_analysis import Examination, same
+from harness.judge.trace_analysis import TraceAnalysis, same
 
 
-def stillness(examination: Examination) -> Finding:
+def stillness(analysis: TraceAnalysis) -> Finding:
     """Between two steps, and after the last one, the weights stay bit for bit what the step before left."""
-    for trace in examination.trace.ranks:
+    for trace in analysis.trace.ranks:
         for index, left, found in _pauses(trace):
             if found is left or same(left, found):
                 continue
@@ -29,7 +29,7 @@ def stillness(examination: Examination) -> Finding:
                 parameter=name,
                 rank=trace.rank,
             )
-            return explain_stillness(finding, examination)
+            return explain_stillness(finding, analysis)
     return Finding("stillness", Outcome.PASSED, "weights moved by optimizer steps alone")
 
 

@@ -7,45 +7,45 @@ from harness.core.outcome import Outcome
 from harness.evidence.trace import Evaluation
 from harness.judge.batch_positions import Place, due, place
 from harness.judge.causes import explain_validation
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 
-def validation(examination: Examination) -> Finding | None:
+def validation(analysis: TraceAnalysis) -> Finding | None:
     """At each due place the ranks together forward every held-out sample, without gradients, in evaluation mode.
 
     Who evaluates what is theirs to divide: all have a share, each has everything, or one does it alone. Samples that
     fill up a batch, and evaluations that nobody asked for, are no mistake: whether they are left out of the figures is
     asked of these. None where none is due, and where the steps, of which ``steps`` says why, give no place for them.
     """
-    workload = examination.workload
-    places = list(due(examination))
+    workload = analysis.workload
+    places = list(due(analysis))
     if not places:
         return None
-    if not any(trace.evaluations for trace in examination.trace.ranks):
-        return explain_validation(_failed(f"{len(places)} evaluations were due, and there was none"), examination)
-    if len(examination.moments) != examination.steps_due:
+    if not any(trace.evaluations for trace in analysis.trace.ranks):
+        return explain_validation(_failed(f"{len(places)} evaluations were due, and there was none"), analysis)
+    if len(analysis.moments) != analysis.steps_due:
         return None
-    expected = len(workload.val_dataset(examination.devices))
+    expected = len(workload.val_dataset(analysis.devices))
     for number, where in enumerate(places):
-        evaluations = evaluated(examination, where)
+        evaluations = evaluated(analysis, where)
         problem = _problem(evaluations, expected)
         if problem:
             step = max(where[0][0] - 1, 0) if not where[0][1] else where[0][0]
             message = f"evaluation {number} of {len(places)}, due {_words(where)}: {problem}"
-            return explain_validation(_failed(message, step), examination)
+            return explain_validation(_failed(message, step), analysis)
     return Finding("validation", Outcome.PASSED, f"{len(places)} evaluations, each of {expected} held-out samples")
 
 
-def evaluated(examination: Examination, where: tuple[Place, ...]) -> list[Evaluation]:
+def evaluated(analysis: TraceAnalysis, where: tuple[Place, ...]) -> list[Evaluation]:
     """Return the evaluations at a place, of all ranks; with a loss of the subject's own any place of its step will do.
 
     Such a loss says nothing of micro-batches.
     """
     found = []
-    for trace in examination.trace.ranks:
+    for trace in analysis.trace.ranks:
         exact = all(micro.loss is not None for step in trace.steps for micro in step.micro_batches)
         for evaluation in trace.evaluations:
-            here = place(examination, evaluation.step, evaluation.micro_batches, trace.rank)
+            here = place(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
             if here in where or (not exact and here[0] in {step for step, _ in where}):
                 found.append(evaluation)
     return found

@@ -12,10 +12,12 @@ from harness.judge.error_outcome import Deviation
 from harness.judge.oracle.layout import Share
 from harness.judge.oracle.noise import distance, in_noise, rounding_unit
 from harness.judge.oracle.training import Oracle
-from harness.judge.trace_analysis import Examination, Moment
+from harness.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 
-def errors(examination: Examination, moment: Moment, following: Moment, rank: int) -> Iterator[tuple[str, Deviation]]:
+def errors(
+    analysis: TraceAnalysis, moment: GlobalStep, following: GlobalStep, rank: int
+) -> Iterator[tuple[str, Deviation]]:
     """Yield how far each buffer of ``rank`` at the following step is from what a step's forwards make of it, two ways.
 
     The forwards are those of the rank's first device, or of one device that takes everybody's samples: a BatchNorm
@@ -23,16 +25,16 @@ def errors(examination: Examination, moment: Moment, following: Moment, rank: in
     """
     begun, then = moment.ranks[rank], following.ranks[rank].buffers
     for way, shares in _ways(moment, rank):
-        right, rounded = (after(oracle, begun, shares) for oracle in (examination.oracle, examination.rough))
+        right, rounded = (after(oracle, begun, shares) for oracle in (analysis.oracle, analysis.rough))
         for name, value in then.items():
             if name not in right:
                 continue  # the subject's own addition to the model: not the job's, so not judged
-            yield way, Deviation(error(value, right[name], rounded[name], examination), following.index, name, rank)
+            yield way, Deviation(error(value, right[name], rounded[name], analysis), following.index, name, rank)
 
 
-def error(value: torch.Tensor, right: torch.Tensor, rounded: torch.Tensor, examination: Examination) -> float:
+def error(value: torch.Tensor, right: torch.Tensor, rounded: torch.Tensor, analysis: TraceAnalysis) -> float:
     """Return how far a buffer is from what is right, in × noise; ``rounded`` is the same in the cell's precision."""
-    unit = rounding_unit([right.double()], examination.epsilon)
+    unit = rounding_unit([right.double()], analysis.epsilon)
     return in_noise(distance(value, right), max(unit, distance(rounded, right)))
 
 
@@ -47,19 +49,19 @@ def after(oracle: Oracle, step: Step, shares: list[Share]) -> Tensors:
     return oracle.buffers_after(step.buffers, shares)
 
 
-def moves(moment: Moment, following: Moment, rank: int) -> bool:
+def moves(moment: GlobalStep, following: GlobalStep, rank: int) -> bool:
     """Say whether a buffer of ``rank`` changed from step to step."""
     before, then = moment.ranks[rank].buffers, following.ranks[rank].buffers
     return any(name not in before or not torch.equal(value, before[name]) for name, value in then.items())
 
 
-def should_move(examination: Examination) -> bool:
+def should_move(analysis: TraceAnalysis) -> bool:
     """Say whether the model has running statistics, which every forward in training changes."""
-    names = (name.rpartition(".")[2] for name in examination.oracle.buffers)
-    return len(examination.moments) > 1 and any(name.startswith(("running_", "num_batches_")) for name in names)
+    names = (name.rpartition(".")[2] for name in analysis.oracle.buffers)
+    return len(analysis.moments) > 1 and any(name.startswith(("running_", "num_batches_")) for name in names)
 
 
-def _ways(moment: Moment, rank: int) -> Iterator[tuple[str, list[Share]]]:
+def _ways(moment: GlobalStep, rank: int) -> Iterator[tuple[str, list[Share]]]:
     ranks = [step.micro_batches for step in moment.ranks]
     yield "first device", own_shares(moment.ranks[rank])
     yield (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.core.training_behavior import Conduct
+from harness.core.training_behavior import TrainingBehavior
 from harness.workloads import Workload
 
 
@@ -17,7 +17,7 @@ class Epochs:
     accumulate: int
 
     @classmethod
-    def of(cls, workload: Workload, conduct: Conduct, devices: int) -> Epochs:
+    def of(cls, workload: Workload, conduct: TrainingBehavior, devices: int) -> Epochs:
         """Return how a subject divides a workload. A training by iterations is one epoch of whole windows."""
         if conduct.by_iterations:
             return cls(1, workload.steps(devices) * workload.accumulate, workload.accumulate)

@@ -21,7 +21,7 @@ from harness.judge.batch_positions import place as place_of
 from harness.judge.oracle.layout import Layout, samples, shuffled
 from harness.judge.oracle.noise import NoiseScale, in_noise, limit, rounding_unit
 from harness.judge.oracle.training import Oracle
-from harness.judge.trace_analysis import DRAWS, Examination
+from harness.judge.trace_analysis import DRAWS, TraceAnalysis
 from harness.workloads import Columns
 
 TRAINING, HELD_OUT = "loss", "val_loss"
@@ -35,7 +35,7 @@ ADDITIVE = 1e-9
 
 
 @dataclass(frozen=True)
-class Portion:
+class BatchShare:
     """What one rank had of one batch: its samples and their mean loss, in float64."""
 
     step: int
@@ -45,7 +45,7 @@ class Portion:
     loss: float
 
 
-Portions = tuple[Portion, ...]
+Portions = tuple[BatchShare, ...]
 
 
 @dataclass(frozen=True)
@@ -76,14 +76,14 @@ class Report:
         return steps if micro_batches else max(steps - 1, 0)
 
 
-class Books:
+class LossTable:
     """The losses of one trace, by portions. Float64; expensive things are computed once."""
 
-    def __init__(self, examination: Examination) -> None:
-        self.examination = examination
-        self.workload = examination.workload
-        self.world = examination.cell.processes
-        self.batch_size = self.workload.global_batch_size(examination.devices) // self.world
+    def __init__(self, analysis: TraceAnalysis) -> None:
+        self.analysis = analysis
+        self.workload = analysis.workload
+        self.world = analysis.cell.processes
+        self.batch_size = self.workload.global_batch_size(analysis.devices) // self.world
         self._trained: dict[State, Portions] = {}
         self._each: dict[tuple[Place, State, bool], torch.Tensor | None] = {}
 
@@ -91,10 +91,10 @@ class Books:
     def reports(self) -> tuple[Report, ...]:
         """What was reported and can be judged, by rank."""
         reports: list[Report] = []
-        for trace in self.examination.trace.ranks:
+        for trace in self.analysis.trace.ranks:
             last: dict[str, tuple[Place | None, Place]] = {}
             for logged in trace.logged:
-                place = place_of(self.examination, logged.step, logged.micro_batches, trace.rank)
+                place = place_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
                 if logged.name not in RIGHT or not self._is_judgeable(logged.name, place):
                     continue
                 before, latest = last.get(logged.name, (None, None))
@@ -105,11 +105,11 @@ class Books:
         return tuple(reports)
 
     def _is_judgeable(self, name: str, place: Place) -> bool:
-        if place[0] > len(self.examination.moments) or name not in self.means_over_samples:
+        if place[0] > len(self.analysis.moments) or name not in self.means_over_samples:
             return False
         if name == TRAINING:
             # Optimizers that take turns have a loss each.
-            return place > (0, 0) and not any(moment.ranks[0].turns for moment in self.examination.moments)
+            return place > (0, 0) and not any(moment.ranks[0].turns for moment in self.analysis.moments)
         # Ranks may evaluate with buffers of their own, until the next training forward shares them.
         return self.world == 1 or not self.oracle.buffers
 
@@ -121,8 +121,8 @@ class Books:
         return frozenset(name for name in RIGHT if self._layouts and any(self._layouts[0]) and self._is_mean(name))
 
     def _is_mean(self, name: str) -> bool:
-        moment = self.examination.moments[0]
-        self.examination.place(self.oracle, moment)
+        moment = self.analysis.moments[0]
+        self.analysis.place(self.oracle, moment)
         try:
             if name == TRAINING:
                 group = self._layouts[0][0][0]
@@ -142,20 +142,20 @@ class Books:
     @property
     def oracle(self) -> Oracle:
         """Float64, one device."""
-        return self.examination.oracle
+        return self.analysis.oracle
 
     @cached_property
     def held_out(self) -> Columns:
         """The held-out samples, in float64."""
-        return self.workload.val_dataset(self.examination.devices, torch.float64)
+        return self.workload.val_dataset(self.analysis.devices, torch.float64)
 
     @cached_property
     def _layouts(self) -> list[Layout]:
-        return [rank_layout(self.examination, moment.index) for moment in self.examination.moments]
+        return [rank_layout(self.analysis, moment.index) for moment in self.analysis.moments]
 
     def weights(self, steps: int) -> Tensors | None:
         """Return the weights after so many steps, None where there were fewer."""
-        moments = self.examination.moments
+        moments = self.analysis.moments
         if not 0 <= steps <= len(moments):
             return None
         return moments[steps].ranks[0].before if steps < len(moments) else moments[-1].ranks[0].after
@@ -163,9 +163,9 @@ class Books:
     def _buffers(self, place: Place) -> Tensors:
         """Return the first rank's buffers at a place; in the middle of a window as its forwards left them."""
         step, micro_batches = place
-        if step >= len(self.examination.moments):
-            return self.examination.trace.ranks[0].final_buffers
-        first = self.examination.moments[step].ranks[0]
+        if step >= len(self.analysis.moments):
+            return self.analysis.trace.ranks[0].final_buffers
+        first = self.analysis.moments[step].ranks[0]
         if not micro_batches or not first.buffers:
             return first.buffers
         shares = [micro.forwards[0] for micro in first.micro_batches[:micro_batches] if micro.forwards]
@@ -179,15 +179,15 @@ class Books:
         return self._trained[state]
 
     def _train(self, state: State) -> Portions:
-        portions: list[Portion] = []
-        for moment in self.examination.moments:
+        portions: list[BatchShare] = []
+        for moment in self.analysis.moments:
             weights = self.weights(moment.index + state.later)
             if weights is None:
                 continue
-            self.examination.place(self.oracle, moment)
+            self.analysis.place(self.oracle, moment)
             self.oracle.load(weights)
             for rank in range(len(moment.ranks)):
-                layout = rank_layout(self.examination, moment.index, rank)
+                layout = rank_layout(self.analysis, moment.index, rank)
                 if state.training:
                     losses = [float(loss) for (loss,) in self.oracle.losses(layout)]
                 else:
@@ -195,7 +195,7 @@ class Books:
                     batches = [samples((groups,)) for groups in layout]
                     losses = [float(self._evaluated(batch, buffers)) for batch in batches]
                 portions += [
-                    Portion(moment.index, batch, rank, tuple(samples((groups,))), loss)
+                    BatchShare(moment.index, batch, rank, tuple(samples((groups,))), loss)
                     for batch, (groups, loss) in enumerate(zip(layout, losses, strict=True))
                 ]
         return tuple(sorted(portions, key=lambda p: (p.step, p.batch, p.rank)))
@@ -236,11 +236,11 @@ class Books:
             drawn = [i for i in found.samples if i < len(losses)]
             for batch, start in enumerate(range(0, len(drawn), self.batch_size)):
                 chunk = tuple(drawn[start : start + self.batch_size])
-                portions.append(Portion(report.step, batch, rank, chunk, float(losses[list(chunk)].mean())))
+                portions.append(BatchShare(report.step, batch, rank, chunk, float(losses[list(chunk)].mean())))
         return tuple(sorted(portions, key=lambda p: (p.batch, p.rank)))
 
     def _last_evaluation(self, rank: int, until: Place) -> Evaluation | None:
-        done = [e for e in self.examination.trace.ranks[rank].evaluations if (e.step, e.micro_batches) <= until]
+        done = [e for e in self.analysis.trace.ranks[rank].evaluations if (e.step, e.micro_batches) <= until]
         return done[-1] if done else None
 
     def windows(self, report: Report, state: State) -> list[Portions]:
@@ -253,7 +253,7 @@ class Books:
         done = self.until(report.place, state)
         steps, micro_batches = report.place
         last = steps if micro_batches else steps - 1
-        epoch = last // self.examination.epochs.windows * self.examination.epochs.windows
+        epoch = last // self.analysis.epochs.windows * self.analysis.epochs.windows
         begins: list[Place] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
         windows = [tuple(p for p in done if (p.step, p.batch) >= begin) for begin in begins]
         windows.append(tuple(p for p in done if p.step == steps - 1))
@@ -279,17 +279,17 @@ class Books:
     def noise(self) -> NoiseScale:
         """Noise of both means, at the weights of each step: the cell's precision on one device, in several orders."""
         noise = NoiseScale()
-        rough, rng = self.examination.rough, random.Random(self.workload.seed)
-        held_out = self.workload.val_dataset(self.examination.devices, rough.dtype)
-        moments = [moment for moment in self.examination.moments if self._layouts[moment.index]]
+        rough, rng = self.analysis.rough, random.Random(self.workload.seed)
+        held_out = self.workload.val_dataset(self.analysis.devices, rough.dtype)
+        moments = [moment for moment in self.analysis.moments if self._layouts[moment.index]]
         everybody = range(len(held_out))
         for moment in moments:
             layout, buffers = self._layouts[moment.index], moment.ranks[0].buffers
-            self.examination.place(self.oracle, moment)
+            self.analysis.place(self.oracle, moment)
             exact = {TRAINING: _mean(self.oracle, layout)}
             exact[HELD_OUT] = self.oracle.evaluation_loss(self.held_out, everybody, buffers, training=False)
             units = {name: self.unit(float(value)) for name, value in exact.items()}
-            self.examination.place(rough, moment)
+            self.analysis.place(rough, moment)
             for _ in range(-(-DRAWS // len(moments))):
                 order = rng.sample(everybody, len(everybody))
                 measured = {TRAINING: _mean(rough, shuffled(layout, rng))}
@@ -299,7 +299,7 @@ class Books:
 
     def unit(self, value: float) -> float:
         """Return the size of one rounding of a value."""
-        return rounding_unit([torch.tensor(value, dtype=torch.float64)], max(self.examination.epsilon, REPORTED_IN))
+        return rounding_unit([torch.tensor(value, dtype=torch.float64)], max(self.analysis.epsilon, REPORTED_IN))
 
     @cached_property
     def limit(self) -> float:
@@ -307,12 +307,12 @@ class Books:
         return limit(max(self.noise.draws, 2))
 
 
-def mean(portions: Sequence[Portion]) -> float:
+def mean(portions: Sequence[BatchShare]) -> float:
     """Return the mean over samples."""
     return total(portions) / sum(len(portion.samples) for portion in portions)
 
 
-def total(portions: Sequence[Portion]) -> float:
+def total(portions: Sequence[BatchShare]) -> float:
     """Return the sum over samples."""
     return sum(portion.loss * len(portion.samples) for portion in portions)
 

@@ -14,17 +14,17 @@ from harness.judge.oracle.noise import distance, rounding_unit
 from harness.judge.oracle.training import Oracle
 
 if TYPE_CHECKING:
-    from harness.judge.trace_analysis import Examination
+    from harness.judge.trace_analysis import TraceAnalysis
 
 RUNS = 4
 """Whole trainings in the cell's precision that measure the noise; each costs as much as the cell itself."""
 
 
-class FreeTraining:
+class FullTraining:
     """One device's trainings with the samples that the subject used; each is run once, and only if it is asked for."""
 
-    def __init__(self, examination: Examination) -> None:
-        self._examination = examination
+    def __init__(self, analysis: TraceAnalysis) -> None:
+        self._examination = analysis
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
@@ -40,19 +40,18 @@ class FreeTraining:
     @cached_property
     def noise(self) -> dict[str, float]:
         """What rounding alone explains of a difference between weights at the end, by name."""
-        examination = self._examination
-        rng = random.Random(examination.workload.seed)
+        analysis = self._examination
+        rng = random.Random(analysis.workload.seed)
         rough = [
-            _train(examination.rough, examination, [shuffled(layout, rng) for layout in self.layouts])
-            for _ in range(RUNS)
+            _train(analysis.rough, analysis, [shuffled(layout, rng) for layout in self.layouts]) for _ in range(RUNS)
         ]
         noise = {}
         for name, right in self.contract.items():
             # At least one rounding of the weights, and in 16 bits one of the way they went: small dyadic numbers may
             # need none in every order that was tried, and one in another.
-            travelled = right - examination.start[name].double()
-            unit = rounding_unit([right], examination.epsilon)
-            unit += rounding_unit([travelled], examination.coarsest)
+            travelled = right - analysis.start[name].double()
+            unit = rounding_unit([right], analysis.epsilon)
+            unit += rounding_unit([travelled], analysis.coarsest)
             errors = [distance(run[name], right) for run in rough]
             # A run that overflowed in float16 measures no rounding.
             noise[name] = max([unit, *(error for error in errors if math.isfinite(error))])
@@ -63,12 +62,12 @@ class FreeTraining:
         return _train(self._examination.oracle, self._examination, layouts)
 
 
-def _train(oracle: Oracle, examination: Examination, layouts: Sequence[Layout]) -> Tensors:
-    oracle.load(examination.start)
+def _train(oracle: Oracle, analysis: TraceAnalysis, layouts: Sequence[Layout]) -> Tensors:
+    oracle.load(analysis.start)
     optimizer = oracle.optimizer()
     schedule = oracle.schedule(optimizer)
-    for moment, layout in zip(examination.taken, layouts, strict=True):
-        examination.set_scene(oracle, moment)
+    for moment, layout in zip(analysis.taken, layouts, strict=True):
+        analysis.set_scene(oracle, moment)
         for names in moment.ranks[0].turns or (tuple(oracle.parameters),):
             gradient = oracle.gradient(layout, moment.ranks[0].scale or 1.0)
             oracle.set_gradients({name: gradient[name] for name in names if name in gradient})

@@ -8,20 +8,20 @@ from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.error_outcome import Deviation
 from harness.judge.oracle.noise import distance, in_noise, rounding_unit
 from harness.judge.oracle.training import Optimizers, Oracle
-from harness.judge.trace_analysis import Examination
+from harness.judge.trace_analysis import TraceAnalysis
 
 Meddling = Callable[[int, Oracle, Optimizers], None]
 """Something that is done to a replay before the step with this index."""
 
 
-def replay(trace: RankTrace, examination: Examination, meddle: Meddling | None = None) -> Iterator[Deviation]:
+def replay(trace: RankTrace, analysis: TraceAnalysis, meddle: Meddling | None = None) -> Iterator[Deviation]:
     """Yield how far each parameter is, after each step taken, from what the optimizer makes of the gradients.
 
     Each step begins with the rank's own weights, so that only the optimizer's state is the replay's. Noise is what the
     same replay in the cell's storage precision differs by, at least one rounding.
     """
-    exact = Oracle(examination.workload, examination.devices)
-    rough = Oracle(examination.workload, examination.devices, examination.cell.arithmetic)
+    exact = Oracle(analysis.workload, analysis.devices)
+    rough = Oracle(analysis.workload, analysis.devices, analysis.cell.arithmetic)
     replays = [(oracle, oracle.optimizer()) for oracle in (exact, rough)]
     for index, step in enumerate(trace.steps):
         if step.skipped:
@@ -37,7 +37,7 @@ def replay(trace: RankTrace, examination: Examination, meddle: Meddling | None =
             if name not in right:
                 continue  # the subject's own addition to the model: not the job's, so not judged
             parts = [step.before[name].double(), right[name] - step.before[name].double()]
-            unit = rounding_unit(parts, examination.epsilon)
+            unit = rounding_unit(parts, analysis.epsilon)
             noise = max(unit, distance(rounded[name], right[name]))
             error = distance(value, right[name])
             yield Deviation(in_noise(error, noise), index, name, trace.rank)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from harness.core.cell import Cell
-from harness.core.training_behavior import ORDINARY, Conduct
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.sketch import Sketch
 from harness.evidence.trace import RankTrace, Step, Tensors, Trace
 from harness.judge.oracle.noise import norm
@@ -18,11 +18,11 @@ from harness.judge.reconstruct.agreement import agreed
 from harness.judge.reconstruct.known_tensors import Known
 from harness.judge.reconstruct.optimizer_replay import Replay
 from harness.judge.reconstruct.search import Search
-from harness.judge.reconstruct.step_context import LIMIT, Right, Scenery, rounding_sizes
+from harness.judge.reconstruct.step_context import LIMIT, Right, StepContext, rounding_sizes
 from harness.workloads import Workload
 
 
-def followed(trace: Trace, workload: Workload, cell: Cell, conduct: Conduct = ORDINARY) -> Trace:
+def followed(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> Trace:
     """Return the trace with a whole tensor in the place of every sketch; the same trace where there is none."""
     if not _is_sketched(trace):
         return trace
@@ -54,13 +54,13 @@ class _Follower:
         recorded: Sequence[RankTrace],
         workload: Workload,
         cell: Cell,
-        conduct: Conduct,
+        conduct: TrainingBehavior,
         known: Known,
         origins: Sequence[RankTrace] = (),
     ) -> None:
         self.recorded = recorded
         self.workload = workload
-        self.scenery = Scenery(workload, cell, conduct)
+        self.scenery = StepContext(workload, cell, conduct)
         self.known = known
         self.rounding: Tensors = {}
         # Where others resume than were interrupted, the first of those stands for all.
@@ -158,7 +158,7 @@ class _Follower:
 
     def _apart(self, place: int, index: int, recorded: Tensors, done: Sequence[Step] = ()) -> tuple[Search, Tensors]:
         """Look for weights that no step of this rank has left: at the start, or changed between steps."""
-        ideas = [self.scenery.examination.start]
+        ideas = [self.scenery.analysis.start]
         if self.origins and not index:
             left = [(rank.final, *(step.after for step in rank.steps[-1:])) for rank in self.origins]
             ideas = [weights for rank in left for weights in rank if weights is not None] + ideas

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from harness.core.cell import Cell
-from harness.core.training_behavior import Conduct
+from harness.core.training_behavior import TrainingBehavior
 from harness.evidence.trace import RankTrace, Step, Tensors, Trace
-from harness.judge.causes.explanation import Laboratory, Scene, flat
+from harness.judge.causes.explanation import Counterfactuals, Scene, flat
 from harness.judge.causes.mistakes import PREDICTIONS
 from harness.judge.oracle.layout import Layout
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.oracle.training import Oracle, clipped, mean_gradient
-from harness.judge.trace_analysis import Examination, Moment, Truth
+from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, Truth
 from harness.workloads import Workload
 
 LIMIT = 20.0
@@ -50,49 +50,49 @@ class Right:
         return {n: s * (self.rounding[n] / norm(s)) for n, s in self.sizes.items() if n in self.rounding and norm(s)}
 
 
-class Scenery:
-    """The steps as far as they are known, as an examination that explanations can work with."""
+class StepContext:
+    """The steps as far as they are known, as an analysis that explanations can work with."""
 
-    def __init__(self, workload: Workload, cell: Cell, conduct: Conduct) -> None:
+    def __init__(self, workload: Workload, cell: Cell, conduct: TrainingBehavior) -> None:
         self.workload = workload
         self.cell = cell
-        self.examination = Examination(Trace(()), workload, cell, conduct)
-        self.examination.moments = ()
-        self.examination.layouts = {}
-        self.examination.truths = {}
-        self._laboratory = Laboratory(self.examination)
+        self.analysis = TraceAnalysis(Trace(()), workload, cell, conduct)
+        self.analysis.moments = ()
+        self.analysis.layouts = {}
+        self.analysis.truths = {}
+        self._laboratory = Counterfactuals(self.analysis)
 
     def enter(self, index: int, steps: Sequence[Step], handed: Collection[str]) -> Right | None:
         """Take up a step of which the weights before it are known; None where nothing can be computed from them.
 
         ``handed`` are the parameters of which an optimizer was handed a gradient.
         """
-        examination = self.examination
+        analysis = self.analysis
         # A step that was skipped is judged by its weights alone, but its gradient must be found all the same.
         steps = [replace(step, skipped=False) for step in steps]
         ranks = tuple(RankTrace(rank, len(steps), (step,)) for rank, step in enumerate(steps))
-        single = Examination(Trace(ranks), self.workload, self.cell, examination.conduct)
-        single.oracle, single.rough = examination.oracle, examination.rough
-        examination.moments = (*examination.moments[:index], Moment(index, tuple(steps)))
+        single = TraceAnalysis(Trace(ranks), self.workload, self.cell, analysis.conduct)
+        single.oracle, single.rough = analysis.oracle, analysis.rough
+        analysis.moments = (*analysis.moments[:index], GlobalStep(index, tuple(steps)))
         with suppress(Exception):  # whatever cannot be computed here, the judge's own checks will say why
             truth, layout = single.truths[0], single.layouts[0]
-            examination.truths[index], examination.layouts[index] = truth, layout
+            analysis.truths[index], analysis.layouts[index] = truth, layout
             return _right(single, truth, handed)
         return None
 
     def parts(self, index: int) -> Sequence[Sequence[Tensors]]:
         """Return the gradient of each group alone at a step, by micro-batch; none where nothing is right."""
-        truth = self.examination.truths.get(index)
+        truth = self.analysis.truths.get(index)
         return truth.parts if truth is not None else ()
 
     def settle(self, index: int, steps: Sequence[Step]) -> None:
         """Replace a step by what is known of it now."""
-        moments = self.examination.moments
-        self.examination.moments = (*moments[:index], Moment(index, tuple(steps)), *moments[index + 1 :])
+        moments = self.analysis.moments
+        self.analysis.moments = (*moments[:index], GlobalStep(index, tuple(steps)), *moments[index + 1 :])
 
     def predictions(self, index: int, rank: int) -> Iterator[Tensors]:
         """Yield what the known mistakes would have handed to the optimizer of a rank, as far as anything is known."""
-        if not self.examination.truths[index].raw:
+        if not self.analysis.truths[index].raw:
             return
         scene = self._scene(index, rank)
         for explanation in PREDICTIONS:
@@ -106,8 +106,8 @@ class Scenery:
         return []
 
     def _scene(self, index: int, rank: int) -> Scene:
-        examination = self.examination
-        moment, truth = examination.moments[index], examination.truths[index]
+        analysis = self.analysis
+        moment, truth = analysis.moments[index], analysis.truths[index]
         step = moment.ranks[rank]
         right = flat(truth.raw, truth.raw, list(truth.raw))
         given = flat(step.gradients, truth.raw, list(truth.raw))
@@ -119,9 +119,9 @@ class Scenery:
             truth=truth,
             accumulate=self.workload.accumulate,
             clip_norm=self.workload.clip_norm,
-            trained=frozenset(examination.oracle.trained),
-            earlier=examination.moments[index - 1].ranks[rank].gradients if index else None,
-            past=tuple(past for number, past in reversed(examination.truths.items()) if number < index),
+            trained=frozenset(analysis.oracle.trained),
+            earlier=analysis.moments[index - 1].ranks[rank].gradients if index else None,
+            past=tuple(past for number, past in reversed(analysis.truths.items()) if number < index),
             factor=float(given @ right / (right @ right)) if norm(right) else 1.0,
             limit=float(torch.linalg.vector_norm(given)),
             limits=(),
@@ -131,7 +131,7 @@ class Scenery:
         )
 
 
-def _right(single: Examination, truth: Truth, handed: Collection[str]) -> Right:
+def _right(single: TraceAnalysis, truth: Truth, handed: Collection[str]) -> Right:
     (moment,) = single.moments
     layout = single.layouts[0]
     single.place(single.rough, moment)
@@ -155,7 +155,7 @@ def _right(single: Examination, truth: Truth, handed: Collection[str]) -> Right:
     )
 
 
-def _thawed(single: Examination, handed: Collection[str]) -> list[list[Tensors]]:
+def _thawed(single: TraceAnalysis, handed: Collection[str]) -> list[list[Tensors]]:
     """Return the gradient of each group with respect to the frozen parameters that were handed one."""
     oracle = single.oracle
     frozen = {name: p for name, p in oracle.parameters.items() if name in handed and name not in oracle.trained}
@@ -183,7 +183,7 @@ def _computed(rough: Oracle, layout: Layout, scale: float) -> list[list[Tensors]
         scale /= 2
 
 
-def _mixed(single: Examination, truth: Truth) -> list[list[Tensors]]:
+def _mixed(single: TraceAnalysis, truth: Truth) -> list[list[Tensors]]:
     """Return the gradient of each group alone, at the weights of the rank that computed it."""
     (moment,) = single.moments
     mixed = [list(groups) for groups in truth.parts]

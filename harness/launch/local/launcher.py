@@ -13,7 +13,7 @@ import torch.distributed
 
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError
-from harness.core.training_behavior import Conduct
+from harness.core.training_behavior import TrainingBehavior
 from harness.evidence.join_shards import put_together
 from harness.evidence.read import read_rank
 from harness.evidence.trace import Exit, RankTrace, Trace
@@ -174,9 +174,9 @@ def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
     return any(declared["launch"] == "node" for declared in _declared(pool, cell))
 
 
-def conduct_of(pool: Pool, cell: Cell) -> Conduct:
+def conduct_of(pool: Pool, cell: Cell) -> TrainingBehavior:
     """Return what the subject of ``cell`` declares about its way of training there."""
-    return next((Conduct.of(declared["conduct"]) for declared in _declared(pool, cell)), Conduct())
+    return next((TrainingBehavior.of(declared["conduct"]) for declared in _declared(pool, cell)), TrainingBehavior())
 
 
 def _declared(pool: Pool, cell: Cell) -> Iterator[dict[str, Any]]:

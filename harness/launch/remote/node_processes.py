@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from harness.core.errors import LaunchError
 
 
-class Starters:
+class NodeProcesses:
     """Runs ``commands`` until their nodes have ended. There may be none: then somebody else starts the nodes.
 
     Raises:

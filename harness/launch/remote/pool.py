@@ -20,8 +20,8 @@ from harness.core.errors import LaunchError, SubjectError
 from harness.launch.local.one_machine import ELASTIC
 from harness.launch.pool import GRACE, SERVER_ENVIRONMENT, START_LIMIT, Pool, Running
 from harness.launch.remote.node_checks import Node, cut_off, differing
-from harness.launch.remote.node_processes import Starters
-from harness.launch.remote.node_server import FAREWELL, Reception
+from harness.launch.remote.node_listener import FAREWELL, NodeListener
+from harness.launch.remote.node_processes import NodeProcesses
 from harness.launch.server_events import event_of
 from harness.worker.assignment import Assignment
 from harness.worker.node_server import PATIENCE, SILENCE, TOKEN
@@ -64,11 +64,11 @@ class RemotePool(Pool):
         self._launched: dict[int, set[int]] = {}
         self._subjects: list[dict[str, Any]] | None = None
         self._broken = False
-        self._reception = Reception(place, token)
+        self._reception = NodeListener(place, token)
         self.token = self._reception.token
         environment = {**os.environ, **SERVER_ENVIRONMENT, TOKEN: self.token}
         try:
-            self._starters = Starters(starter(self._reception.port), environment)
+            self._starters = NodeProcesses(starter(self._reception.port), environment)
         except LaunchError:
             self._reception.close()
             raise

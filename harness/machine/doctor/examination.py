@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from harness.machine.cpu_load import load, work_done
 from harness.machine.doctor.communication import ports, ranks
 from harness.machine.doctor.devices import devices, links
 from harness.machine.doctor.limits import clock, cores, disk, limits, memory, shared_memory
 from harness.machine.doctor.line import Line
 from harness.machine.doctor.software import python, subjects, torch_build
-from harness.machine.load import load, work_done
 
 QUIET = 30.0
 """Seconds without any work done for the questions, after which one without an answer hangs."""

@@ -76,7 +76,7 @@ def lead(assignment: Assignment, address: Address) -> Member:
     return _member
 
 
-class JoiningRecorder(Recorder):
+class ChildRecorder(Recorder):
     """A recorder that knows which rank it is on once there is a process group, and finds its way into a child.
 
     A pickled model brings its hooks along: where they are unpickled, they are those of that process's own recorder.
@@ -114,7 +114,7 @@ class JoiningRecorder(Recorder):
                 self._tell(rank=rank)
 
 
-def _recorder_of_this_process() -> JoiningRecorder:
+def _recorder_of_this_process() -> ChildRecorder:
     return member().recorder
 
 
@@ -133,7 +133,7 @@ class Member:
 
     def __init__(self, assignment: Assignment, address: Address, first: int) -> None:
         self.assignment = assignment
-        self.recorder = JoiningRecorder(assignment.sketch_above, self.tell)
+        self.recorder = ChildRecorder(assignment.sketch_above, self.tell)
         self.job = Job(assignment, self.recorder)
         self.recorder.install()
         keep_process_groups(self.leave_so_far)

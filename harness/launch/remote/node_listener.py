@@ -11,7 +11,7 @@ import time
 
 from harness.core.errors import LaunchError
 from harness.launch.remote.node_checks import Node, why_not
-from harness.launch.remote.node_processes import Starters
+from harness.launch.remote.node_processes import NodeProcesses
 from harness.worker.node_server import PATIENCE, notice_silence
 
 FAREWELL = b'{"command": "end"}\n'
@@ -20,7 +20,7 @@ FAREWELL = b'{"command": "end"}\n'
 _LONGEST_HELLO = 4096
 
 
-class Reception:
+class NodeListener:
     """Listens at ``place``, host and port, for nodes that show ``token``, or one that is drawn here.
 
     Raises:
@@ -35,7 +35,7 @@ class Reception:
             raise LaunchError(f"Plumbline cannot listen for its nodes at {place[0]}:{place[1]}: {error}") from error
         self.port: int = self._listener.getsockname()[1]
 
-    def receive(self, count: int, starters: Starters, deadline: float) -> list[tuple[Node, socket.socket]]:
+    def receive(self, count: int, starters: NodeProcesses, deadline: float) -> list[tuple[Node, socket.socket]]:
         """Wait until ``count`` nodes are here; return each with its connection, in their order.
 
         Raises:
@@ -68,7 +68,7 @@ class Reception:
         """Receive nobody any more."""
         self._listener.close()
 
-    def _next(self, starters: Starters, deadline: float) -> socket.socket | None:
+    def _next(self, starters: NodeProcesses, deadline: float) -> socket.socket | None:
         """Return the next connection; None if a starter ended, or the deadline passed, before there was one."""
         while (left := deadline - time.monotonic()) > 0:
             # Looked at often enough to say at once that a starter ended before its nodes came.
