@@ -21,6 +21,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,11 +38,11 @@ class Switched(Recorder):
 
     on = False
 
-    def _before_step(self, *arguments):
+    def _before_step(self, *arguments: Any) -> None:
         if self.on:
             super()._before_step(*arguments)
 
-    def _after_step(self, *arguments):
+    def _after_step(self, *arguments: Any) -> None:
         if self.on:
             super()._after_step(*arguments)
 
@@ -63,7 +64,9 @@ def measure(parameters: float, tokens: int, rounds: int) -> str:
     model = stack(parameters)
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    inputs = torch.randn(tokens, model[0].in_features)
+    first = model[0]
+    assert isinstance(first, nn.Linear)
+    inputs = torch.randn(tokens, first.in_features)
     recorder = Switched()
     recorder.install()
     recorder.watch(model)

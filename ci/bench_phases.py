@@ -18,6 +18,7 @@ import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -82,7 +83,7 @@ def times(log: Path) -> list[float]:
 
 
 @subject(name="says-when", backends=["ddp"])
-def train(job):
+def train(job: Any) -> None:
     """Train as anybody would, and say when each phase has ended."""
     left_out = os.environ[LEFT_OUT]
     ends = [time.time()]
@@ -94,7 +95,9 @@ def train(job):
         model = DistributedDataParallel(model)
     ends.append(time.time())
     optimizer = job.optimizer(model.parameters())
-    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed
+    )
     with model.no_sync() if left_out == "averaging" else nullcontext():
         for epoch in range(job.epochs):
             sampler.set_epoch(epoch)

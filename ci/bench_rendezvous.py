@@ -14,10 +14,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
-import torch.distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
@@ -46,14 +45,10 @@ def main() -> None:
     )
     print("| --: | --: | --: | --: | --: |")
     for count in arguments.counts:
-        met, reached = (several(lambda part=part: part(count), arguments.runs) for part in (meet, reach_all))  # noqa: B023
+        met = [meet(count) for _ in range(arguments.runs)]
+        reached = [reach_all(count) for _ in range(arguments.runs)]
         files = max(files for _, files in met)
         print(f"| {count} | {spread([s for s, _ in met])} | {files} | {spread(reached)} | {sent(count) / 1024:.0f} |")
-
-
-def several(part: Callable[[], object], runs: int) -> list:
-    """Return what a part says each time."""
-    return [part() for _ in range(runs)]
 
 
 def meet(count: int) -> tuple[float, int]:
@@ -88,9 +83,7 @@ def meet(count: int) -> tuple[float, int]:
 def join(port: int, count: int, said: int) -> None:
     """Join the store as a rank does, wait until all are there, say so, and stay until the end."""
     patience = timedelta(seconds=120)
-    mine = torch.distributed.TCPStore(
-        one_machine.loopback(), port, is_master=False, wait_for_workers=False, timeout=patience
-    )
+    mine = TCPStore(one_machine.loopback(), port, is_master=False, wait_for_workers=False, timeout=patience)
     if mine.add("arrived", 1) == count:
         mine.set("complete", "")
     mine.wait(["complete"])

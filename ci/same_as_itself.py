@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ def main() -> int:
     return 1 if any(row[name] for row in rows for name in (*WRONG, "outcomes changed")) else 0
 
 
-def compare(asked: argparse.Namespace) -> dict[str, object]:
+def compare(asked: argparse.Namespace) -> dict[str, Any]:
     """Return one comparison, as its JSON."""
     with tempfile.TemporaryDirectory() as folder:
         options = ("workloads", "backends", "gpus", "launches")

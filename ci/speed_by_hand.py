@@ -23,9 +23,11 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -118,7 +120,7 @@ def told(one: Estimate) -> str:
 def launch(workload: str, world: int) -> float:
     """Return the samples a second of one launch: all that were trained on, over the slowest process's time."""
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(train, (workload, world, folder), nprocs=world, start_method="fork")
+        start_processes(train, (workload, world, folder), nprocs=world, start_method="fork")  # type: ignore[no-untyped-call]
         told = [tuple(map(float, file.read_text().split())) for file in Path(folder).glob("rank-*")]
     return sum(samples for samples, _ in told) / max(seconds for _, seconds in told)
 
@@ -139,12 +141,12 @@ def train(rank: int, workload: str, world: int, folder: str) -> None:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=world)
         model = DistributedDataParallel(bare)
     dataset = problem.dataset(world)
-    sampler = DistributedSampler(dataset, world, rank)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, world, rank)
     loader = DataLoader(dataset, batch_size=problem.global_batch_size(world) // world, sampler=sampler)
     optimizer = problem.optimizer(bare.parameters())
     samples, begun = 0, 0.0
     for number, batch in enumerate(loader):
-        problem.loss(model(batch), batch).backward()
+        torch.autograd.backward(problem.loss(model(batch), batch))
         optimizer.step()
         optimizer.zero_grad()
         if number + 1 == extent.warmup:

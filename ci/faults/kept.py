@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from faults.fault import Tally
 from faults.left import Leftovers
@@ -43,7 +44,7 @@ class Kept:
             self.tallies[place] = self.tallies[place] + seen if place in self.tallies else seen
 
 
-def _read(values: dict[str, object]) -> Tally | Soak:
+def _read(values: dict[str, Any]) -> Tally | Soak:
     if "readings" in values:
         readings = tuple(Reading(**reading) for reading in values["readings"])
         return Soak(**{**values, "readings": readings, "alarms": tuple(values["alarms"])})

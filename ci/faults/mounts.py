@@ -17,7 +17,7 @@ def own_shared_memory() -> bool:
     """Give this process, and all that it starts, mounts and a /dev/shm of their own; False where it may not."""
     if _libc.unshare(_NEWNS) or _libc.mount(b"none", b"/", None, _PRIVATE, None):
         return False
-    return _libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=512m") == 0
+    return bool(_libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, b"size=512m") == 0)
 
 
 @contextmanager

@@ -69,7 +69,7 @@ def _soak(soaked: Soak) -> list[str]:
     ]
     lines += ["|---|---|---|---|---|---|---|---|---|---|"]
     for one in soaked.readings:
-        figures = (one.launches, f"{one.seconds:.0f}", one.processes, one.descriptors, one.server_descriptors)
-        figures += (one.shared_memory, one.folders, f"{one.memory:.0f}", f"{one.kept:.0f}", f"{one.server_memory:.0f}")
+        figures = [one.launches, f"{one.seconds:.0f}", one.processes, one.descriptors, one.server_descriptors]
+        figures += [one.shared_memory, one.folders, f"{one.memory:.0f}", f"{one.kept:.0f}", f"{one.server_memory:.0f}"]
         lines.append("| " + " | ".join(map(str, figures)) + " |")
     return [*lines, "", *(f"- {markdown(alarm)}" for alarm in soaked.alarms)]

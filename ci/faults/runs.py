@@ -147,8 +147,9 @@ def selections(bench: Any, folder: Path) -> Shot:
         "32",
         "--subject",
         f"{SUBJECTS / 'raising.py'}::raises",
+        "-p",
+        "cacheprovider",
     )
-    asked += ("-p", "cacheprovider")
     first = project.pytest(*asked, "-x")
     again = project.pytest(*asked, "--lf")
     chosen = project.pytest(*asked, "-k", "ddp and not ddp2")

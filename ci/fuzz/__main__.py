@@ -137,7 +137,7 @@ def fuzzed(name: str, inputs: int, seconds: int) -> Row:
 
 def fuzz(name: str, inputs: int, seconds: int) -> None:
     """Fuzz one target in this process. Does not return."""
-    import atheris
+    import atheris  # type: ignore[import-untyped]
 
     with atheris.instrument_imports(include=["harness"]):
         from targets import TARGETS

@@ -86,7 +86,8 @@ def names(data: bytes) -> None:
     """Plan a matrix of whatever names."""
     backends, _, rest = text(data).partition(";")
     precisions, _, workloads = rest.partition(";")
-    plan(Matrix(2, None, *(tuple(part.split(",")) for part in (backends, precisions, workloads))), [])
+    chosen = [tuple(part.split(",")) for part in (backends, precisions, workloads)]
+    plan(Matrix(2, None, chosen[0], chosen[1], chosen[2]), [])
 
 
 def results(data: bytes) -> None:
@@ -103,7 +104,7 @@ def a_run() -> bytes:
     header = Header.of([CELL], command=["pytest"], options={"gpus": 2}, fingerprint=Fingerprint(), simulated=True)
     finding = Finding("gradients", Outcome.FAILED, "<script>\x1b[31m", "no-sync", "sync", 3e7, 1, "a.weight", 0)
     found = [Result.of(CELL, finding, "pytest -k it", 0.5)]
-    return b"".join(map(line_of, (header, *found, Footer.of(found, 1))))
+    return line_of(header) + b"".join(map(line_of, found)) + line_of(Footer.of(found, 1))
 
 
 def behind_checksums(lines: bytes) -> bytes:
