@@ -63,13 +63,13 @@ class GlobalStep:
 class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check asks for it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell
-        self.conduct = conduct
+        self.behavior = behavior
         self.devices = cell.topology.devices
-        self.epochs = Epochs.of(workload, conduct, self.devices)
+        self.epochs = Epochs.of(workload, behavior, self.devices)
         self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
 
     @cached_property
@@ -112,7 +112,7 @@ class TraceAnalysis:
     @property
     def shuffles(self) -> bool:
         """Whether samples should be in another order in each epoch."""
-        return self.conduct.shuffles(self.workload.shuffle)
+        return self.behavior.shuffles(self.workload.shuffle)
 
     def place(self, oracle: Oracle, moment: GlobalStep) -> None:
         """Put an oracle where the subject was before a step."""
@@ -122,7 +122,7 @@ class TraceAnalysis:
 
     def set_scene(self, oracle: Oracle, moment: GlobalStep) -> None:
         """Hand over what a step's forwards depend on besides the weights."""
-        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.conduct.own_buffers)
+        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.behavior.own_buffers)
 
     @cached_property
     def start(self) -> Tensors:

@@ -53,10 +53,10 @@ class Right:
 class StepContext:
     """The steps as far as they are known, as an analysis that explanations can work with."""
 
-    def __init__(self, workload: Workload, cell: Cell, conduct: TrainingBehavior) -> None:
+    def __init__(self, workload: Workload, cell: Cell, behavior: TrainingBehavior) -> None:
         self.workload = workload
         self.cell = cell
-        self.analysis = TraceAnalysis(Trace(()), workload, cell, conduct)
+        self.analysis = TraceAnalysis(Trace(()), workload, cell, behavior)
         self.analysis.moments = ()
         self.analysis.layouts = {}
         self.analysis.truths = {}
@@ -71,7 +71,7 @@ class StepContext:
         # A step that was skipped is judged by its weights alone, but its gradient must be found all the same.
         steps = [replace(step, skipped=False) for step in steps]
         ranks = tuple(RankTrace(rank, len(steps), (step,)) for rank, step in enumerate(steps))
-        single = TraceAnalysis(Trace(ranks), self.workload, self.cell, analysis.conduct)
+        single = TraceAnalysis(Trace(ranks), self.workload, self.cell, analysis.behavior)
         single.oracle, single.rough = analysis.oracle, analysis.rough
         analysis.moments = (*analysis.moments[:index], GlobalStep(index, tuple(steps)))
         with suppress(Exception):  # whatever cannot be computed here, the judge's own checks will say why
