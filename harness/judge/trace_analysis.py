@@ -135,7 +135,15 @@ class TraceAnalysis:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
         accumulate = self.workload.accumulate
-        return {moment.index: contract_layout(told_apart(moment.ranks), spread, accumulate) for moment in self.taken}
+        return {
+            moment.index: contract_layout(self.with_a_loss(told_apart(moment.ranks)), spread, accumulate)
+            for moment in self.taken
+        }
+
+    def with_a_loss(self, steps: Sequence[Step]) -> list[Step]:
+        """Return the steps of those ranks whose losses are averaged: ranks with the same samples have one loss."""
+        ranks = self.cell.contract.loss_ranks(self.cell.topology)
+        return [step for rank, step in enumerate(steps) if rank in ranks]
 
     @cached_property
     def truths(self) -> dict[int, Truth]:
