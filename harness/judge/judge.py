@@ -20,10 +20,10 @@ from harness.judge.error_outcome import Vacuous
 from harness.judge.reconstruct import followed
 from harness.judge.teardown import of_hung
 from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
+def judge(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
     """Put every question to the trace of a subject that declared ``behavior``.
 
     Findings are in reading order: root causes before their consequences.

@@ -18,7 +18,7 @@ from harness.judge.oracle.full_training import FullTraining
 from harness.judge.oracle.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
 from harness.judge.oracle.noise import NoiseScale, distance, largest_rounding, limit, norm, rounding_unit
 from harness.judge.oracle.training import Oracle, clipped, mean_gradient
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 DRAWS = 12
 """Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
@@ -63,7 +63,7 @@ class GlobalStep:
 class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check asks for it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell

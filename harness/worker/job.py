@@ -13,7 +13,7 @@ from harness.worker.assignment import Assignment
 from harness.worker.recording.recorder import Recorder
 from harness.worker.timing.stopwatch import Stopwatch
 from harness.worker.with_loss import ModelWithLoss
-from harness.workloads import Columns, find
+from harness.workloads import Columns, Problem, find
 
 
 class Job:
@@ -46,7 +46,8 @@ class Job:
 
     def __init__(self, assignment: Assignment, recorder: Recorder | Stopwatch) -> None:
         cell = assignment.cell
-        self._workload = workload = find(cell.workload, cell.seed).on(cell.accelerator)
+        workload: Problem = find(cell.workload, cell.seed).on(cell.accelerator)
+        self._workload = workload
         self._recorder = recorder
         self._arithmetic = cell.arithmetic
         self._dtype: torch.dtype = getattr(torch, cell.arithmetic.storage)

@@ -17,7 +17,7 @@ from harness.planning.plan import Matrix, plan
 from harness.subjects.declare import CAPABILITIES
 from harness.trainer.replicas import gather as trainers_gather
 from harness.workloads import WORKLOADS
-from harness.workloads.keyed_dropout import KeyedDropout
+from harness.workloads.randomness import KeyedDropout
 
 NARROW = [name for name, workload in WORKLOADS.items() if workload.narrow]
 DEVICES = (1, 3, 4)

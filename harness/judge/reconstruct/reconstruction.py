@@ -19,10 +19,10 @@ from harness.judge.reconstruct.known_tensors import Known
 from harness.judge.reconstruct.optimizer_replay import Replay
 from harness.judge.reconstruct.search import Search
 from harness.judge.reconstruct.step_context import LIMIT, Right, StepContext, rounding_sizes
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 
-def followed(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> Trace:
+def followed(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> Trace:
     """Return the trace with a whole tensor in the place of every sketch; the same trace where there is none."""
     if not _is_sketched(trace):
         return trace
@@ -52,7 +52,7 @@ class _Follower:
     def __init__(
         self,
         recorded: Sequence[RankTrace],
-        workload: Workload,
+        workload: Problem,
         cell: Cell,
         behavior: TrainingBehavior,
         known: Known,

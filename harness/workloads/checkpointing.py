@@ -1,4 +1,4 @@
-"""A training that is interrupted in the middle of its second epoch, with everything in it that can be forgotten."""
+"""Trainings that are interrupted and resumed by new processes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from harness.workloads.base import Batch
-from harness.workloads.mlp import Mlp
+from harness.workloads.dataset import Batch
 from harness.workloads.overflow import GAIN
-
-WARM_UP = 3
+from harness.workloads.plain import Mlp
+from harness.workloads.updates import AdamW, warm_up_then_decay
 
 
 class _Remembering(nn.Module):
@@ -37,15 +36,15 @@ class _Remembering(nn.Module):
                 self.average += (self.first.bias - self.average) / self.forwards
         # As in ``overflow``: the power of two goes out and in again, and the gradient between is as much larger.
         gain = batch["gain"][:, None]
-        return self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
+        outputs: Tensor = self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
+        return outputs
 
 
 def _factor(step: int) -> float:
-    """Return the rate at ``step`` as a part of the highest: a linear warm-up, then an exponential decay."""
-    return min((step + 1) / (WARM_UP + 1), 0.9 ** (step - WARM_UP))
+    return warm_up_then_decay(step, 3, 0.9)
 
 
-class Checkpoint(Mlp):
+class CheckpointResume(Mlp):
     """The perceptron with momentum, a rate of its own for every step, buffers, and an overflow in every epoch.
 
     The overflow, of one sample, is one in 16 bits only: there the loss scale is no longer what it was at first.
@@ -74,3 +73,33 @@ class Checkpoint(Mlp):
     def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler | None:
         """Return three steps of warm-up, then a decay by a tenth at every step."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, _factor)
+
+
+class CheckpointWindows(Mlp):
+    """The perceptron with momentum and windows of two and one micro-batches, interrupted between two windows."""
+
+    name = "checkpoint-windows"
+    exposes = "a place in the epoch that is counted in steps where batches are meant, or the other way round"
+    needs: ClassVar[frozenset[str]] = frozenset({"checkpoint", "accumulation"})
+    narrow = True
+    precisions = ("32",)
+    accumulate = 2
+    steps_per_epoch = 9
+    interrupt_after = 7
+
+    def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+class CheckpointElastic(AdamW):
+    """AdamW with two groups; a step has the same samples on two devices as on three."""
+
+    name = "checkpoint-elastic"
+    exposes = "moments or their count lost, a place in the epoch counted by each rank, when other ranks resume"
+    needs: ClassVar[frozenset[str]] = frozenset({"checkpoint"})
+    precisions = ("32",)
+    steps_per_epoch = 8
+    interrupt_after = 12
+    elastic = True
+    needs_epochs = "asks for the same samples from another number of ranks"

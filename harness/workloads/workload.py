@@ -1,36 +1,14 @@
-"""What a training problem is, and the columns of data it is made of."""
+"""What the built-in training problems have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
-from harness.workloads.sample import Sample
-
-Batch = dict[str, Tensor]
-
-
-class Columns(Dataset[Batch]):
-    """A map-style dataset over equally long columns; every sample knows its ``"index"``."""
-
-    def __init__(self, columns: Batch) -> None:
-        count = len(next(iter(columns.values())))
-        self.columns: Batch = {**columns, "index": torch.arange(count)}
-
-    def __len__(self) -> int:
-        return len(self.columns["index"])
-
-    def __getitem__(self, position: int) -> Batch:
-        return Sample({name: column[position] for name, column in self.columns.items()})
-
-    def batch(self, indices: Sequence[int]) -> Batch:
-        """Return the samples at ``indices``, in that order, as one batch."""
-        chosen = torch.as_tensor(indices, dtype=torch.long)
-        return Sample({name: column[chosen] for name, column in self.columns.items()})
+from harness.workloads.dataset import Batch, Columns
 
 
 class Workload:

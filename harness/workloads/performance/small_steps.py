@@ -7,32 +7,33 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from harness.workloads.base import Batch
-from harness.workloads.performance.base import PerformanceWorkload, Size
+from harness.workloads.dataset import Batch
+from harness.workloads.performance.performance_workload import PerformanceWorkload, ProblemSize
 
 
-class _Mlp(nn.Module):
+class _SmallPerceptron(nn.Module):
     def __init__(self, inputs: int, width: int, classes: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(inputs, width), nn.ReLU(), nn.Linear(width, classes))
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.layers(batch["x"])
+        outputs: Tensor = self.layers(batch["x"])
+        return outputs
 
 
-class Mlp(PerformanceWorkload):
+class SmallSteps(PerformanceWorkload):
     """A perceptron of 19 thousand parameters and few samples: a millisecond or less of arithmetic on anything."""
 
     name = "perf-mlp"
     dominated_by = "overhead: the arithmetic of a step takes less than the calls that ask for it"
-    sizes: ClassVar[dict[str, Size]] = {
-        "cpu": Size({"inputs": 64, "width": 256, "classes": 8}, batch=4, steps=80),
-        "cuda": Size({"inputs": 64, "width": 256, "classes": 8}, batch=4, steps=200, warmup=10),
+    sizes: ClassVar[dict[str, ProblemSize]] = {
+        "cpu": ProblemSize({"inputs": 64, "width": 256, "classes": 8}, batch=4, steps=80),
+        "cuda": ProblemSize({"inputs": 64, "width": 256, "classes": 8}, batch=4, steps=200, warmup=10),
     }
 
     def build(self) -> nn.Module:
         """Return inputs → width → classes, with biases."""
-        return _Mlp(**self.size.model)
+        return _SmallPerceptron(**self.size.model)
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (inputs,) and the class ``y``."""

@@ -1,13 +1,14 @@
-"""A loss that is a mean over tokens, in samples of unequal length: a mean of rank means is another number."""
+"""Losses that are a mean over tokens, in samples of unequal length: a mean of rank means is another number."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from harness.workloads.base import Batch, Workload
+from harness.workloads.dataset import Batch
+from harness.workloads.workload import Workload
 
 VOCABULARY = 16
 LENGTH = 10
@@ -24,7 +25,8 @@ class _LanguageModel(nn.Module):
         now = self.embedding(batch["tokens"][:, :-1])
         # A causal summary of what came before: the running mean.
         past = now.cumsum(1) / torch.arange(1, LENGTH + 1, device=now.device, dtype=now.dtype)[:, None]
-        return self.head(torch.tanh(self.mix(torch.cat((now, past), -1))))
+        outputs: Tensor = self.head(torch.tanh(self.mix(torch.cat((now, past), -1))))
+        return outputs
 
 
 class LmTokens(Workload):
@@ -53,3 +55,15 @@ class LmTokens(Workload):
         losses = nn.functional.cross_entropy(outputs.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="none")
         real = batch["real"].flatten()
         return (losses * real).sum() / real.sum()
+
+
+class AccumulationTokens(LmTokens):
+    """Next-token prediction with windows of two, two and one micro-batches, each with its own number of tokens."""
+
+    name = "accumulation-tokens"
+    exposes = "a token count of the wrong scope under accumulation: passed and not used, or divided by a second time"
+    needs: ClassVar[frozenset[str]] = frozenset({"accumulation"})
+    narrow = True
+    precisions = ("32",)
+    accumulate = 2
+    steps_per_epoch = 5

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import torch
 
-from harness.workloads.base import Batch, Columns, Workload
-from harness.workloads.sample import Sample
+from harness.workloads.dataset import Batch, Columns, Sample
+from harness.workloads.workload import Workload
 
 DISTINCT = 64
 """Samples that are really drawn; the dataset repeats them under new ids, so that its size is nobody's memory."""
@@ -46,7 +46,7 @@ class Extent:
 
 
 @dataclass(frozen=True)
-class Size:
+class ProblemSize:
     """How large a workload is on one accelerator: ``model`` by its own words, samples a device, steps a round."""
 
     model: dict[str, int]
@@ -89,7 +89,7 @@ class PerformanceWorkload(Workload):
 
     exposes = "speed and memory; what it computes is not judged"
     dominated_by: ClassVar[str]
-    sizes: ClassVar[dict[str, Size]]
+    sizes: ClassVar[dict[str, ProblemSize]]
     strong: ClassVar[bool] = False
     backends: ClassVar[tuple[str, ...] | None] = None
     on_nodes: ClassVar[tuple[str, ...]] = ("ddp2",)
@@ -99,7 +99,7 @@ class PerformanceWorkload(Workload):
     accelerator: str = "cpu"
 
     @property
-    def size(self) -> Size:
+    def size(self) -> ProblemSize:
         """How large it is on its accelerator."""
         return self.sizes[self.accelerator]
 

@@ -1,12 +1,14 @@
-"""One sample, or one batch of them: a dict of tensors that can be moved to a device as a whole."""
+"""The data of training problems: samples as dicts of tensors, and map-style datasets of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
+from torch.utils.data import Dataset
 
 
 class Sample(dict[str, Tensor]):
@@ -35,4 +37,26 @@ def _sample(columns: Iterable[Tensor], names: Iterable[str]) -> Sample:
 
 
 # torch walks through nested inputs by their exact types (FSDP's casts, torch.compile): a dict's subclass must be known.
-_pytree.register_pytree_node(Sample, _columns, _sample, serialized_type_name="harness.workloads.sample.Sample")
+_pytree.register_pytree_node(Sample, _columns, _sample, serialized_type_name="harness.workloads.dataset.Sample")
+
+
+Batch = dict[str, Tensor]
+
+
+class Columns(Dataset[Batch]):
+    """A map-style dataset over equally long columns; every sample knows its ``"index"``."""
+
+    def __init__(self, columns: Batch) -> None:
+        count = len(next(iter(columns.values())))
+        self.columns: Batch = {**columns, "index": torch.arange(count)}
+
+    def __len__(self) -> int:
+        return len(self.columns["index"])
+
+    def __getitem__(self, position: int) -> Batch:
+        return Sample({name: column[position] for name, column in self.columns.items()})
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """Return the samples at ``indices``, in that order, as one batch."""
+        chosen = torch.as_tensor(indices, dtype=torch.long)
+        return Sample({name: column[chosen] for name, column in self.columns.items()})
