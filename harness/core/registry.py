@@ -1,4 +1,4 @@
-"""The registry of backends, precisions and workloads: values by name, in the order in which they were registered."""
+"""The registry of backends and of precisions: values by name, in the order in which they were registered."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Training problems that are hard to get right, grouped into files by what they expose.
 
 A problem is whatever keeps the protocol ``Problem``. The built-in ones are instances of ``Workload``, and ``WORKLOADS``
-has them by name; ``WORKLOADS.register`` adds one from elsewhere. Nothing here knows a trainer or the judge.
+has them by name; ``register`` adds one from elsewhere. Nothing here knows a trainer or the judge.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import copy
 from collections import ChainMap
 from collections.abc import Mapping
 
-from harness.core.registry import Registry
 from harness.workloads.accumulation import Accumulation, Metrics, Validation
 from harness.workloads.checkpointing import CheckpointElastic, CheckpointResume, CheckpointWindows
 from harness.workloads.coupling import CnnBatchNorm, Contrastive
@@ -34,9 +33,9 @@ from harness.workloads.updates import (
 )
 from harness.workloads.workload import Workload
 
-WORKLOADS: Registry[Workload] = Registry(
-    "workload",
-    (
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
         LinearExact(),
         Mlp(),
         CnnBatchNorm(),
@@ -69,11 +68,25 @@ WORKLOADS: Registry[Workload] = Registry(
         CheckpointResume(),
         CheckpointWindows(),
         CheckpointElastic(),
-    ),
-)
+    )
+}
 
-EVERY: Mapping[str, Workload] = ChainMap(PERFORMANCE, WORKLOADS)  # type: ignore[arg-type]
+EVERY: Mapping[str, Workload] = ChainMap(PERFORMANCE, WORKLOADS)  # type: ignore[arg-type]  # it is only read
 """Those that are there for what they expose, then those that are there for their speed."""
+
+
+def register(workload: Workload) -> None:
+    """Add a workload from outside of this package, so that it is planned, trained and judged as the others.
+
+    Raises:
+        ValueError: its name is taken.
+    """
+    if EVERY.get(workload.name, workload) is not workload:
+        raise ValueError(f"there is already a workload {workload.name!r}: give this one another name")
+    if isinstance(workload, PerformanceWorkload):
+        PERFORMANCE[workload.name] = workload
+    else:
+        WORKLOADS[workload.name] = workload
 
 
 def find(name: str, seed: int | None = None) -> Workload:
@@ -95,4 +108,5 @@ __all__ = [
     "Problem",
     "Workload",
     "find",
+    "register",
 ]
