@@ -12,7 +12,7 @@ from harness.core.outcome import Outcome
 from harness.core.software import UNKNOWN, Software
 from harness.planning.expectations import ExpectationsError, expected, known_of, known_of_subject, read_expectations
 from harness.results.records import KNOWN, UNEXPECTED_PASS, Result, ending
-from harness.subjects.load import SHORT_NAMES
+from harness.subjects.short_names import SHORT_NAMES
 
 RELEASED = Path(__file__).parents[2] / "suites" / "expectations"
 
