@@ -28,7 +28,8 @@ from harness.launch.pool import Pool
 from harness.launch.timeouts import Timeouts
 from harness.machine.lease import Lease, share, share_now
 from harness.planning.declaration import Declaration
-from harness.planning.expectations import expected, known_of_subject, read_expectations
+from harness.planning.expectation_files import read_expectations
+from harness.planning.expectations import expected, known_of_subject
 from harness.planning.options import Options
 from harness.planning.plan import Planned, plan
 from harness.planning.reproduction import Reproduction
