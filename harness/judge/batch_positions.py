@@ -16,7 +16,8 @@ def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
     """Return who computed what in a step, skipped ones included: all ranks, or these; nobody without a sample."""
     steps = told_apart(analysis.moments[step].ranks)
     spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
-    layout = contract_layout([steps[rank] for rank in ranks or range(len(steps))], spread, analysis.workload.accumulate)
+    chosen = [steps[rank] for rank in ranks] or analysis.with_a_loss(steps)
+    layout = contract_layout(chosen, spread, analysis.workload.accumulate)
     return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))
 
 

@@ -22,8 +22,8 @@ class Interruption:
     def __init__(self, whole: TraceAnalysis, saved: Trace, resumed: Trace) -> None:
         self.workload = whole.workload
         self.whole = whole
-        self.saved = TraceAnalysis(saved, whole.workload, saving_cell(whole), whole.conduct)
-        self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.conduct)
+        self.saved = TraceAnalysis(saved, whole.workload, saving_cell(whole), whole.behavior)
+        self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.behavior)
 
     @cached_property
     def place(self) -> int:

@@ -18,7 +18,7 @@ from harness.judge.oracle.full_training import FullTraining
 from harness.judge.oracle.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
 from harness.judge.oracle.noise import NoiseScale, distance, largest_rounding, limit, norm, rounding_unit
 from harness.judge.oracle.training import Oracle, clipped, mean_gradient
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 DRAWS = 12
 """Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
@@ -63,13 +63,13 @@ class GlobalStep:
 class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check asks for it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell
-        self.conduct = conduct
+        self.behavior = behavior
         self.devices = cell.topology.devices
-        self.epochs = Epochs.of(workload, conduct, self.devices)
+        self.epochs = Epochs.of(workload, behavior, self.devices)
         self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
 
     @cached_property
@@ -112,7 +112,7 @@ class TraceAnalysis:
     @property
     def shuffles(self) -> bool:
         """Whether samples should be in another order in each epoch."""
-        return self.conduct.shuffles(self.workload.shuffle)
+        return self.behavior.shuffles(self.workload.shuffle)
 
     def place(self, oracle: Oracle, moment: GlobalStep) -> None:
         """Put an oracle where the subject was before a step."""
@@ -122,7 +122,7 @@ class TraceAnalysis:
 
     def set_scene(self, oracle: Oracle, moment: GlobalStep) -> None:
         """Hand over what a step's forwards depend on besides the weights."""
-        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.conduct.own_buffers)
+        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.behavior.own_buffers)
 
     @cached_property
     def start(self) -> Tensors:
@@ -135,7 +135,15 @@ class TraceAnalysis:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
         accumulate = self.workload.accumulate
-        return {moment.index: contract_layout(told_apart(moment.ranks), spread, accumulate) for moment in self.taken}
+        return {
+            moment.index: contract_layout(self.with_a_loss(told_apart(moment.ranks)), spread, accumulate)
+            for moment in self.taken
+        }
+
+    def with_a_loss(self, steps: Sequence[Step]) -> list[Step]:
+        """Return the steps of those ranks whose losses are averaged: ranks with the same samples have one loss."""
+        ranks = self.cell.contract.loss_ranks(self.cell.topology)
+        return [step for rank, step in enumerate(steps) if rank in ranks]
 
     @cached_property
     def truths(self) -> dict[int, Truth]:

@@ -27,9 +27,11 @@ from harness.launch.local.launcher import Launched, start
 from harness.launch.pool import Pool
 from harness.launch.timeouts import Timeouts
 from harness.machine.lease import Lease, share, share_now
-from harness.planning.expectations import expected, known_of_subject, read_expectations
+from harness.planning.declaration import Declaration
+from harness.planning.expectation_files import read_expectations
+from harness.planning.expectations import expected, known_of_subject
 from harness.planning.options import Options
-from harness.planning.plan import Declaration, Planned, plan
+from harness.planning.plan import Planned, plan
 from harness.planning.reproduction import Reproduction
 from harness.pytest_plugin.run_recording import Recording
 from harness.pytest_plugin.xdist_transport import outcome_of
@@ -148,8 +150,8 @@ class Session:
         rest = chosen - {cell.id for cell in examined}
         measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
         subjects = {declared.name: declared.software for declared in self._declarations}
-        conducts = {planned.cell: planned.conduct for planned in self.planned}
-        self._recording.begin(examined, measured, command, subjects, conducts)
+        behaviors = {planned.cell: planned.behavior for planned in self.planned}
+        self._recording.begin(examined, measured, command, subjects, behaviors)
 
     def leave_out(self, results: Iterable[Result]) -> None:
         """Take the records of cells that subjects do not declare, and that were not made into tests."""

@@ -38,9 +38,9 @@ def trace_of(ranks):
 def asked(cell_of):
     """Return what the check of samples says of the draws of each rank."""
 
-    def ask(ranks, conduct=ITERATIONS):
+    def ask(ranks, behavior=ITERATIONS):
         cell = cell_of("mlp", "ddp", f"1x{len(ranks)}")
-        return samples(TraceAnalysis(trace_of(ranks), MLP, cell, conduct))
+        return samples(TraceAnalysis(trace_of(ranks), MLP, cell, behavior))
 
     return ask
 
@@ -177,7 +177,7 @@ def late(index, left):
 
 
 @pytest.mark.parametrize(
-    ("keep", "conduct", "outcome", "cause"),
+    ("keep", "behavior", "outcome", "cause"),
     [
         (own, OWN_BUFFERS, Outcome.DEVIATES, None),
         (own, ORDINARY, Outcome.FAILED, "buffers-not-broadcast"),
@@ -188,9 +188,9 @@ def late(index, left):
         (late, OWN_BUFFERS, Outcome.FAILED, "buffers-updated-otherwise"),
     ],
 )
-def test_buffers_are_held_to_the_declaration(cell_of, keep, conduct, outcome, cause):
+def test_buffers_are_held_to_the_declaration(cell_of, keep, behavior, outcome, cause):
     cell = cell_of("cnn-batchnorm", "ddp", "1x2")
-    finding = buffers(TraceAnalysis(buffered(cell, keep), WORKLOADS["cnn-batchnorm"], cell, conduct))
+    finding = buffers(TraceAnalysis(buffered(cell, keep), WORKLOADS["cnn-batchnorm"], cell, behavior))
     assert (finding.outcome, finding.cause) == (outcome, cause), finding.message
     assert ("declare buffers='per-rank'" in finding.message) is (cause == "buffers-not-broadcast")
 

@@ -27,7 +27,7 @@ def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
         _loss_given_others(analysis),
         _nodes_alike(ranks, analysis),
     )
-    if analysis.conduct.by_iterations:
+    if analysis.behavior.by_iterations:
         return explained(finding, *always, _drawn_again(analysis), _drawn_alike(analysis), _other_size(ranks, analysis))
     return explained(
         finding,

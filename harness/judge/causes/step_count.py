@@ -102,7 +102,7 @@ def _other_number(analysis: TraceAnalysis) -> Cause | None:
     counts = [len(trace.steps) for trace in analysis.trace.ranks]
     if len(set(counts)) > 1:
         return Cause("ranks-differ-in-steps", "data", "have all ranks the same number of batches?")
-    if analysis.conduct.by_iterations:
+    if analysis.behavior.by_iterations:
         look = "job.steps says how many optimizer steps there are, each of job.accumulate batches"
         return Cause("another-number-of-steps", "optimizer", look)
     more = counts[0] > analysis.workload.epochs * analysis.workload.steps_per_epoch

@@ -24,7 +24,7 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
     """
     if not analysis.moments or not analysis.moments[0].ranks[0].buffers:
         return None
-    if analysis.conduct.own_buffers and analysis.cell.processes > 1:
+    if analysis.behavior.own_buffers and analysis.cell.processes > 1:
         return own_buffers(analysis)
     for moment in analysis.moments:
         for rank, step in enumerate(moment.ranks):

@@ -26,7 +26,7 @@ def samples(analysis: TraceAnalysis) -> Finding:
     used: Used = [[i for step in moment.ranks for i in _forwarded(step)] for moment in analysis.moments]
     if not any(used):
         raise Vacuous("the model was never called with a batch that has an 'index'")
-    by_iterations = analysis.conduct.by_iterations
+    by_iterations = analysis.behavior.by_iterations
     problem = (
         _windows(analysis)
         or _loss_saw_something_else(analysis)
@@ -43,7 +43,7 @@ def samples(analysis: TraceAnalysis) -> Finding:
 
 
 def _as_declared(analysis: TraceAnalysis) -> str:
-    shuffle = analysis.conduct.shuffle
+    shuffle = analysis.behavior.shuffle
     return "" if shuffle == "job" else f"; the order is that of shuffle={shuffle!r}, which the subject declares"
 
 
@@ -78,7 +78,7 @@ def _windows(analysis: TraceAnalysis) -> str | None:
     full, world, windows = _full(analysis), analysis.cell.processes, analysis.epochs.windows
     for moment in analysis.moments:
         count = sum(1 for step in moment.ranks for _ in _forwarded(step))
-        short = (moment.index + 1) % windows == 0 and count < full + world and not analysis.conduct.by_iterations
+        short = (moment.index + 1) % windows == 0 and count < full + world and not analysis.behavior.by_iterations
         if count != full and not short:
             return f"step {moment.index} consumed {count} samples, not {full}"
     return None
@@ -146,7 +146,7 @@ def _shards_kept(analysis: TraceAnalysis, windows: int) -> str | None:
 
 def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | None:
     steps = [[frozenset(step) for step in epoch] for epoch in epochs]
-    who = "the workload" if analysis.conduct.shuffle == "job" else "the subject, by its declaration,"
+    who = "the workload" if analysis.behavior.shuffle == "job" else "the subject, by its declaration,"
     if analysis.shuffles:
         shared = min(len(epoch) for epoch in steps)
         if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:

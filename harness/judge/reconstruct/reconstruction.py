@@ -19,25 +19,25 @@ from harness.judge.reconstruct.known_tensors import Known
 from harness.judge.reconstruct.optimizer_replay import Replay
 from harness.judge.reconstruct.search import Search
 from harness.judge.reconstruct.step_context import LIMIT, Right, StepContext, rounding_sizes
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 
-def followed(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> Trace:
+def followed(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> Trace:
     """Return the trace with a whole tensor in the place of every sketch; the same trace where there is none."""
     if not _is_sketched(trace):
         return trace
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         known = Known()
-        whole = _Follower(trace.ranks, workload, cell, conduct, known).trace(trace)
+        whole = _Follower(trace.ranks, workload, cell, behavior, known).trace(trace)
         if trace.saved is None:
             return whole
         # A training that is interrupted goes on from what was left: the same bits are the same tensors in all three.
         saving = cell.resized if workload.elastic else cell
-        begun = _Follower(trace.saved.ranks, workload, saving, conduct, known)
+        begun = _Follower(trace.saved.ranks, workload, saving, behavior, known)
         saved, resumed = begun.trace(trace.saved), trace.resumed
         if resumed is not None:
-            resumed = _Follower(resumed.ranks, workload, cell, conduct, known, saved.ranks).trace(resumed)
+            resumed = _Follower(resumed.ranks, workload, cell, behavior, known, saved.ranks).trace(resumed)
         return replace(whole, saved=saved, resumed=resumed)
 
 
@@ -52,15 +52,15 @@ class _Follower:
     def __init__(
         self,
         recorded: Sequence[RankTrace],
-        workload: Workload,
+        workload: Problem,
         cell: Cell,
-        conduct: TrainingBehavior,
+        behavior: TrainingBehavior,
         known: Known,
         origins: Sequence[RankTrace] = (),
     ) -> None:
         self.recorded = recorded
         self.workload = workload
-        self.scenery = StepContext(workload, cell, conduct)
+        self.scenery = StepContext(workload, cell, behavior)
         self.known = known
         self.rounding: Tensors = {}
         # Where others resume than were interrupted, the first of those stands for all.

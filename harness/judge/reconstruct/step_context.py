@@ -18,7 +18,7 @@ from harness.judge.oracle.layout import Layout
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.oracle.training import Oracle, clipped, mean_gradient
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, Truth
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 LIMIT = 20.0
 """Rounding explains up to so many times the error of one run in the cell's precision: one draw may be a small one."""
@@ -53,10 +53,10 @@ class Right:
 class StepContext:
     """The steps as far as they are known, as an analysis that explanations can work with."""
 
-    def __init__(self, workload: Workload, cell: Cell, conduct: TrainingBehavior) -> None:
+    def __init__(self, workload: Problem, cell: Cell, behavior: TrainingBehavior) -> None:
         self.workload = workload
         self.cell = cell
-        self.analysis = TraceAnalysis(Trace(()), workload, cell, conduct)
+        self.analysis = TraceAnalysis(Trace(()), workload, cell, behavior)
         self.analysis.moments = ()
         self.analysis.layouts = {}
         self.analysis.truths = {}
@@ -71,7 +71,7 @@ class StepContext:
         # A step that was skipped is judged by its weights alone, but its gradient must be found all the same.
         steps = [replace(step, skipped=False) for step in steps]
         ranks = tuple(RankTrace(rank, len(steps), (step,)) for rank, step in enumerate(steps))
-        single = TraceAnalysis(Trace(ranks), self.workload, self.cell, analysis.conduct)
+        single = TraceAnalysis(Trace(ranks), self.workload, self.cell, analysis.behavior)
         single.oracle, single.rough = analysis.oracle, analysis.rough
         analysis.moments = (*analysis.moments[:index], GlobalStep(index, tuple(steps)))
         with suppress(Exception):  # whatever cannot be computed here, the judge's own checks will say why

@@ -1,0 +1,35 @@
+"""What a subject declares about its way of training travels as plain values, and comes back the same."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from harness.core.training_behavior import CHOICES, ORDINARY, TrainingBehavior
+
+
+def test_every_behavior_comes_back_from_what_it_declares():
+    for values in product(*CHOICES.values(), (None, 1, 3)):
+        said = dict(zip((*CHOICES, "max_nodes"), values, strict=True))
+        if said["data"] == "iterations" and said["shuffle"] != "job":
+            continue
+        behavior = TrainingBehavior(**said)
+        assert TrainingBehavior.of(behavior.declared) == behavior
+
+
+def test_what_is_ordinary_declares_nothing():
+    assert ORDINARY.declared == {}
+    assert TrainingBehavior.of({}) == ORDINARY
+
+
+def test_what_another_version_knows_is_not_ignored():
+    with pytest.raises(ValueError, match="there is no declaration 'gradients'"):
+        TrainingBehavior.of({"gradients": "late"})
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_order_is_the_job_s_unless_it_is_declared(asked):
+    assert ORDINARY.shuffles(asked) is asked
+    assert TrainingBehavior(shuffle="always").shuffles(asked)
+    assert not TrainingBehavior(shuffle="never").shuffles(asked)
