@@ -30,8 +30,7 @@ from accusations import PROOFS, Proof
 from changes import MISTAKES, SCRIPTS, Mistake
 
 from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.finding_order import told_first
+from harness.core.finding import Finding, told_first
 from harness.core.topology import Topology
 from harness.engine.examine import examine
 from harness.launch.pool import Pool

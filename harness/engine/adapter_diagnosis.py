@@ -12,8 +12,7 @@ import torch
 
 from harness.core.cell import Cell
 from harness.core.exit_codes import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
-from harness.core.finding import Finding
-from harness.core.finding_order import told_first
+from harness.core.finding import Finding, told_first
 from harness.core.outcome import Outcome, worst
 from harness.evidence.trace import Step, Tensors, Trace
 from harness.report.text import shortened

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.core.cell import Cell
 from harness.core.errors import TraceError
-from harness.core.finding_order import told_first
+from harness.core.finding import told_first
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.core.training_behavior import TrainingBehavior

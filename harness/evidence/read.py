@@ -1,20 +1,28 @@
-"""Reads the evidence that ranks wrote. Nothing in it is ever executed."""
+"""Reads the trace of a launch from the files that its ranks wrote, and joins sharded tensors.
+
+Nothing in a file is ever executed.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch import Tensor
 
 from harness.core.errors import TraceError
-from harness.evidence.join_shards import put_together
-from harness.evidence.trace import RankTrace, Trace, unflatten
-from harness.evidence.write import CHECKSUM, NO_CHECKSUM
+from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
+from harness.evidence.trace import RankTrace, Shard, Tensors, Trace
 
 SAVED, RESUMED = "saved", "resumed"
 """Folders, beside the evidence of the uninterrupted launch, of the launches that stop and go on."""
@@ -43,7 +51,7 @@ def _read_launch(folder: Path) -> Trace:
     absent = [str(rank) for rank, file in files.items() if not file.is_file()]
     if absent:
         raise TraceError(f"no evidence of rank {', '.join(absent)}, which did not end well")
-    return put_together(Trace(tuple(read_rank(file) for file in files.values())))
+    return join_shards(Trace(tuple(read_rank(file) for file in files.values())))
 
 
 def read_rank(path: Path) -> RankTrace:
@@ -80,3 +88,116 @@ def _check(content: bytes) -> None:
         found = zlib.crc32(rest, zlib.crc32(content[:place] + NO_CHECKSUM.encode()))
         if found != int(said, 16):
             raise ValueError("its checksum is another: it was changed after it was written")
+
+
+PARTS = ("before", "gradients", "after")
+"""What of a step may be in shards."""
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where in a tensor a part of it begins, and the part's shape."""
+
+
+def join_shards(trace: Trace) -> Trace:
+    """Return a launch's evidence with whole tensors in the place of shards, on each rank that holds one.
+
+    Evidence that is not whole stays as it is: nobody judges it.
+
+    Raises:
+        TraceError: shards are missing, overlap, or are no parts of one tensor; the sentence names it.
+    """
+    if not trace.is_whole or not any(isinstance(value, Shard) for value in _values(trace)):
+        return trace
+    assembly = _Assembly()
+    steps = {rank.rank: list(rank.steps) for rank in trace.ranks}
+    for number in range(max(map(len, steps.values()))):
+        present = {rank: own[number] for rank, own in steps.items() if number < len(own)}
+        parts: dict[str, Any] = {
+            part: assembly.join({rank: getattr(step, part) for rank, step in present.items()}, f"{part}, step {number}")
+            for part in PARTS
+        }
+        for rank, step in present.items():
+            steps[rank][number] = replace(step, **{part: joined[rank] for part, joined in parts.items()})
+    finals = assembly.join({rank.rank: rank.final for rank in trace.ranks if rank.final is not None}, "final")
+    ranks = (replace(rank, steps=tuple(steps[rank.rank]), final=finals.get(rank.rank)) for rank in trace.ranks)
+    return replace(trace, ranks=tuple(ranks))
+
+
+def _values(trace: Trace) -> list[Any]:
+    held = [getattr(step, part) for rank in trace.ranks for step in rank.steps for part in PARTS]
+    held += [rank.final for rank in trace.ranks if rank.final is not None]
+    return [value for tensors in held for value in tensors.values()]
+
+
+class _Assembly:
+    """Makes each tensor once, for all ranks, and each set of tensors: what was one object stays one."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, ...], Tensor] = {}
+        self._sets: dict[tuple[int, ...], dict[int, Tensors]] = {}
+
+    def join(self, held: Mapping[int, Tensors], where: str) -> dict[int, Tensors]:
+        """Return what each rank holds, by rank, with whole tensors in it."""
+        key = tuple(map(id, held.values()))
+        if key not in self._sets:
+            self._sets[key] = {
+                rank: {name: self._whole(value, rank, name, held, where) for name, value in own.items()}
+                for rank, own in held.items()
+            }
+        return self._sets[key]
+
+    def _whole(self, value: Any, rank: int, name: str, held: Mapping[int, Tensors], where: str) -> Any:
+        if not isinstance(value, Shard):
+            return value
+        shards: list[Any] = [held.get(other, {}).get(name) for other in value.ranks]
+        key = tuple(map(id, shards))
+        if key not in self._tensors or value not in shards:
+            flaw = _flaw(value, rank, shards)
+            if flaw:
+                raise TraceError(f"{name} ({where}) is shared out over several ranks, but {flaw}; run the cell again")
+            whole = torch.empty(value.shape, dtype=value.values.dtype)
+            for shard in shards:
+                whole[_slices(_block(shard))] = shard.values
+            self._tensors[key] = whole
+        return self._tensors[key]
+
+
+def _flaw(own: Shard, rank: int, shards: Sequence[Any]) -> str | None:
+    """Return why shards, one of each of ``own.ranks``, do not make up the tensor of which ``own`` is one; else None."""
+    if not any(shard is own for shard in shards):
+        return f"what rank {rank} holds is neither all of it nor a block of it (is it a sum that is not added up yet?)"
+    for other, shard in zip(own.ranks, shards, strict=True):
+        if not isinstance(shard, Shard):
+            return f"rank {other} left no part of it"
+        if (shard.shape, shard.values.dtype) != (own.shape, own.values.dtype):
+            return f"rank {other} left a part of {_kind(shard)}, rank {rank} one of {_kind(own)}"
+    return _gap(own.shape, tuple(map(_block, shards)))
+
+
+@lru_cache(maxsize=256)
+def _gap(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> str | None:
+    """Return what is wrong with blocks that should cover a tensor of ``shape`` exactly once; else None."""
+    for begin, size in blocks:
+        inside = all(0 <= b <= b + s <= n for b, s, n in zip(begin, size, shape, strict=False))
+        if not (inside and len(begin) == len(size) == len(shape)):
+            return f"a part of {list(size)} at {list(begin)} reaches out of its shape, {list(shape)}"
+    every = prod(shape)
+    missing = every - sum(prod(size) for _, size in blocks)
+    if missing > 0:  # nothing as large as what may be a claim only has been made so far
+        return f"at least {missing} of its {every} entries are nobody's"
+    times = torch.zeros(shape, dtype=torch.uint8)
+    for block in blocks:
+        times[_slices(block)] += 1
+    twice = int((times > 1).sum())
+    return f"{twice} of its {every} entries are in several parts" if twice else None
+
+
+def _block(shard: Shard) -> Block:
+    return shard.begin, tuple(shard.values.shape)
+
+
+def _slices(block: Block) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(*block, strict=True))
+
+
+def _kind(shard: Shard) -> str:
+    return f"{list(shard.shape)} {str(shard.values.dtype).removeprefix('torch.')}"

@@ -1,27 +1,70 @@
-"""The evidence of one launch: what each rank saw, and nothing of what anybody thinks of it.
+"""The trace of one launch: what each rank recorded, without any judgement of it.
 
-Tensors are torch's. They are only carried here, so this file needs torch for its annotations alone.
+Tensors are torch's. This module only carries them, so it imports torch for annotations alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from harness.core.outcome import Outcome
-from harness.evidence.shard import Shard
-from harness.evidence.sketch import Sketch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Tensors = dict[str, "Tensor"]
-"""Named tensors: a parameter's or a buffer's name in ``job.model()`` to its value, on the cpu.
+"""Named tensors: the name of a parameter or buffer in ``job.model()`` to its value, on the cpu.
 
-As a rank recorded them, weights and gradients that ranks share out are here as a ``Shard``, and large ones as a
-``Sketch``. Shards are put together when the traces of a launch are read; the judge follows the training along its
-sketches before it asks anything, and sees tensors only.
+As a rank records them, sharded weights and gradients are a ``Shard`` each, and large ones a ``Sketch``. Reading the
+trace of a launch joins the shards, and the judge replaces sketches by tensors before any check runs.
 """
+
+
+SKETCH_ABOVE = 2**16
+"""Tensors of weights and gradients with more entries than this are sketched, unless a launch says otherwise."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A linear sketch of one tensor: the sketch of a difference is the difference of the sketches.
+
+    ``values`` are a seeded random projection, float64, on the cpu, as long on average as the tensor is: one row, and
+    for a float64 tensor two that are meant to be added up, of the leading and of the trailing bits. ``norm`` is the
+    tensor's 2-norm, not finite where an entry is not. ``fingerprint`` is a hash of the bits: tensors of one shape and
+    dtype that are equal have the same one, others another. ``dtype`` is torch's name, ``float32``.
+    """
+
+    values: Tensor
+    norm: float
+    fingerprint: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the projection has."""
+        return self.values.shape[1]
+
+    @property
+    def identity(self) -> tuple[int, tuple[int, ...], str]:
+        """What two sketches have in common exactly where their tensors are equal."""
+        return self.fingerprint, self.shape, self.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A block of a tensor of ``shape``, whose first entry has the place ``begin`` in it.
+
+    ``values`` lie on the cpu, and may have no entries. ``ranks`` are those whose blocks make up the tensor, this rank's
+    among them; with several copies of it they are one copy's. Where what a rank holds is no block (its part of a sum
+    over ranks, say) there are none.
+    """
+
+    values: Tensor
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -156,111 +199,3 @@ class Trace:
     def is_whole(self) -> bool:
         """Whether every rank left evidence, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
-
-
-def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
-    """Split a rank's trace into plain JSON values and a flat dict of tensors, the form in which it travels.
-
-    Weights that did not change between two steps travel once.
-    """
-    tensors: Tensors = {}
-    steps: list[dict[str, Any]] = []
-    previous: Tensors | None = None
-    for number, step in enumerate(trace.steps):
-        continues = step.before is previous
-        for part in ("gradients", "after", "buffers") + (() if continues else ("before",)):
-            tensors.update({f"{number}/{part}/{name}": value for name, value in getattr(step, part).items()})
-        for place, micro in enumerate(step.micro_batches):
-            tensors.update({f"{number}/drawn {place}/{name}": value for name, value in micro.drawn.items()})
-        steps.append(
-            {
-                "micro_batches": [[micro.forwards, micro.loss] for micro in step.micro_batches],
-                "learning_rates": step.learning_rates,
-                "skipped": step.skipped,
-                "scale": step.scale,
-                "continues": continues,
-                "turns": step.turns,
-            }
-        )
-        previous = step.after
-    # As with a step's: the end usually is what the last step left.
-    ended = previous is not None and trace.final is previous
-    if trace.final is not None and not ended:
-        tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})
-    tensors.update({f"{len(steps)}/final buffers/{name}": value for name, value in trace.final_buffers.items()})
-    sketches: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Sketch)}
-    shards: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Shard)}
-    return {
-        "final": None if trace.final is None else "last" if ended else "own",
-        "rank": trace.rank,
-        "world_size": trace.world_size,
-        "error": trace.error,
-        "failed_at": trace.failed_at,
-        "stack": trace.stack,
-        "torch": trace.torch,
-        "steps": steps,
-        "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
-        "logged": [astuple(logged) for logged in trace.logged],
-        "sketches": {name: [s.norm, s.fingerprint, s.shape, s.dtype] for name, s in sketches.items()},
-        "shards": {name: [s.begin, s.shape, s.ranks] for name, s in shards.items()},
-    }, {**tensors, **{name: part.values for name, part in {**sketches, **shards}.items()}}
-
-
-def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
-    """Undo :func:`flatten`.
-
-    Raises:
-        LookupError, TypeError, ValueError: the values are not those of a trace.
-    """
-    recorded = values["steps"]
-    parts: dict[tuple[int, str], Tensors] = {}
-    sketches: dict[str, Any] = {
-        name: Sketch(tensors[name], norm, fingerprint, tuple(shape), dtype)
-        for name, (norm, fingerprint, shape, dtype) in dict(values.get("sketches", {})).items()
-    }
-    shards: dict[str, Any] = {
-        name: Shard(tensors[name], *(tuple(map(int, numbers)) for numbers in (begin, shape, ranks)))
-        for name, (begin, shape, ranks) in dict(values.get("shards", {})).items()
-    }
-    for key, value in {**tensors, **sketches, **shards}.items():
-        place, part, name = key.split("/", 2)
-        parts.setdefault((int(place), part), {})[name] = value
-    steps: list[Step] = []
-    for number, step in enumerate(recorded):
-        steps.append(
-            Step(
-                micro_batches=tuple(
-                    MicroBatch(
-                        tuple(tuple(share) for share in forwards),
-                        None if loss is None else tuple(loss),
-                        parts.get((number, f"drawn {place}"), {}),
-                    )
-                    for place, (forwards, loss) in enumerate(step["micro_batches"])
-                ),
-                before=steps[-1].after if step["continues"] else parts.get((number, "before"), {}),
-                gradients=parts.get((number, "gradients"), {}),
-                after=parts.get((number, "after"), {}),
-                learning_rates=tuple(step["learning_rates"]),
-                skipped=step["skipped"],
-                scale=step["scale"],
-                buffers=parts.get((number, "buffers"), {}),
-                turns=tuple(tuple(names) for names in step.get("turns", ())),
-            )
-        )
-    finals = {None: None, "own": parts.get((len(steps), "final"), {}), "last": steps[-1].after if steps else None}
-    return RankTrace(
-        rank=values["rank"],
-        world_size=values["world_size"],
-        steps=tuple(steps),
-        error=values["error"],
-        failed_at=values["failed_at"],
-        stack=values.get("stack", ""),
-        torch=values.get("torch", ""),
-        final=finals[values["final"]],
-        final_buffers=parts.get((len(steps), "final buffers"), {}),
-        evaluations=tuple(
-            Evaluation(step, micro_batches, tuple(samples), training)
-            for step, micro_batches, samples, training in values["evaluations"]
-        ),
-        logged=tuple(Logged(*logged) for logged in values["logged"]),
-    )

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.core.finding import Finding
-from harness.core.finding_order import ORDER, UNEXPLAINED, is_unexplained, told_first
+from harness.core.finding import ORDER, UNEXPLAINED, Finding, is_unexplained, told_first
 from harness.core.outcome import Outcome
 
 NONE: frozenset[str | None] = frozenset({None, UNEXPLAINED})

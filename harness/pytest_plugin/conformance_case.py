@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from harness.core.errors import LaunchError
-from harness.core.finding import Finding
-from harness.core.finding_order import is_unexplained, told_first
+from harness.core.finding import Finding, is_unexplained, told_first
 from harness.core.outcome import Outcome
 from harness.engine.examine import Examined, verdict
 from harness.planning.plan import Planned

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.finding import Finding
-from harness.core.finding_order import diagnosis
+from harness.core.finding import Finding, diagnosis
 from harness.core.outcome import Outcome
 from harness.engine.examine import examine
 from harness.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace

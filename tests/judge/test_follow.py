@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.finding_order import diagnosis
+from harness.core.finding import diagnosis
 from harness.core.outcome import Outcome, worst
 from harness.evidence.projection import project, sketched
-from harness.evidence.sketch import Sketch
+from harness.evidence.trace import Sketch
 from harness.judge.judge import judge
 from harness.judge.reconstruct import followed
 from harness.judge.reconstruct.inverse_projection import Projection, correction, lift, sample

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from harness.core.finding import Finding
-from harness.core.finding_order import UNEXPLAINED
+from harness.core.finding import UNEXPLAINED, Finding
 
 
 @dataclass(frozen=True)

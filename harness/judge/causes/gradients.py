@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from harness.core.finding import Finding
-from harness.core.finding_order import UNEXPLAINED
+from harness.core.finding import UNEXPLAINED, Finding
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import (
     Counterfactuals,

@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from harness.core.finding import Finding
-from harness.core.finding_order import UNEXPLAINED
+from harness.core.finding import UNEXPLAINED, Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import checkpoint as causes
 from harness.judge.causes import optimizer_state

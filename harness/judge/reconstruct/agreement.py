@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import Step, Tensors
+from harness.evidence.trace import Sketch, Step, Tensors
 from harness.judge.oracle.noise import norm
 from harness.judge.reconstruct.inverse_projection import correction, projection_of
 from harness.judge.reconstruct.known_tensors import Known

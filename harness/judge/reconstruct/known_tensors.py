@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.evidence.projection import fingerprint
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import Tensors
+from harness.evidence.trace import Sketch, Tensors
 from harness.judge.reconstruct.inverse_projection import lift, projection_of, sample
 from harness.judge.reconstruct.search import Search, residual_of
 

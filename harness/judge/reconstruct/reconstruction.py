@@ -10,8 +10,7 @@ import torch
 
 from harness.core.cell import Cell
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import RankTrace, Step, Tensors, Trace
+from harness.evidence.trace import RankTrace, Sketch, Step, Tensors, Trace
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.training import clipped, mean_gradient
 from harness.judge.reconstruct.agreement import agreed

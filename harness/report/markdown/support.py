@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
-from harness.core.finding_order import told_first
+from harness.core.finding import told_first
 from harness.report.tables.cells import cell_table
 from harness.report.tables.failures import as_consequence, is_wrong, known_failures, outcome_in_words, what_it_says
 from harness.report.tables.run_facts import machine_in_words, software_in_words

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.core.finding_order import UNEXPLAINED, told_first
+from harness.core.finding import UNEXPLAINED, told_first
 from harness.report.text import shortened
 from harness.results.records import UNEXPECTED_PASS, Coordinates, Expected, Result
 from harness.results.run import Run

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-from harness.core.finding_order import told_first
+from harness.core.finding import told_first
 from harness.core.outcome import Outcome
 from harness.report.tables.cache import once_for_a_run
 from harness.report.tables.cells import CELL_COLUMNS, cell_table

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.core.finding_order import is_unexplained, told_first
+from harness.core.finding import is_unexplained, told_first
 from harness.report.tables.failures import is_wrong, what_it_says
 from harness.report.text import shortened
 from harness.results.records import Result

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.finding_order import told_first
+from harness.core.finding import told_first
 from harness.core.outcome import Outcome
 from harness.report.html.scales import between, in_words
 from harness.report.tables.failures import is_wrong, outcome_in_words
