@@ -1,4 +1,4 @@
-"""The trace of a launch: what ranks record (``trace``), the file a rank writes (``rank_file``), and its reader (``read``).
+"""The trace of a launch: its values (``trace``), the file that a rank writes (``rank_file``), and a reader (``read``).
 
 Reading, writing, joining shards and projecting large tensors belong here; deciding whether a trace is right does not.
 Imports nothing above ``core``. Modules that a rank imports (``trace``, ``rank_file``, ``projection``, ``timing``) need
