@@ -23,7 +23,7 @@ from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Workload
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
+def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
     """Put every question to the trace of a subject that declared ``conduct``.
 
     Findings are in reading order: root causes before their consequences.
@@ -38,12 +38,12 @@ def judge(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavio
         told = explain_launch(broken, trace, cell)
         return (replace(told, message=f"{told.message}\n{details(broken, trace)}".strip()),)
     try:
-        trace = followed(trace, workload, cell, conduct)
+        trace = followed(trace, workload, cell, behavior)
     except Exception as error:
         return (Finding("launch", Outcome.ERRORED, f"evidence cannot be followed: {_raised(error)}"),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
-        analysis = TraceAnalysis(trace, workload, cell, conduct)
+        analysis = TraceAnalysis(trace, workload, cell, behavior)
         findings = [_ask(name, check, analysis) for name, check in CHECKS.items()]
     asked = tuple(finding for finding in findings if finding is not None)
     return in_order(of_hung(asked, trace) if trace.hung else asked)

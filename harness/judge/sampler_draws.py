@@ -83,7 +83,7 @@ def _drawn(step: Step) -> tuple[int, ...]:
 def _table(analysis: TraceAnalysis) -> Tensor | None:
     """Return the draws as ranks × steps × places, as many places as every step of every rank has."""
     draws: Sequence[Sequence[tuple[int, ...]]] = [
-        [_drawn(moment.ranks[rank]) for moment in analysis.moments] for rank in range(analysis.cell.processes)
+        [_drawn(global_step.ranks[rank]) for global_step in analysis.steps] for rank in range(analysis.cell.processes)
     ]
     width = min((len(step) for own in draws for step in own), default=0)
     if len(draws) < 2 or not width:

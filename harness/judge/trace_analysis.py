@@ -15,23 +15,23 @@ from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Step, Tensors, Trace
 from harness.judge.oracle.epochs import Epochs
 from harness.judge.oracle.full_training import FullTraining
-from harness.judge.oracle.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
+from harness.judge.oracle.layout import Layout, at_once, contract_layout, shuffled, whole, with_unique_draws
 from harness.judge.oracle.noise import NoiseScale, distance, largest_rounding, limit, norm, rounding_unit
-from harness.judge.oracle.training import Oracle, clipped, mean_gradient
+from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import Workload
 
-DRAWS = 12
+NOISE_RUNS = 12
 """Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
 
 
 @dataclass(frozen=True)
-class Truth:
+class ExpectedGradients:
     """What is right at one step, in float64, at the subject's own weights and samples.
 
     ``one_device`` are the gradients that one device may compute: of the mean over micro-batches, and of all samples
     at once. ``contract`` is what the backend promises, ``raw`` the same before it is clipped, ``parts`` the gradient
-    of each group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor, and ``coarse`` that of
-    one rounding of its largest entry in what autocast computes in; without autocast it is empty.
+    of each group alone, by micro-batch. ``units`` is the size of one rounding of each tensor, and ``largest_units`` that
+    of one rounding of its largest entry in the dtype that autocast computes in; without autocast it is empty.
     """
 
     one_device: tuple[Tensors, ...]
@@ -39,7 +39,7 @@ class Truth:
     raw: Tensors
     parts: Sequence[Sequence[Tensors]]
     units: dict[str, float]
-    coarse: dict[str, float]
+    largest_units: dict[str, float]
 
     @property
     def whole(self) -> Tensors:
@@ -63,36 +63,36 @@ class GlobalStep:
 class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check asks for it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell
-        self.conduct = conduct
+        self.behavior = behavior
         self.devices = cell.topology.devices
-        self.epochs = Epochs.of(workload, conduct, self.devices)
+        self.epochs = Epochs.of(workload, behavior, self.devices)
         self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
 
     @cached_property
-    def free(self) -> FullTraining:
+    def full_training(self) -> FullTraining:
         """Whole trainings from the job's weights, for what is asked of the end."""
         return FullTraining(self)
 
     @property
-    def coarsest(self) -> float:
+    def compute_epsilon(self) -> float:
         """The spacing of the coarsest numbers that the precision computes with."""
         arithmetic = self.cell.arithmetic
         return torch.finfo(getattr(torch, arithmetic.autocast or arithmetic.storage)).eps
 
     @cached_property
-    def moments(self) -> tuple[GlobalStep, ...]:
+    def steps(self) -> tuple[GlobalStep, ...]:
         """The steps of all ranks side by side, as many as every rank took."""
         columns = zip(*(rank.steps for rank in self.trace.ranks), strict=False)
         return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
 
     @cached_property
-    def taken(self) -> tuple[GlobalStep, ...]:
-        """The moments at which every rank really stepped."""
-        return tuple(moment for moment in self.moments if not moment.skipped)
+    def steps_taken(self) -> tuple[GlobalStep, ...]:
+        """The steps that every rank really stepped."""
+        return tuple(global_step for global_step in self.steps if not global_step.skipped)
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -100,7 +100,7 @@ class TraceAnalysis:
         return Oracle(self.workload, self.devices)
 
     @cached_property
-    def rough(self) -> Oracle:
+    def cell_oracle(self) -> Oracle:
         """The cell's own precision, one device."""
         return Oracle(self.workload, self.devices, self.cell.arithmetic)
 
@@ -112,22 +112,22 @@ class TraceAnalysis:
     @property
     def shuffles(self) -> bool:
         """Whether samples should be in another order in each epoch."""
-        return self.conduct.shuffles(self.workload.shuffle)
+        return self.behavior.shuffles(self.workload.shuffle)
 
-    def place(self, oracle: Oracle, moment: GlobalStep) -> None:
+    def load_step(self, oracle: Oracle, global_step: GlobalStep) -> None:
         """Put an oracle where the subject was before a step."""
-        oracle.load(moment.ranks[0].before)
-        self.set_scene(oracle, moment)
-        oracle.take_turns(moment.ranks[0])
+        oracle.load(global_step.ranks[0].before)
+        self.set_forward_state(oracle, global_step)
+        oracle.take_turns(global_step.ranks[0])
 
-    def set_scene(self, oracle: Oracle, moment: GlobalStep) -> None:
+    def set_forward_state(self, oracle: Oracle, global_step: GlobalStep) -> None:
         """Hand over what a step's forwards depend on besides the weights."""
-        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.conduct.own_buffers)
+        oracle.set_forward_state(with_unique_draws(global_step.ranks), own_buffers=self.behavior.own_buffers)
 
     @cached_property
     def start(self) -> Tensors:
         """The job's own weights, in the precision in which the subject gets them."""
-        model = self.workload.model(self.rough.dtype)
+        model = self.workload.model(self.cell_oracle.dtype)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     @cached_property
@@ -135,15 +135,18 @@ class TraceAnalysis:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
         accumulate = self.workload.accumulate
-        return {moment.index: contract_layout(told_apart(moment.ranks), spread, accumulate) for moment in self.taken}
+        return {
+            global_step.index: contract_layout(with_unique_draws(global_step.ranks), spread, accumulate)
+            for global_step in self.steps_taken
+        }
 
     @cached_property
-    def truths(self) -> dict[int, Truth]:
+    def expected(self) -> dict[int, ExpectedGradients]:
         """What is right at each step taken, by step index."""
         truths = {}
-        for moment in self.taken:
-            layout = self.layouts[moment.index]
-            self.place(self.oracle, moment)
+        for global_step in self.steps_taken:
+            layout = self.layouts[global_step.index]
+            self.load_step(self.oracle, global_step)
             parts = self.oracle.group_gradients(layout)
             raw = mean_gradient(parts)
             contract = clipped(raw, self.workload.clip_norm)
@@ -151,7 +154,7 @@ class TraceAnalysis:
             for other in (whole(layout), at_once(layout)):
                 if other not in known:
                     known[other] = self.oracle.gradient(other)
-            truths[moment.index] = Truth(
+            truths[global_step.index] = ExpectedGradients(
                 # Both ways at every step, also where they are the same: a trainer keeps to one of them.
                 one_device=(known[whole(layout)], known[at_once(layout)]),
                 contract=contract,
@@ -159,7 +162,7 @@ class TraceAnalysis:
                 parts=parts,
                 # Clipping shortens the roundings of a gradient with it.
                 units={name: self._unit(parts, name) * _ratio(contract[name], raw[name]) for name in contract},
-                coarse=self._coarse(parts, contract, raw),
+                largest_units=self._largest_units(parts, contract, raw),
             )
         return truths
 
@@ -169,17 +172,17 @@ class TraceAnalysis:
         return all(
             sum(distance(truth.contract[name], right) for name, right in truth.whole.items())
             <= 1e-12 * sum(map(norm, truth.whole.values()))
-            for truth in self.truths.values()
+            for truth in self.expected.values()
         )
 
     def _unit(self, parts: Sequence[Sequence[Tensors]], name: str) -> float:
         return rounding_unit(_shares(parts, name), self.epsilon)
 
-    def _coarse(self, parts: Sequence[Sequence[Tensors]], contract: Tensors, raw: Tensors) -> dict[str, float]:
+    def _largest_units(self, parts: Sequence[Sequence[Tensors]], contract: Tensors, raw: Tensors) -> dict[str, float]:
         if self.cell.arithmetic.autocast is None:
             return {}
         return {
-            name: largest_rounding(_shares(parts, name), self.coarsest) * _ratio(contract[name], raw[name])
+            name: largest_rounding(_shares(parts, name), self.compute_epsilon) * _ratio(contract[name], raw[name])
             for name in contract
         }
 
@@ -188,14 +191,14 @@ class TraceAnalysis:
         """Noise of the gradient: the contract in the cell's precision on one device, in several orders."""
         noise = NoiseScale()
         rng = random.Random(self.workload.seed)
-        orders = -(-DRAWS // max(len(self.taken), 1))
-        for moment in self.taken:
-            truth = self.truths[moment.index]
-            scale = moment.ranks[0].scale or 1.0
-            self.place(self.rough, moment)
-            noise.expect(truth.contract, truth.units, truth.coarse)
+        orders = -(-NOISE_RUNS // max(len(self.steps_taken), 1))
+        for global_step in self.steps_taken:
+            truth = self.expected[global_step.index]
+            scale = global_step.ranks[0].scale or 1.0
+            self.load_step(self.cell_oracle, global_step)
+            noise.expect(truth.contract, truth.units, truth.largest_units)
             for _ in range(orders):
-                measured = self.rough.gradient(shuffled(self.layouts[moment.index], rng), scale)
+                measured = self.cell_oracle.gradient(shuffled(self.layouts[global_step.index], rng), scale)
                 noise.add(measured, truth.contract, truth.units)
         return noise
 
@@ -215,13 +218,13 @@ class TraceAnalysis:
 
     def differing_ranks(self, pick: str) -> Iterable[tuple[GlobalStep, int, Step]]:
         """Yield the steps whose ``pick`` ('before', 'gradients', 'after') has bits of its own, first rank first."""
-        for moment in self.taken:
+        for global_step in self.steps_taken:
             seen: list[Tensors] = []
-            for rank, step in enumerate(moment.ranks):
+            for rank, step in enumerate(global_step.ranks):
                 value: Tensors = getattr(step, pick)
                 if not any(same(value, other) for other in seen):
                     seen.append(value)
-                    yield moment, rank, step
+                    yield global_step, rank, step
 
 
 def same(left: Tensors, right: Tensors) -> bool:

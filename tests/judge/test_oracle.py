@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from harness.evidence.trace import MicroBatch, Step
 from harness.judge.oracle.layout import contract_layout, samples, shuffled, whole
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.workloads import WORKLOADS
 
 BATCH = tuple(range(24))

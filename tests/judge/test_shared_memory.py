@@ -12,7 +12,7 @@ from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.judge import judge
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 

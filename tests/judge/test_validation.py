@@ -54,8 +54,8 @@ def changed(evaluations, **changes):
 
 @pytest.fixture
 def due_in(cell_of):
-    def due_in(workload, conduct=ORDINARY):
-        analysis = TraceAnalysis(Trace(()), WORKLOADS[workload], cell_of(workload, "none", "1x1"), conduct)
+    def due_in(workload, behavior=ORDINARY):
+        analysis = TraceAnalysis(Trace(()), WORKLOADS[workload], cell_of(workload, "none", "1x1"), behavior)
         return [places[0] for places in due(analysis)]
 
     return due_in

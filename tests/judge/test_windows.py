@@ -7,7 +7,7 @@ import pytest
 from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.oracle.layout import whole
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.workloads import WORKLOADS
 
 

@@ -12,7 +12,7 @@ from harness.core.finding import Finding
 from harness.evidence.trace import Tensors
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.causes.learning_rate import rates_at, same_rates
-from harness.judge.interruption import Draws, Interruption
+from harness.judge.interrupted_training import Draws, Interruption
 from harness.judge.trace_analysis import same
 
 
@@ -61,7 +61,7 @@ def explain_buffers(finding: Finding, interruption: Interruption) -> Finding:
     """Return a finding about the buffers before the first resumed step with a cause."""
     found = interruption.resumed.trace.ranks[finding.rank or 0].steps[0].buffers
     left = interruption.origin(0).final_buffers
-    start = interruption.whole.moments[0].ranks[0].buffers
+    start = interruption.whole.steps[0].ranks[0].buffers
     steps = interruption.origin(0).steps
     stale = next((step for step, other in enumerate(steps) if step and same(other.buffers, found)), None)
     look = "they are those of the beginning: is the model's whole state_dict saved and loaded, or its parameters alone?"
@@ -105,8 +105,8 @@ def explain_rates(finding: Finding, interruption: Interruption) -> Finding:
 def explain_scale(finding: Finding, interruption: Interruption) -> Finding:
     """Return a finding about the resumed loss scale with a cause."""
     rank, index = finding.rank or 0, (finding.step or 0) - interruption.place
-    scale = interruption.resumed.moments[index].ranks[rank].scale
-    initial, last = interruption.whole.moments[0].ranks[rank].scale, interruption.origin(rank).steps[-1].scale
+    scale = interruption.resumed.steps[index].ranks[rank].scale
+    initial, last = interruption.whole.steps[0].ranks[rank].scale, interruption.origin(rank).steps[-1].scale
     if scale is None:
         cause = Cause("scaler-gone", "checkpoint", "is there a GradScaler after resuming?")
     elif scale == initial:

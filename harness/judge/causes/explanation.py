@@ -15,8 +15,8 @@ from harness.evidence.trace import Step, Tensors
 from harness.judge import batch_positions as places
 from harness.judge.oracle.layout import Layout, draws
 from harness.judge.oracle.noise import distance, norm
-from harness.judge.oracle.training import Oracle, mean_gradient
-from harness.judge.trace_analysis import TraceAnalysis, Truth, same
+from harness.judge.oracle.oracle import Oracle, mean_gradient
+from harness.judge.trace_analysis import ExpectedGradients, TraceAnalysis, same
 from harness.workloads import Columns
 
 Parts = list[list[Tensors]]
@@ -32,18 +32,18 @@ class Counterfactuals:
     def __init__(self, analysis: TraceAnalysis) -> None:
         self.workload = analysis.workload
         self.cell = analysis.cell
-        self._examination = analysis
+        self.analysis = analysis
         self._parts: dict[tuple[int, Layout], Parts] = {}
 
     def layout(self, index: int) -> Layout:
         """Return who computed what at a step."""
-        return self._examination.layouts[index]
+        return self.analysis.layouts[index]
 
     @contextmanager
     def at(self, index: int) -> Iterator[Oracle]:
         """Lend the oracle with the weights and the buffers that rank 0 had before the step."""
-        oracle = self._examination.oracle
-        self._examination.place(oracle, self._examination.moments[index])
+        oracle = self.analysis.oracle
+        self.analysis.load_step(oracle, self.analysis.steps[index])
         try:
             yield oracle
         finally:
@@ -64,21 +64,21 @@ class Counterfactuals:
     @property
     def steps_per_epoch(self) -> int:
         """Return how many optimizer steps an epoch has."""
-        return self._examination.epochs.windows
+        return self.analysis.epochs.windows
 
     def evaluations(self) -> list[tuple[int, int]]:
         """Return where the model was evaluated or should have been: after so many steps, and so many micro-batches."""
-        due = [where[0] for where in places.due(self._examination)]
-        made = [(one.step, one.micro_batches) for trace in self._examination.trace.ranks for one in trace.evaluations]
+        due = [where[0] for where in places.due(self.analysis)]
+        made = [(one.step, one.micro_batches) for trace in self.analysis.trace.ranks for one in trace.evaluations]
         return [*due, *made]
 
     def skipped_before(self, index: int) -> bool:
         """Say whether a GradScaler skipped the step before."""
-        return index > 0 and self._examination.moments[index - 1].skipped
+        return index > 0 and self.analysis.steps[index - 1].skipped
 
     def shares_of_optimizers(self) -> list[frozenset[str]]:
         """Return the parameters of each of the workload's optimizers."""
-        oracle = self._examination.oracle
+        oracle = self.analysis.oracle
         names = {id(parameter): name for name, parameter in oracle.parameters.items()}
         return [
             frozenset(names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"])
@@ -127,7 +127,7 @@ class Counterfactuals:
 
     def is_coupled(self, index: int) -> bool:
         """Say whether samples need each other: the right gradient is no sum of their own, whatever the weights."""
-        truth = self._examination.truths[index]
+        truth = self.analysis.expected[index]
         each = self.each_sample(index)
         if not each:
             return True
@@ -142,7 +142,7 @@ class Counterfactuals:
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         """Return the step's gradient computed in another precision."""
         oracle = Oracle(self.workload, self.cell.topology.devices, precision)
-        self._examination.place(oracle, self._examination.moments[index])
+        self.analysis.load_step(oracle, self.analysis.steps[index])
         return oracle.gradient(self.layout(index))
 
 
@@ -163,12 +163,12 @@ class Scene:
     rank: int
     step: Step
     ranks: tuple[Step, ...]
-    truth: Truth
+    truth: ExpectedGradients
     accumulate: int
     clip_norm: float | None
     trained: frozenset[str]
     earlier: Tensors | None
-    past: tuple[Truth, ...]
+    past: tuple[ExpectedGradients, ...]
     factor: float
     limit: float
     limits: tuple[float, ...]

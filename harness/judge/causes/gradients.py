@@ -126,20 +126,20 @@ def _fitting(
 def _scenes(analysis: TraceAnalysis) -> list[Scene]:
     laboratory = Counterfactuals(analysis)
     scenes = []
-    for moment, rank, step in analysis.differing_ranks("gradients"):
-        earlier = analysis.moments[moment.index - 1].ranks[rank] if moment.index else None
+    for global_step, rank, step in analysis.differing_ranks("gradients"):
+        earlier = analysis.steps[global_step.index - 1].ranks[rank] if global_step.index else None
         scenes.append(
             Scene(
-                index=moment.index,
+                index=global_step.index,
                 rank=rank,
                 step=step,
-                ranks=moment.ranks,
-                truth=analysis.truths[moment.index],
+                ranks=global_step.ranks,
+                truth=analysis.expected[global_step.index],
                 accumulate=analysis.workload.accumulate,
                 clip_norm=analysis.workload.clip_norm,
                 trained=frozenset(analysis.oracle.trained),
                 earlier=earlier.gradients if earlier else None,
-                past=tuple(truth for index, truth in reversed(analysis.truths.items()) if index < moment.index),
+                past=tuple(truth for index, truth in reversed(analysis.expected.items()) if index < global_step.index),
                 factor=1.0,
                 limit=0.0,
                 limits=(),

@@ -18,10 +18,10 @@ from harness.judge.oracle.expected_metrics import (
     HELD_OUT,
     RIGHT,
     TRAINING,
+    BatchShares,
+    LossMode,
     LossTable,
-    Portions,
     Report,
-    State,
     mean,
     total,
 )
@@ -38,14 +38,14 @@ class Scene:
     report: Report
 
     @cached_property
-    def windows(self) -> list[Portions]:
+    def windows(self) -> list[BatchShares]:
         """What the mean may be taken over."""
         return self.books.windows(self.report, RIGHT[self.report.name])
 
     @cached_property
     def truths(self) -> list[float]:
         """The values that are right."""
-        return self.books.truths(self.report)
+        return self.books.expected_values(self.report)
 
     @property
     def held_out(self) -> bool:
@@ -66,7 +66,7 @@ class Scene:
         """Return the scene of a report that differs."""
         return Scene(self.books, replace(self.report, **changes))  # type: ignore[arg-type]
 
-    def in_state(self, state: State) -> list[float]:
+    def in_state(self, state: LossMode) -> list[float]:
         """Return the means over the windows, and over all held-out samples, in another state."""
         values = [mean(window) for window in self.books.windows(self.report, state)]
         losses = self.books.each(self.report.place, state) if self.held_out else None
@@ -102,20 +102,20 @@ def _fits(mistake: Mistake, scene: Scene) -> bool:
     return any(books.error(report, value) <= books.limit for value in mistake.predict(scene))
 
 
-def _by(portions: Portions, key: Callable[..., object]) -> list[Portions]:
+def _by(portions: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
     """Return the portions that have something in common, each such part by itself."""
     return [tuple(p for p in portions if key(p) == one) for one in dict.fromkeys(map(key, portions))]
 
 
-def _batches(portions: Portions) -> list[Portions]:
+def _batches(portions: BatchShares) -> list[BatchShares]:
     return _by(portions, lambda portion: (portion.step, portion.batch))
 
 
-def _steps(portions: Portions) -> list[Portions]:
+def _steps(portions: BatchShares) -> list[BatchShares]:
     return _by(portions, lambda portion: portion.step)
 
 
-def _ranks(portions: Portions) -> list[Portions]:
+def _ranks(portions: BatchShares) -> list[BatchShares]:
     return _by(portions, lambda portion: portion.rank)
 
 
@@ -124,11 +124,11 @@ def _plain(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _mean_of_means(parts: Sequence[Portions]) -> float:
+def _mean_of_means(parts: Sequence[BatchShares]) -> float:
     return _plain([mean(part) for part in parts])
 
 
-def _of_batches(portions: Portions) -> Values:
+def _of_batches(portions: BatchShares) -> Values:
     """The ways to forget how large batches are."""
     yield _mean_of_means(_batches(portions))
     yield _plain([portion.loss for portion in portions])
@@ -136,14 +136,14 @@ def _of_batches(portions: Portions) -> Values:
     yield _plain([_mean_of_means(_batches(step)) for step in _steps(portions)])
 
 
-def _of_ranks(portions: Portions) -> Values:
+def _of_ranks(portions: BatchShares) -> Values:
     """The ways to forget how many samples ranks have."""
     yield _mean_of_means(_ranks(portions))
     yield _plain([_mean_of_means(_ranks(batch)) for batch in _batches(portions)])
     yield sum(_mean_of_means(_ranks(batch)) * _count(batch) for batch in _batches(portions)) / _count(portions)
 
 
-def _count(portions: Portions) -> int:
+def _count(portions: BatchShares) -> int:
     return sum(len(portion.samples) for portion in portions)
 
 
@@ -259,20 +259,19 @@ def _epoch(scene: Scene) -> Values:
 
 
 def _scale(scene: Scene) -> Values:
-    moments = scene.books.analysis.moments
-    scales = {step.scale for moment in moments for step in moment.ranks if step.scale}
+    scales = {step.scale for global_step in scene.books.analysis.steps for step in global_step.ranks if step.scale}
     yield from (*scales, *(1 / scale for scale in scales))
 
 
 def other_mode(scene: Scene) -> Values:
     """Training's loss in evaluation mode, the held-out samples' in training mode."""
     right = RIGHT[scene.report.name]
-    return scene.in_state(State(0, training=not right.training))
+    return scene.in_state(LossMode(0, training=not right.training))
 
 
 def _moved(later: int) -> Callable[[Scene], Values]:
     def predict(scene: Scene) -> Values:
-        return scene.in_state(State(later, training=RIGHT[scene.report.name].training))
+        return scene.in_state(LossMode(later, training=RIGHT[scene.report.name].training))
 
     return predict
 
@@ -280,7 +279,7 @@ def _moved(later: int) -> Callable[[Scene], Values]:
 def _again_after_the_step(scene: Scene) -> Values:
     yield from _moved(1)(scene)
     if not scene.held_out:
-        yield from scene.in_state(State(1, training=False))
+        yield from scene.in_state(LossMode(1, training=False))
 
 
 def stale(scene: Scene) -> Values:
@@ -310,7 +309,7 @@ def of_the_other_samples(scene: Scene) -> Values:
         yield from one_ranks_own(other)
     if scene.held_out:
         for training in (False, True):
-            losses = scene.books.each(scene.report.place, State(0, training=training), held_out=False)
+            losses = scene.books.each(scene.report.place, LossMode(0, training=training), held_out=False)
             if losses is None:
                 continue
             yield float(losses.mean())

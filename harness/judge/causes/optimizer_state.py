@@ -13,8 +13,8 @@ from torch import Tensor
 from harness.core.finding import Finding
 from harness.evidence.trace import RankTrace
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.interruption import Interruption
-from harness.judge.oracle.training import Optimizers, Oracle
+from harness.judge.interrupted_training import Interruption
+from harness.judge.oracle.oracle import Optimizers, Oracle
 from harness.judge.oracle.update_replay import Meddling, replay
 
 Errors = dict[str, float]

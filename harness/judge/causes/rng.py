@@ -8,10 +8,10 @@ from itertools import combinations
 
 from harness.core.finding import Finding
 from harness.judge.causes.cause import Cause, explained
-from harness.judge.oracle.dropout_masks import Place
+from harness.judge.oracle.dropout_masks import MaskPosition
 from harness.judge.trace_analysis import TraceAnalysis
 
-Pair = tuple[Place, Place]
+Pair = tuple[MaskPosition, MaskPosition]
 """Two masks that are alike, in the order of their tossing on the first of their ranks."""
 
 
@@ -63,7 +63,7 @@ def explain_alike(finding: Finding, pairs: Sequence[Pair], analysis: TraceAnalys
     )
 
 
-def _where(place: Place) -> tuple[object, ...]:
+def _where(place: MaskPosition) -> tuple[object, ...]:
     """Return all of a place but its rank: two ranks that are seeded alike toss the same coins in the same place."""
     return place.step, place.micro_batch, place.device, place.layer, place.position
 

@@ -27,7 +27,7 @@ def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
         _loss_given_others(analysis),
         _nodes_alike(ranks, analysis),
     )
-    if analysis.conduct.by_iterations:
+    if analysis.behavior.by_iterations:
         return explained(finding, *always, _drawn_again(analysis), _drawn_alike(analysis), _other_size(ranks, analysis))
     return explained(
         finding,
@@ -69,13 +69,13 @@ def _strangers(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
 
 
 def _loss_given_others(analysis: TraceAnalysis) -> Cause | None:
-    for moment in analysis.moments:
-        for rank, step in enumerate(moment.ranks):
+    for global_step in analysis.steps:
+        for rank, step in enumerate(global_step.ranks):
             given = [i for micro in step.micro_batches for i in micro.loss or ()]
             seen = [i for micro in step.micro_batches for i in micro.samples]
             if given and any(micro.loss is not None for micro in step.micro_batches) and not set(given) >= set(seen):
                 look = "which samples is the loss taken of?"
-                return Cause("loss-of-other-samples", "data", look, step=moment.index, rank=rank)
+                return Cause("loss-of-other-samples", "data", look, step=global_step.index, rank=rank)
     return None
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes.cause import Cause
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.judge.oracle.update_replay import stepped
 from harness.judge.trace_analysis import TraceAnalysis, same
 
@@ -84,7 +84,11 @@ def moved_by_others(analysis: TraceAnalysis) -> Cause | None:
 
 
 def _same_gradients(analysis: TraceAnalysis) -> bool:
-    return all(same(step.gradients, moment.ranks[0].gradients) for moment in analysis.moments for step in moment.ranks)
+    return all(
+        same(step.gradients, global_step.ranks[0].gradients)
+        for global_step in analysis.steps
+        for step in global_step.ranks
+    )
 
 
 def _is_anothers(count: _Count, world: int) -> bool:

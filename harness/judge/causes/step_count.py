@@ -30,11 +30,11 @@ def pace(analysis: TraceAnalysis) -> Cause | None:
 
 def _steps_without_a_batch(analysis: TraceAnalysis) -> Cause | None:
     world = analysis.cell.processes
-    idle = [moment for moment in analysis.moments if not any(step.micro_batches for step in moment.ranks)]
+    idle = [global_step for global_step in analysis.steps if not any(step.micro_batches for step in global_step.ranks)]
     if not idle:
         return None
-    busy = len(analysis.moments) - len(idle)
-    times, rest = divmod(len(analysis.moments), busy) if busy else (0, 1)
+    busy = len(analysis.steps) - len(idle)
+    times, rest = divmod(len(analysis.steps), busy) if busy else (0, 1)
     step = idle[0].index
     if _is_anothers(idle[0], analysis):
         look = "a parameter is stepped more than once for each batch: is it in several optimizers?"
@@ -52,7 +52,7 @@ def _is_anothers(idle: GlobalStep, analysis: TraceAnalysis) -> bool:
     """Say whether a step without a batch moved other parameters than the one before it: an optimizer of their own."""
     if not idle.index:
         return False
-    before = analysis.moments[idle.index - 1].ranks[0].gradients.keys()
+    before = analysis.steps[idle.index - 1].ranks[0].gradients.keys()
     return idle.ranks[0].gradients.keys() != before and bool(idle.ranks[0].gradients.keys() & before)
 
 
@@ -102,7 +102,7 @@ def _other_number(analysis: TraceAnalysis) -> Cause | None:
     counts = [len(trace.steps) for trace in analysis.trace.ranks]
     if len(set(counts)) > 1:
         return Cause("ranks-differ-in-steps", "data", "have all ranks the same number of batches?")
-    if analysis.conduct.by_iterations:
+    if analysis.behavior.by_iterations:
         look = "job.steps says how many optimizer steps there are, each of job.accumulate batches"
         return Cause("another-number-of-steps", "optimizer", look)
     more = counts[0] > analysis.workload.epochs * analysis.workload.steps_per_epoch

@@ -10,7 +10,7 @@ from harness.core.finding import Finding
 from harness.evidence.trace import Tensors
 from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.judge.oracle.update_replay import stepped
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -63,7 +63,7 @@ def _fits_float32(value: torch.Tensor) -> bool:
 
 def _only_its_share(analysis: TraceAnalysis, index: int, rank: int, right: Tensors) -> str | None:
     """Return what to look at where a rank moved some of the weights, as it should, and other ranks moved the rest."""
-    steps = analysis.moments[index].ranks
+    steps = analysis.steps[index].ranks
     before, after = steps[rank].before, steps[rank].after
     due = {name for name in right if name in after and norm(right[name] - before[name].double())}
     moved = [{name for name in due if not torch.equal(step.before[name], step.after[name])} for step in steps]

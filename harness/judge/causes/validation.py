@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.core.finding import Finding
 from harness.evidence.trace import Evaluation
-from harness.judge.batch_positions import Place, after_batch, due, place
+from harness.judge.batch_positions import Position, after_batch, due, place
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -57,7 +57,7 @@ def _other_rhythm(analysis: TraceAnalysis) -> Cause | None:
     return Cause("evaluations-missing", "metrics", "some evaluations are left out, or come at another moment")
 
 
-def _rhythms(analysis: TraceAnalysis) -> Iterator[tuple[str, str, list[tuple[Place, ...]]]]:
+def _rhythms(analysis: TraceAnalysis) -> Iterator[tuple[str, str, list[tuple[Position, ...]]]]:
     """Yield other ways to count until the next evaluation, and where it then happens."""
     division, every = analysis.epochs, analysis.workload.validate_every or 1
     batches, epochs, windows = division.batches, division.count, division.windows
@@ -66,7 +66,7 @@ def _rhythms(analysis: TraceAnalysis) -> Iterator[tuple[str, str, list[tuple[Pla
     counted = [divmod(number - 1, batches) for number in range(every, epochs * batches + 1, every)]
     counted_on = [after_batch(division, epoch, batch + 1) for epoch, batch in counted]
     yield "batches-counted-over-epochs", "batches are counted from the start of each epoch", counted_on
-    steps: list[tuple[Place, ...]] = [((step, 0),) for step in range(every, epochs * windows + 1, every)]
+    steps: list[tuple[Position, ...]] = [((step, 0),) for step in range(every, epochs * windows + 1, every)]
     yield "steps-counted", "it is batches that count, not optimizer steps", steps
     steps = [((epoch * windows + step, 0),) for epoch in range(epochs) for step in range(every, windows + 1, every)]
     yield "steps-counted", "it is batches that count, not optimizer steps", steps

@@ -32,12 +32,12 @@ def explain_stillness(finding: Finding, analysis: TraceAnalysis) -> Finding:
 
 def pace_of_nothing(analysis: TraceAnalysis) -> Cause | None:
     """Return why there is nothing to look at, where there is not."""
-    return pace(analysis) if not analysis.moments else None
+    return pace(analysis) if not analysis.steps else None
 
 
 def _moved_by_other_ranks(analysis: TraceAnalysis) -> Cause | None:
     """A rank begins as many updates from the start as ranks before it have stepped: they share their memory."""
-    for rank, step in enumerate(analysis.moments[0].ranks):
+    for rank, step in enumerate(analysis.steps[0].ranks):
         if _updates_between(analysis.start, step.before, step, analysis):
             look = f"rank {rank} begins where others have stepped already: do ranks share the parameters' memory?"
             return Cause("applied-once-a-rank", "averaging", look, step=0, rank=rank)
@@ -58,7 +58,7 @@ def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceA
 
 
 def _start(analysis: TraceAnalysis) -> Cause | None:
-    ranks = [step.before for step in analysis.moments[0].ranks]
+    ranks = [step.before for step in analysis.steps[0].ranks]
     if any(analysis.start.keys() - before.keys() for before in ranks):
         return Cause("parameters-missing", "sync", "is it the job's model that is trained?", step=0)
     if all(same(before, ranks[0]) for before in ranks[1:]):
@@ -72,12 +72,12 @@ def _start(analysis: TraceAnalysis) -> Cause | None:
 
 
 def _parted(analysis: TraceAnalysis) -> Cause | None:
-    for moment in analysis.moments:
-        first = moment.ranks[0]
-        for rank, step in enumerate(moment.ranks):
-            place = {"step": moment.index, "rank": rank}
+    for global_step in analysis.steps:
+        first = global_step.ranks[0]
+        for rank, step in enumerate(global_step.ranks):
+            place = {"step": global_step.index, "rank": rank}
             if not same(step.before, first.before):
-                if moment.index == 0:
+                if global_step.index == 0:
                     return Cause("not-broadcast", "sync", "ranks begin with different weights", **place)
                 return Cause("changed-between-steps", "sync", "a rank's weights changed apart from a step", **place)
             if same(step.after, first.after):
@@ -94,8 +94,8 @@ def _parted(analysis: TraceAnalysis) -> Cause | None:
 
 
 def _between_steps(analysis: TraceAnalysis) -> Cause | None:
-    for before, moment in zip(analysis.moments, analysis.moments[1:], strict=False):
-        for rank, step in enumerate(moment.ranks):
+    for before, global_step in zip(analysis.steps, analysis.steps[1:], strict=False):
+        for rank, step in enumerate(global_step.ranks):
             left = before.ranks[rank].after
             if same(step.before, left):
                 continue

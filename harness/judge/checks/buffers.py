@@ -13,7 +13,7 @@ from harness.judge.checks.own_buffers import own_buffers
 from harness.judge.error_outcome import Deviation, Vacuous, larger, times
 from harness.judge.oracle.buffer_replay import errors, moves, should_move
 from harness.judge.oracle.noise import limit
-from harness.judge.trace_analysis import DRAWS, TraceAnalysis, same
+from harness.judge.trace_analysis import NOISE_RUNS, TraceAnalysis, same
 
 
 def buffers(analysis: TraceAnalysis) -> Finding | None:
@@ -22,27 +22,29 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
     They may differ after a forward: DDP broadcasts them at the next one. None where the model has no buffers. Of a
     subject that declares that each rank keeps its own, it is asked whether they are what the rank's own samples make.
     """
-    if not analysis.moments or not analysis.moments[0].ranks[0].buffers:
+    if not analysis.steps or not analysis.steps[0].ranks[0].buffers:
         return None
-    if analysis.conduct.own_buffers and analysis.cell.processes > 1:
+    if analysis.behavior.own_buffers and analysis.cell.processes > 1:
         return own_buffers(analysis)
-    for moment in analysis.moments:
-        for rank, step in enumerate(moment.ranks):
-            if not same(step.buffers, moment.ranks[0].buffers):
-                name = next((n for n, b in step.buffers.items() if not _equal(b, moment.ranks[0].buffers.get(n))), None)
+    for global_step in analysis.steps:
+        for rank, step in enumerate(global_step.ranks):
+            if not same(step.buffers, global_step.ranks[0].buffers):
+                name = next(
+                    (n for n, b in step.buffers.items() if not _equal(b, global_step.ranks[0].buffers.get(n))), None
+                )
                 return Finding(
                     "buffers",
                     Outcome.FAILED,
-                    f"at step {moment.index} rank {rank} began with another {name} than rank 0: "
+                    f"at step {global_step.index} rank {rank} began with another {name} than rank 0: "
                     "buffers are not broadcast before the forward (if that is on purpose, declare buffers='per-rank')",
                     cause="buffers-not-broadcast",
                     family="buffers",
-                    step=moment.index,
+                    step=global_step.index,
                     parameter=name,
                     rank=rank,
                 )
     worst = _replay(analysis)
-    good = worst.x_noise <= limit(DRAWS)
+    good = worst.x_noise <= limit(NOISE_RUNS)
     return Finding(
         "buffers",
         Outcome.PASSED if good else Outcome.FAILED,
@@ -59,9 +61,9 @@ def _replay(analysis: TraceAnalysis) -> Deviation:
     """Follow the first rank's forwards from each step's buffers to the next step's, and return the largest error."""
     worst: dict[str, Deviation] = {}
     moved = False
-    for moment, following in pairwise(analysis.moments):
-        moved = moved or moves(moment, following, 0)
-        for way, deviation in errors(analysis, moment, following, 0):
+    for global_step, following in pairwise(analysis.steps):
+        moved = moved or moves(global_step, following, 0)
+        for way, deviation in errors(analysis, global_step, following, 0):
             worst[way] = larger(worst.get(way), replace(deviation, rank=None))
     if not moved and should_move(analysis):
         raise Vacuous("no buffer changed from step to step")

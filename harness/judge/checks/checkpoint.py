@@ -12,19 +12,19 @@ from harness.core.finding import UNEXPLAINED, Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import checkpoint as causes
 from harness.judge.causes import optimizer_state
-from harness.judge.checks.agreement import ranks_agree
 from harness.judge.checks.gradients import gradients
 from harness.judge.checks.launch import launch
 from harness.judge.checks.learning_rate import PRECISION
-from harness.judge.checks.skipped import skipped_steps
+from harness.judge.checks.ranks_agree import ranks_agree
+from harness.judge.checks.skipped_steps import skipped_steps
 from harness.judge.checks.stillness import stillness
 from harness.judge.checks.update import update
 from harness.judge.error_outcome import Deviation, Vacuous, by_parameter, found, larger, times
-from harness.judge.interruption import Interruption, saving_cell
-from harness.judge.oracle.full_training import RUNS
+from harness.judge.interrupted_training import Interruption, saving_cell
+from harness.judge.oracle.full_training import TRAINING_RUNS
 from harness.judge.oracle.noise import distance, in_noise, limit
 from harness.judge.oracle.update_replay import replay
-from harness.judge.trace_analysis import DRAWS, TraceAnalysis, same
+from harness.judge.trace_analysis import NOISE_RUNS, TraceAnalysis, same
 
 Question = Callable[[Interruption], Finding | None]
 
@@ -204,8 +204,8 @@ QUESTIONS: tuple[Question, ...] = (
 
 def _end(interruption: Interruption) -> Finding:
     """The user's own question: are the weights at the end those of the uninterrupted training?"""
-    noise = interruption.whole.free.noise
-    resumed, whole = (trace.moments[-1].ranks[0].after for trace in (interruption.resumed, interruption.whole))
+    noise = interruption.whole.full_training.noise
+    resumed, whole = (trace.steps[-1].ranks[0].after for trace in (interruption.resumed, interruption.whole))
     step = interruption.total - 1
     errors = [
         Deviation(in_noise(distance(value, whole[name]), noise[name]), step, name)
@@ -213,7 +213,7 @@ def _end(interruption: Interruption) -> Finding:
         if name in noise and name in whole
     ]
     worst = functools.reduce(larger, errors, Deviation(0.0))
-    allowed = 0.0 if interruption.whole.exact else limit(RUNS)
+    allowed = 0.0 if interruption.whole.exact else limit(TRAINING_RUNS)
     began = f"resumed after step {interruption.place} of {interruption.total}, training ended"
     if worst.x_noise <= allowed:
         message = f"{began} where it ends uninterrupted ({times(worst.x_noise)})"
@@ -240,7 +240,7 @@ def _refuse_blindness(interruption: Interruption) -> None:
 
 
 def _limit(interruption: Interruption) -> float:
-    return 0.0 if interruption.whole.exact else limit(DRAWS)
+    return 0.0 if interruption.whole.exact else limit(NOISE_RUNS)
 
 
 def _is_bad(check: Callable[[TraceAnalysis], Finding | None], analysis: TraceAnalysis) -> bool:

@@ -15,16 +15,16 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
     """The rates of all parameter groups at each step taken; a schedule moves on after each of them."""
     optimizer = analysis.oracle.optimizer()
     schedule = analysis.oracle.schedule(optimizer)
-    for moment in analysis.taken:
+    for global_step in analysis.steps_taken:
         expected = [float(group["lr"]) for group in optimizer.param_groups]
-        for rank, step in enumerate(moment.ranks):
+        for rank, step in enumerate(global_step.ranks):
             used = list(step.learning_rates)
             if len(used) != len(expected) or any(
                 abs(u - e) > PRECISION * abs(e) for u, e in zip(used, expected, strict=True)
             ):
-                message = f"at step {moment.index} rank {rank} stepped with learning rates {used}, not {expected}"
+                message = f"at step {global_step.index} rank {rank} stepped with learning rates {used}, not {expected}"
                 finding = Finding(
-                    "learning-rate", Outcome.FAILED, message, family="optimizer", step=moment.index, rank=rank
+                    "learning-rate", Outcome.FAILED, message, family="optimizer", step=global_step.index, rank=rank
                 )
                 return explain_learning_rate(finding, analysis)
         analysis.oracle.set_gradients({})

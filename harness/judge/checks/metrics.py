@@ -29,7 +29,7 @@ def metrics(analysis: TraceAnalysis) -> Finding | None:
     worst: Deviation | None = None
     wrong: list[Report] = []
     for report in books.reports:
-        error = min((books.error(report, truth) for truth in books.truths(report)), default=math.inf)
+        error = min((books.error(report, truth) for truth in books.expected_values(report)), default=math.inf)
         worst = larger(worst, Deviation(error, report.step, None, report.rank))
         if not error <= books.limit:
             wrong.append(report)
@@ -43,7 +43,7 @@ def metrics(analysis: TraceAnalysis) -> Finding | None:
 
 def _accusation(report: Report, count: int, books: LossTable, worst: Deviation) -> Finding:
     """Return the finding for the first report that is wrong, of so many."""
-    truths = books.truths(report)
+    truths = books.expected_values(report)
     nearest = min(truths, key=lambda truth: abs(truth - report.value), default=math.nan)
     error = times(books.error(report, nearest))
     message = (

@@ -13,7 +13,7 @@ from harness.evidence.trace import Tensors
 from harness.judge.error_outcome import Deviation, Vacuous, larger, times
 from harness.judge.oracle.buffer_replay import after, error, errors, moves, own_shares, should_move
 from harness.judge.oracle.noise import limit
-from harness.judge.trace_analysis import DRAWS, GlobalStep, TraceAnalysis, same
+from harness.judge.trace_analysis import NOISE_RUNS, GlobalStep, TraceAnalysis, same
 
 Combined = Callable[[Sequence[Tensors]], Tensors]
 
@@ -24,26 +24,26 @@ def own_buffers(analysis: TraceAnalysis) -> Finding:
     That is not what one device computes, so it deviates where ranks have other buffers. A BatchNorm that shares its
     statistics has the same ones everywhere.
     """
-    for rank, step in enumerate(analysis.moments[0].ranks):
-        if not same(step.buffers, analysis.moments[0].ranks[0].buffers):
+    for rank, step in enumerate(analysis.steps[0].ranks):
+        if not same(step.buffers, analysis.steps[0].ranks[0].buffers):
             message = f"rank {rank} began the first step with other buffers than rank 0"
             return Finding(
                 "buffers", Outcome.FAILED, message, cause="buffers-begin-apart", family="buffers", step=0, rank=rank
             )
     worst: dict[str, Deviation] = {}
     moved = False
-    for moment, following in pairwise(analysis.moments):
-        for rank in range(len(moment.ranks)):
-            moved = moved or moves(moment, following, rank)
-            for way, deviation in errors(analysis, moment, following, rank):
+    for global_step, following in pairwise(analysis.steps):
+        for rank in range(len(global_step.ranks)):
+            moved = moved or moves(global_step, following, rank)
+            for way, deviation in errors(analysis, global_step, following, rank):
                 worst[way] = larger(worst.get(way), deviation)
     if not moved and should_move(analysis):
         raise Vacuous("no buffer changed from step to step")
     nearest = min(worst.values(), key=lambda deviation: deviation.x_noise, default=Deviation(0.0))
-    if nearest.x_noise > limit(DRAWS):
+    if nearest.x_noise > limit(NOISE_RUNS):
         return _explained(worst["first device"], analysis)
     place = f"({times(nearest.x_noise)}, {nearest.where})"
-    differ = any(not same(step.buffers, m.ranks[0].buffers) for m in analysis.moments for step in m.ranks[1:])
+    differ = any(not same(step.buffers, m.ranks[0].buffers) for m in analysis.steps for step in m.ranks[1:])
     message = f"buffers are those of one device {place}"
     if differ:
         message = f"buffers are each rank's own, of its own samples, as the subject declares {place}: not one device's"
@@ -79,16 +79,17 @@ COMBINATIONS: tuple[tuple[str, str, Combined], ...] = (
 
 def _explained(worst: Deviation, analysis: TraceAnalysis) -> Finding:
     """Return what is wrong at the first step that is, with the combination of the ranks' own buffers that fits."""
-    moment, following, rank = _first_wrong(analysis)
+    global_step, following, rank = _first_wrong(analysis)
     exact, rounded = (
-        [after(oracle, step, own_shares(step)) for step in moment.ranks] for oracle in (analysis.oracle, analysis.rough)
+        [after(oracle, step, own_shares(step)) for step in global_step.ranks]
+        for oracle in (analysis.oracle, analysis.cell_oracle)
     )
     then = following.ranks[rank].buffers
     judged = [name for name in then if name in exact[0] and then[name].is_floating_point()]
     cause, told = "buffers-updated-otherwise", "something else than its forwards make of them"
     for name, words, combine in COMBINATIONS:
         right, rough = combine(exact), combine(rounded)
-        if judged and all(error(then[n], right[n], rough[n], analysis) <= limit(DRAWS) for n in judged):
+        if judged and all(error(then[n], right[n], rough[n], analysis) <= limit(NOISE_RUNS) for n in judged):
             cause, told = name, words
             break
     return Finding(
@@ -106,9 +107,9 @@ def _explained(worst: Deviation, analysis: TraceAnalysis) -> Finding:
 
 def _first_wrong(analysis: TraceAnalysis) -> tuple[GlobalStep, GlobalStep, int]:
     """Return the first step, and the first rank in it, whose forwards do not make the buffers that came next."""
-    for moment, following in pairwise(analysis.moments):
-        for rank in range(len(moment.ranks)):
-            for way, deviation in errors(analysis, moment, following, rank):
-                if way == "first device" and deviation.x_noise > limit(DRAWS):
-                    return moment, following, rank
+    for global_step, following in pairwise(analysis.steps):
+        for rank in range(len(global_step.ranks)):
+            for way, deviation in errors(analysis, global_step, following, rank):
+                if way == "first device" and deviation.x_noise > limit(NOISE_RUNS):
+                    return global_step, following, rank
     raise AssertionError("an error that was found is found again")

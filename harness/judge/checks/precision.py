@@ -22,12 +22,12 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
     The forward in 16 bits rounds weights and activations: its error is the noise itself, while one in 32 bits shows
     an error of a few roundings of 32 bits. The border is the geometric mean of the two.
     """
-    if analysis.cell.arithmetic.autocast is None or analysis.workload.exact or not analysis.taken:
+    if analysis.cell.arithmetic.autocast is None or analysis.workload.exact or not analysis.steps_taken:
         return None
     nearest, border, place = 0.0, 0.0, ""
-    for moment in analysis.taken:
-        truth = analysis.truths[moment.index]
-        given = moment.ranks[0].gradients
+    for global_step in analysis.steps_taken:
+        truth = analysis.expected[global_step.index]
+        given = global_step.ranks[0].gradients
         for name, unit in truth.units.items():
             noise = analysis.noise.at(name, unit)
             if unit == 0 or noise < COARSE * unit or name not in given:
@@ -38,7 +38,7 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
             )
             line = (unit / noise) ** 0.5
             if not place or error / line > nearest / border:
-                nearest, border, place = error, line, f"step {moment.index}, {name}"
+                nearest, border, place = error, line, f"step {global_step.index}, {name}"
     if not place:
         return None
     good = nearest > border

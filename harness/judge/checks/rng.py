@@ -19,7 +19,14 @@ from harness.judge.causes.rng import (
     explain_unfair,
 )
 from harness.judge.error_outcome import Vacuous
-from harness.judge.oracle.dropout_masks import Row, agreements, rows, shifted_agreements, surprise, surprise_limit
+from harness.judge.oracle.dropout_masks import (
+    SampleMask,
+    agreements,
+    rows,
+    shifted_agreements,
+    surprise,
+    surprise_limit,
+)
 from harness.judge.trace_analysis import TraceAnalysis
 
 
@@ -31,7 +38,7 @@ def rng(analysis: TraceAnalysis) -> Finding | None:
     layers = [str(layer.draws) for layer in analysis.oracle.model.modules() if getattr(layer, "draws", None)]
     if not layers:
         return None
-    if not analysis.moments:
+    if not analysis.steps:
         raise Vacuous("no optimizer step was seen")
     refused = _absent(layers, analysis) or _drawn_again(layers, analysis)
     if refused is not None:
@@ -67,7 +74,7 @@ def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | No
     return None
 
 
-def _unfair_row(every: Sequence[Row]) -> Finding | None:
+def _unfair_row(every: Sequence[SampleMask]) -> Finding | None:
     """Return what is wrong where a sample keeps far more, or far fewer, of its units than one half: all, or none."""
     limit = surprise_limit(len(every))
     for row in every:
@@ -78,7 +85,7 @@ def _unfair_row(every: Sequence[Row]) -> Finding | None:
     return None
 
 
-def _unfair_layer(every: Sequence[Row]) -> Finding | None:
+def _unfair_layer(every: Sequence[SampleMask]) -> Finding | None:
     """Return what is wrong where a layer on a rank keeps another share of its units than one half.
 
     Each mask counts once: if one serves several samples its coins say no more for it.
@@ -100,13 +107,13 @@ def _surprise_at(coins: torch.Tensor) -> float:
     return float(surprise(coins.double().sum(), torch.tensor(float(len(coins)))))
 
 
-def _alike(every: Sequence[Row], analysis: TraceAnalysis) -> Finding | None:
+def _alike(every: Sequence[SampleMask], analysis: TraceAnalysis) -> Finding | None:
     """Return what is wrong where two rows have too much, or too little, in common."""
-    by_width: dict[int, list[Row]] = defaultdict(list)
+    by_width: dict[int, list[SampleMask]] = defaultdict(list)
     for row in every:
         by_width[len(row.coins)].append(row)
     limit = surprise_limit(sum(math.comb(len(own), 2) for own in by_width.values()))
-    alike: list[tuple[Row, Row]] = []
+    alike: list[tuple[SampleMask, SampleMask]] = []
     for width, own in by_width.items():
         if width * math.log(2) <= limit:
             raise Vacuous(f"{width} coins a sample are too few: two rows may be alike by accident")
@@ -122,7 +129,7 @@ def _alike(every: Sequence[Row], analysis: TraceAnalysis) -> Finding | None:
     return explain_alike(finding, [(a.place, b.place) for a, b in alike], analysis)
 
 
-def _streams(every: Sequence[Row]) -> Finding | None:
+def _streams(every: Sequence[SampleMask]) -> Finding | None:
     """Return what is wrong where one device tosses another's coins, or its own once more, so many tosses later."""
     tossed: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
     for row in every:

@@ -23,10 +23,10 @@ Used = list[list[int]]
 def samples(analysis: TraceAnalysis) -> Finding:
     """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
     world, expected = analysis.cell.processes, len(analysis.oracle.data)
-    used: Used = [[i for step in moment.ranks for i in _forwarded(step)] for moment in analysis.moments]
+    used: Used = [[i for step in global_step.ranks for i in _forwarded(step)] for global_step in analysis.steps]
     if not any(used):
         raise Vacuous("the model was never called with a batch that has an 'index'")
-    by_iterations = analysis.conduct.by_iterations
+    by_iterations = analysis.behavior.by_iterations
     problem = (
         _windows(analysis)
         or _loss_saw_something_else(analysis)
@@ -43,7 +43,7 @@ def samples(analysis: TraceAnalysis) -> Finding:
 
 
 def _as_declared(analysis: TraceAnalysis) -> str:
-    shuffle = analysis.conduct.shuffle
+    shuffle = analysis.behavior.shuffle
     return "" if shuffle == "job" else f"; the order is that of shuffle={shuffle!r}, which the subject declares"
 
 
@@ -76,18 +76,18 @@ def _full(analysis: TraceAnalysis) -> int:
 def _windows(analysis: TraceAnalysis) -> str | None:
     """Every step but the last of an epoch consumes ``accumulate`` whole batches; by iterations every step does."""
     full, world, windows = _full(analysis), analysis.cell.processes, analysis.epochs.windows
-    for moment in analysis.moments:
-        count = sum(1 for step in moment.ranks for _ in _forwarded(step))
-        short = (moment.index + 1) % windows == 0 and count < full + world and not analysis.conduct.by_iterations
+    for global_step in analysis.steps:
+        count = sum(1 for step in global_step.ranks for _ in _forwarded(step))
+        short = (global_step.index + 1) % windows == 0 and count < full + world and not analysis.behavior.by_iterations
         if count != full and not short:
-            return f"step {moment.index} consumed {count} samples, not {full}"
+            return f"step {global_step.index} consumed {count} samples, not {full}"
     return None
 
 
 def _loss_saw_something_else(analysis: TraceAnalysis) -> str | None:
-    for moment in analysis.moments:
-        everybody = sorted(i for step in moment.ranks for i in _forwarded(step))
-        for rank, step in enumerate(moment.ranks):
+    for global_step in analysis.steps:
+        everybody = sorted(i for step in global_step.ranks for i in _forwarded(step))
+        for rank, step in enumerate(global_step.ranks):
             if any(micro.loss is None for micro in step.micro_batches):
                 continue  # a loss of the subject's own
             given = sorted(i for micro in step.micro_batches for i in micro.loss or ())
@@ -95,7 +95,7 @@ def _loss_saw_something_else(analysis: TraceAnalysis) -> str | None:
             # A loss over all ranks' gathered outputs is given everybody's samples.
             if given not in (seen, everybody):
                 return (
-                    f"at step {moment.index} on rank {rank} the loss was given other samples "
+                    f"at step {global_step.index} on rank {rank} the loss was given other samples "
                     f"({len(given)}) than went through the model ({len(seen)})"
                 )
     return None
@@ -146,7 +146,7 @@ def _shards_kept(analysis: TraceAnalysis, windows: int) -> str | None:
 
 def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | None:
     steps = [[frozenset(step) for step in epoch] for epoch in epochs]
-    who = "the workload" if analysis.conduct.shuffle == "job" else "the subject, by its declaration,"
+    who = "the workload" if analysis.behavior.shuffle == "job" else "the subject, by its declaration,"
     if analysis.shuffles:
         shared = min(len(epoch) for epoch in steps)
         if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:

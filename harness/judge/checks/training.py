@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.judge.error_outcome import Deviation, Vacuous, larger, nearest
-from harness.judge.oracle.full_training import RUNS
+from harness.judge.oracle.full_training import TRAINING_RUNS
 from harness.judge.oracle.layout import at_once, whole
 from harness.judge.oracle.noise import distance, in_noise, limit
 from harness.judge.trace_analysis import TraceAnalysis
@@ -12,10 +12,10 @@ from harness.judge.trace_analysis import TraceAnalysis
 
 def training(analysis: TraceAnalysis) -> Finding:
     """Train freely in float64 from the job's weights with the samples the subject used, and compare the end."""
-    if not analysis.taken:
+    if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank")
-    last = analysis.taken[-1]
-    free = analysis.free
+    last = analysis.steps_taken[-1]
+    free = analysis.full_training
     contract = free.contract
     ways = {tuple(as_one_device(layout) for layout in free.layouts) for as_one_device in (whole, at_once)}
     one_device = [contract if way == free.layouts else free.end(way) for way in ways]
@@ -42,6 +42,6 @@ def training(analysis: TraceAnalysis) -> Finding:
         whole=min(from_one.values(), key=lambda deviation: deviation.x_noise),
         contract=from_contract,
         gap=min(gaps.values()),
-        limit=0.0 if analysis.exact else limit(RUNS),
+        limit=0.0 if analysis.exact else limit(TRAINING_RUNS),
         promise="a training under the backend's contract gives",
     )

@@ -14,7 +14,7 @@ from harness.judge.causes import explain_update
 from harness.judge.error_outcome import Deviation, Vacuous, by_parameter, larger, single
 from harness.judge.oracle.noise import limit
 from harness.judge.oracle.update_replay import replay
-from harness.judge.trace_analysis import DRAWS, TraceAnalysis, same
+from harness.judge.trace_analysis import NOISE_RUNS, TraceAnalysis, same
 
 
 def update(analysis: TraceAnalysis) -> Finding:
@@ -23,12 +23,12 @@ def update(analysis: TraceAnalysis) -> Finding:
     The optimizer's state is the replay's own, fed with the subject's gradients, so that a lost state shows.
     Noise is what the same replay in the cell's storage precision differs by, at least one rounding.
     """
-    if not analysis.taken:
+    if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank")
     if not any(
         not torch.equal(step.before[name], step.after[name])
-        for moment in analysis.taken
-        for step in moment.ranks
+        for global_step in analysis.steps_taken
+        for step in global_step.ranks
         for name in step.after
     ):
         raise Vacuous("no weight moved at any step")
@@ -45,7 +45,7 @@ def update(analysis: TraceAnalysis) -> Finding:
         "weights after the step",
         "what the optimizer makes of the gradients",
         worst,
-        0.0 if analysis.exact else limit(DRAWS),
+        0.0 if analysis.exact else limit(NOISE_RUNS),
     )
     if finding.outcome is not Outcome.FAILED:
         return finding

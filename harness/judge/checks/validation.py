@@ -5,7 +5,7 @@ from __future__ import annotations
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Evaluation
-from harness.judge.batch_positions import Place, due, place
+from harness.judge.batch_positions import Position, due, place
 from harness.judge.causes import explain_validation
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -23,7 +23,7 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
         return None
     if not any(trace.evaluations for trace in analysis.trace.ranks):
         return explain_validation(_failed(f"{len(places)} evaluations were due, and there was none"), analysis)
-    if len(analysis.moments) != analysis.steps_due:
+    if len(analysis.steps) != analysis.steps_due:
         return None
     expected = len(workload.val_dataset(analysis.devices))
     for number, where in enumerate(places):
@@ -36,7 +36,7 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
     return Finding("validation", Outcome.PASSED, f"{len(places)} evaluations, each of {expected} held-out samples")
 
 
-def evaluated(analysis: TraceAnalysis, where: tuple[Place, ...]) -> list[Evaluation]:
+def evaluated(analysis: TraceAnalysis, where: tuple[Position, ...]) -> list[Evaluation]:
     """Return the evaluations at a place, of all ranks; with a loss of the subject's own any place of its step will do.
 
     Such a loss says nothing of micro-batches.
@@ -65,7 +65,7 @@ def _problem(evaluations: list[Evaluation], expected: int) -> str | None:
     return None
 
 
-def _words(where: tuple[Place, ...]) -> str:
+def _words(where: tuple[Position, ...]) -> str:
     step, micro_batches = where[0]
     return f"after {step} steps" + (f" and {micro_batches} micro-batches" if micro_batches else "")
 

@@ -18,7 +18,7 @@ from harness.judge.oracle.noise import FALSE_ALARM
 
 
 @dataclass(frozen=True)
-class Place:
+class MaskPosition:
     """Where a row was tossed; ``position`` counts the samples of one forward of one device."""
 
     rank: int
@@ -34,14 +34,14 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleMask:
     """One sample's coins of one layer: True where a unit is kept."""
 
-    place: Place
+    place: MaskPosition
     coins: Tensor
 
 
-def rows(trace: Trace, layers: Sequence[str]) -> Iterator[Row]:
+def rows(trace: Trace, layers: Sequence[str]) -> Iterator[SampleMask]:
     """Yield every row of every rank, in the order of tossing; ``layers`` are asked in the order of their names."""
     for rank in trace.ranks:
         for index, step in enumerate(rank.steps):
@@ -50,7 +50,9 @@ def rows(trace: Trace, layers: Sequence[str]) -> Iterator[Row]:
                 for device, share in enumerate(micro.forwards):
                     for layer in sorted(layers):
                         for position, coins in enumerate(micro.drawn[layer][start : start + len(share)]):
-                            yield Row(Place(rank.rank, index, number, device, layer, position), coins.flatten() != 0)
+                            yield SampleMask(
+                                MaskPosition(rank.rank, index, number, device, layer, position), coins.flatten() != 0
+                            )
                     start += len(share)
 
 

@@ -17,9 +17,9 @@ class Epochs:
     accumulate: int
 
     @classmethod
-    def of(cls, workload: Workload, conduct: TrainingBehavior, devices: int) -> Epochs:
+    def of(cls, workload: Workload, behavior: TrainingBehavior, devices: int) -> Epochs:
         """Return how a subject divides a workload. A training by iterations is one epoch of whole windows."""
-        if conduct.by_iterations:
+        if behavior.by_iterations:
             return cls(1, workload.steps(devices) * workload.accumulate, workload.accumulate)
         return cls(workload.epochs, workload.steps_per_epoch, workload.accumulate)
 

@@ -16,12 +16,12 @@ from functools import cached_property
 import torch
 
 from harness.evidence.trace import Evaluation, Tensors
-from harness.judge.batch_positions import Place, rank_layout
+from harness.judge.batch_positions import Position, rank_layout
 from harness.judge.batch_positions import place as place_of
 from harness.judge.oracle.layout import Layout, samples, shuffled
 from harness.judge.oracle.noise import NoiseScale, in_noise, limit, rounding_unit
-from harness.judge.oracle.training import Oracle
-from harness.judge.trace_analysis import DRAWS, TraceAnalysis
+from harness.judge.oracle.oracle import Oracle
+from harness.judge.trace_analysis import NOISE_RUNS, TraceAnalysis
 from harness.workloads import Columns
 
 TRAINING, HELD_OUT = "loss", "val_loss"
@@ -45,18 +45,18 @@ class BatchShare:
     loss: float
 
 
-Portions = tuple[BatchShare, ...]
+BatchShares = tuple[BatchShare, ...]
 
 
 @dataclass(frozen=True)
-class State:
+class LossMode:
     """In which state losses are taken: so many steps ``later`` than is right, and in training mode or not."""
 
     later: int
     training: bool
 
 
-RIGHT = {TRAINING: State(0, training=True), HELD_OUT: State(0, training=False)}
+RIGHT = {TRAINING: LossMode(0, training=True), HELD_OUT: LossMode(0, training=False)}
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Report:
     name: str
     value: float
     rank: int
-    place: Place
-    previous: Place | None
+    place: Position
+    previous: Position | None
 
     @property
     def step(self) -> int:
@@ -84,15 +84,15 @@ class LossTable:
         self.workload = analysis.workload
         self.world = analysis.cell.processes
         self.batch_size = self.workload.global_batch_size(analysis.devices) // self.world
-        self._trained: dict[State, Portions] = {}
-        self._each: dict[tuple[Place, State, bool], torch.Tensor | None] = {}
+        self._trained: dict[LossMode, BatchShares] = {}
+        self._each: dict[tuple[Position, LossMode, bool], torch.Tensor | None] = {}
 
     @cached_property
     def reports(self) -> tuple[Report, ...]:
         """What was reported and can be judged, by rank."""
         reports: list[Report] = []
         for trace in self.analysis.trace.ranks:
-            last: dict[str, tuple[Place | None, Place]] = {}
+            last: dict[str, tuple[Position | None, Position]] = {}
             for logged in trace.logged:
                 place = place_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
                 if logged.name not in RIGHT or not self._is_judgeable(logged.name, place):
@@ -104,12 +104,12 @@ class LossTable:
                 reports.append(Report(logged.name, logged.value, trace.rank, place, previous))
         return tuple(reports)
 
-    def _is_judgeable(self, name: str, place: Place) -> bool:
-        if place[0] > len(self.analysis.moments) or name not in self.means_over_samples:
+    def _is_judgeable(self, name: str, place: Position) -> bool:
+        if place[0] > len(self.analysis.steps) or name not in self.means_over_samples:
             return False
         if name == TRAINING:
             # Optimizers that take turns have a loss each.
-            return place > (0, 0) and not any(moment.ranks[0].turns for moment in self.analysis.moments)
+            return place > (0, 0) and not any(global_step.ranks[0].turns for global_step in self.analysis.steps)
         # Ranks may evaluate with buffers of their own, until the next training forward shares them.
         return self.world == 1 or not self.oracle.buffers
 
@@ -121,15 +121,15 @@ class LossTable:
         return frozenset(name for name in RIGHT if self._layouts and any(self._layouts[0]) and self._is_mean(name))
 
     def _is_mean(self, name: str) -> bool:
-        moment = self.analysis.moments[0]
-        self.analysis.place(self.oracle, moment)
+        global_step = self.analysis.steps[0]
+        self.analysis.load_step(self.oracle, global_step)
         try:
             if name == TRAINING:
                 group = self._layouts[0][0][0]
                 ((together,),) = self.oracle.losses(((group,),))
                 (each,) = self.oracle.losses((tuple(((i,),) for share in group for i in share),))
             else:
-                buffers, everybody = moment.ranks[0].buffers, range(len(self.held_out))
+                buffers, everybody = global_step.ranks[0].buffers, range(len(self.held_out))
                 together, *each = (
                     self.oracle.evaluation_loss(self.held_out, chosen, buffers, training=False)
                     for chosen in (everybody, *([i] for i in everybody))
@@ -151,51 +151,51 @@ class LossTable:
 
     @cached_property
     def _layouts(self) -> list[Layout]:
-        return [rank_layout(self.analysis, moment.index) for moment in self.analysis.moments]
+        return [rank_layout(self.analysis, global_step.index) for global_step in self.analysis.steps]
 
     def weights(self, steps: int) -> Tensors | None:
         """Return the weights after so many steps, None where there were fewer."""
-        moments = self.analysis.moments
-        if not 0 <= steps <= len(moments):
+        done = self.analysis.steps
+        if not 0 <= steps <= len(done):
             return None
-        return moments[steps].ranks[0].before if steps < len(moments) else moments[-1].ranks[0].after
+        return done[steps].ranks[0].before if steps < len(done) else done[-1].ranks[0].after
 
-    def _buffers(self, place: Place) -> Tensors:
+    def _buffers(self, place: Position) -> Tensors:
         """Return the first rank's buffers at a place; in the middle of a window as its forwards left them."""
         step, micro_batches = place
-        if step >= len(self.analysis.moments):
+        if step >= len(self.analysis.steps):
             return self.analysis.trace.ranks[0].final_buffers
-        first = self.analysis.moments[step].ranks[0]
+        first = self.analysis.steps[step].ranks[0]
         if not micro_batches or not first.buffers:
             return first.buffers
         shares = [micro.forwards[0] for micro in first.micro_batches[:micro_batches] if micro.forwards]
         self.oracle.load(first.before)
         return self.oracle.buffers_after(first.buffers, shares)
 
-    def trained(self, state: State) -> Portions:
+    def trained(self, state: LossMode) -> BatchShares:
         """Return everything that was trained on, in order, as far as there are such weights."""
         if state not in self._trained:
             self._trained[state] = self._train(state)
         return self._trained[state]
 
-    def _train(self, state: State) -> Portions:
+    def _train(self, state: LossMode) -> BatchShares:
         portions: list[BatchShare] = []
-        for moment in self.analysis.moments:
-            weights = self.weights(moment.index + state.later)
+        for global_step in self.analysis.steps:
+            weights = self.weights(global_step.index + state.later)
             if weights is None:
                 continue
-            self.analysis.place(self.oracle, moment)
+            self.analysis.load_step(self.oracle, global_step)
             self.oracle.load(weights)
-            for rank in range(len(moment.ranks)):
-                layout = rank_layout(self.analysis, moment.index, rank)
+            for rank in range(len(global_step.ranks)):
+                layout = rank_layout(self.analysis, global_step.index, rank)
                 if state.training:
                     losses = [float(loss) for (loss,) in self.oracle.losses(layout)]
                 else:
-                    buffers = moment.ranks[0].buffers
+                    buffers = global_step.ranks[0].buffers
                     batches = [samples((groups,)) for groups in layout]
                     losses = [float(self._evaluated(batch, buffers)) for batch in batches]
                 portions += [
-                    BatchShare(moment.index, batch, rank, tuple(samples((groups,))), loss)
+                    BatchShare(global_step.index, batch, rank, tuple(samples((groups,))), loss)
                     for batch, (groups, loss) in enumerate(zip(layout, losses, strict=True))
                 ]
         return tuple(sorted(portions, key=lambda p: (p.step, p.batch, p.rank)))
@@ -203,14 +203,14 @@ class LossTable:
     def _evaluated(self, batch: Sequence[int], buffers: Tensors) -> torch.Tensor:
         return self.oracle.evaluation_loss(self.oracle.data, batch, buffers, training=False)
 
-    def each(self, place: Place, state: State, *, held_out: bool = True) -> torch.Tensor | None:
+    def each(self, place: Position, state: LossMode, *, held_out: bool = True) -> torch.Tensor | None:
         """Return the loss of each held-out sample alone, or of each of the others; None where it cannot be taken."""
         key = (place, state, held_out)
         if key not in self._each:
             self._each[key] = self._one_by_one(place, state, self.held_out if held_out else self.oracle.data)
         return self._each[key]
 
-    def _one_by_one(self, place: Place, state: State, data: Columns) -> torch.Tensor | None:
+    def _one_by_one(self, place: Position, state: LossMode, data: Columns) -> torch.Tensor | None:
         weights = self.weights(place[0] + state.later)
         if weights is None:
             return None
@@ -222,7 +222,7 @@ class LossTable:
         except ValueError:  # a layer that needs more than one sample
             return None
 
-    def evaluated(self, report: Report, state: State) -> Portions:
+    def evaluated(self, report: Report, state: LossMode) -> BatchShares:
         """Return the last evaluation until a report, by rank and batch, as its samples were drawn."""
         losses = self.each(report.place, state)
         if losses is None:
@@ -239,11 +239,11 @@ class LossTable:
                 portions.append(BatchShare(report.step, batch, rank, chunk, float(losses[list(chunk)].mean())))
         return tuple(sorted(portions, key=lambda p: (p.batch, p.rank)))
 
-    def _last_evaluation(self, rank: int, until: Place) -> Evaluation | None:
+    def _last_evaluation(self, rank: int, until: Position) -> Evaluation | None:
         done = [e for e in self.analysis.trace.ranks[rank].evaluations if (e.step, e.micro_batches) <= until]
         return done[-1] if done else None
 
-    def windows(self, report: Report, state: State) -> list[Portions]:
+    def windows(self, report: Report, state: LossMode) -> list[BatchShares]:
         """Return what the mean may be taken over: since the report before, in the last step, or in the epoch so far.
 
         For the held-out samples it is the last evaluation.
@@ -254,16 +254,16 @@ class LossTable:
         steps, micro_batches = report.place
         last = steps if micro_batches else steps - 1
         epoch = last // self.analysis.epochs.windows * self.analysis.epochs.windows
-        begins: list[Place] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
+        begins: list[Position] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
         windows = [tuple(p for p in done if (p.step, p.batch) >= begin) for begin in begins]
         windows.append(tuple(p for p in done if p.step == steps - 1))
         return [window for window in dict.fromkeys(windows) if window]
 
-    def until(self, place: Place, state: State) -> Portions:
+    def until(self, place: Position, state: LossMode) -> BatchShares:
         """Return everything that was trained on until a place."""
         return tuple(p for p in self.trained(state) if (p.step, p.batch) < place)
 
-    def truths(self, report: Report) -> list[float]:
+    def expected_values(self, report: Report) -> list[float]:
         """Return the values that are right."""
         if report.name == TRAINING:
             return [mean(window) for window in self.windows(report, RIGHT[TRAINING])]
@@ -279,18 +279,18 @@ class LossTable:
     def noise(self) -> NoiseScale:
         """Noise of both means, at the weights of each step: the cell's precision on one device, in several orders."""
         noise = NoiseScale()
-        rough, rng = self.analysis.rough, random.Random(self.workload.seed)
+        rough, rng = self.analysis.cell_oracle, random.Random(self.workload.seed)
         held_out = self.workload.val_dataset(self.analysis.devices, rough.dtype)
-        moments = [moment for moment in self.analysis.moments if self._layouts[moment.index]]
+        global_steps = [global_step for global_step in self.analysis.steps if self._layouts[global_step.index]]
         everybody = range(len(held_out))
-        for moment in moments:
-            layout, buffers = self._layouts[moment.index], moment.ranks[0].buffers
-            self.analysis.place(self.oracle, moment)
+        for global_step in global_steps:
+            layout, buffers = self._layouts[global_step.index], global_step.ranks[0].buffers
+            self.analysis.load_step(self.oracle, global_step)
             exact = {TRAINING: _mean(self.oracle, layout)}
             exact[HELD_OUT] = self.oracle.evaluation_loss(self.held_out, everybody, buffers, training=False)
             units = {name: self.unit(float(value)) for name, value in exact.items()}
-            self.analysis.place(rough, moment)
-            for _ in range(-(-DRAWS // len(moments))):
+            self.analysis.load_step(rough, global_step)
+            for _ in range(-(-NOISE_RUNS // len(global_steps))):
                 order = rng.sample(everybody, len(everybody))
                 measured = {TRAINING: _mean(rough, shuffled(layout, rng))}
                 measured[HELD_OUT] = rough.evaluation_loss(held_out, order, buffers, training=False)

@@ -23,7 +23,7 @@ _AGAIN = 2**40
 """What is added to a sample's id for each time that the step has drawn it before; no dataset is so long."""
 
 
-def told_apart(steps: Sequence[Step]) -> tuple[Step, ...]:
+def with_unique_draws(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return one step of all ranks in which no two draws of a sample have the same id.
 
     With replacement a step may draw a sample several times, each time with other random numbers of its own, or with

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.error_outcome import Deviation
 from harness.judge.oracle.noise import distance, in_noise, rounding_unit
-from harness.judge.oracle.training import Optimizers, Oracle
+from harness.judge.oracle.oracle import Optimizers, Oracle
 from harness.judge.trace_analysis import TraceAnalysis
 
 Meddling = Callable[[int, Oracle, Optimizers], None]

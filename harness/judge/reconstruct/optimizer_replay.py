@@ -12,7 +12,7 @@ from torch import Tensor
 
 from harness.core.cell import Cell
 from harness.evidence.trace import Step, Tensors
-from harness.judge.oracle.training import Optimizers, Oracle
+from harness.judge.oracle.oracle import Optimizers, Oracle
 from harness.judge.oracle.update_replay import stepped
 from harness.workloads import Workload
 
@@ -50,8 +50,8 @@ def _change_moments(change: Callable[[Tensor], Tensor], state: State) -> None:
 MISHAPS: tuple[Callable[[State], None], ...] = (
     _forget_count,
     partial(_change_moments, torch.zeros_like),
-    partial(_change_moments, lambda moment: moment.half().to(moment.dtype)),
-    partial(_change_moments, lambda moment: moment.bfloat16().to(moment.dtype)),
+    partial(_change_moments, lambda global_step: global_step.half().to(global_step.dtype)),
+    partial(_change_moments, lambda global_step: global_step.bfloat16().to(global_step.dtype)),
 )
 """What happens to a state on its way through a checkpoint."""
 

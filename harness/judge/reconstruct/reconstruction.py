@@ -12,7 +12,7 @@ from harness.core.cell import Cell
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import RankTrace, Sketch, Step, Tensors, Trace
 from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 from harness.judge.reconstruct.agreement import agreed
 from harness.judge.reconstruct.known_tensors import Known
 from harness.judge.reconstruct.optimizer_replay import Replay
@@ -21,22 +21,22 @@ from harness.judge.reconstruct.step_context import LIMIT, Right, StepContext, ro
 from harness.workloads import Workload
 
 
-def followed(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> Trace:
+def followed(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> Trace:
     """Return the trace with a whole tensor in the place of every sketch; the same trace where there is none."""
     if not _is_sketched(trace):
         return trace
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         known = Known()
-        whole = _Follower(trace.ranks, workload, cell, conduct, known).trace(trace)
+        whole = _Follower(trace.ranks, workload, cell, behavior, known).trace(trace)
         if trace.saved is None:
             return whole
         # A training that is interrupted goes on from what was left: the same bits are the same tensors in all three.
         saving = cell.resized if workload.elastic else cell
-        begun = _Follower(trace.saved.ranks, workload, saving, conduct, known)
+        begun = _Follower(trace.saved.ranks, workload, saving, behavior, known)
         saved, resumed = begun.trace(trace.saved), trace.resumed
         if resumed is not None:
-            resumed = _Follower(resumed.ranks, workload, cell, conduct, known, saved.ranks).trace(resumed)
+            resumed = _Follower(resumed.ranks, workload, cell, behavior, known, saved.ranks).trace(resumed)
         return replace(whole, saved=saved, resumed=resumed)
 
 
@@ -53,13 +53,13 @@ class _Follower:
         recorded: Sequence[RankTrace],
         workload: Workload,
         cell: Cell,
-        conduct: TrainingBehavior,
+        behavior: TrainingBehavior,
         known: Known,
         origins: Sequence[RankTrace] = (),
     ) -> None:
         self.recorded = recorded
         self.workload = workload
-        self.scenery = StepContext(workload, cell, conduct)
+        self.scenery = StepContext(workload, cell, behavior)
         self.known = known
         self.rounding: Tensors = {}
         # Where others resume than were interrupted, the first of those stands for all.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, added, fit, mean, scaled, weighted
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _not_divided(scene: Scene) -> Iterable[Tensors]:

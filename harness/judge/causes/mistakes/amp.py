@@ -11,7 +11,7 @@ from harness.core.precision import PRECISIONS, Precision
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, scaled, weighted
 from harness.judge.oracle.noise import distance, limit, norm
-from harness.judge.oracle.training import Oracle, clipped, mean_gradient
+from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
 FIRST_SCALE = 2.0**16
 """What torch's GradScaler begins with."""

@@ -9,7 +9,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, mean, scaled
 from harness.judge.oracle.noise import distance
-from harness.judge.oracle.training import clipped
+from harness.judge.oracle.oracle import clipped
 
 
 def _summed(scene: Scene) -> Iterable[Tensors]:

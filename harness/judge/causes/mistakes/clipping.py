@@ -9,7 +9,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, flat, mean, scaled
 from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _not_clipped(scene: Scene) -> Iterable[Tensors]:

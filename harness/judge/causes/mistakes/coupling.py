@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, scaled
 from harness.judge.oracle.layout import Layout
-from harness.judge.oracle.training import Oracle, clipped, mean_gradient
+from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene
 from harness.judge.oracle.layout import samples
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _held_out(scene: Scene) -> Iterable[Tensors]:

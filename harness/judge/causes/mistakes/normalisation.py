@@ -9,7 +9,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, fit, fit_weights, mean, scaled, weighted
 from harness.judge.oracle.layout import samples
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 from harness.workloads import Columns
 
 

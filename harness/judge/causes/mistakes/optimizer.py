@@ -9,7 +9,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, scaled
 from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import clipped
+from harness.judge.oracle.oracle import clipped
 
 
 def _zero(scene: Scene) -> Iterable[Tensors]:

@@ -9,7 +9,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, length, scaled
 from harness.judge.causes.mistakes import accumulation, sync
-from harness.judge.oracle.training import clipped
+from harness.judge.oracle.oracle import clipped
 
 
 def _of_one(explanation: Explanation) -> Explanation:

@@ -9,7 +9,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, scaled
 from harness.judge.oracle.noise import distance
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _own_only(scene: Scene) -> Iterable[Tensors]:

@@ -9,7 +9,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.explanation import Explanation, Scene, mean
 from harness.judge.causes.mistakes.sync import some_tensors_own
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _thrown_away(scene: Scene) -> Iterable[Tensors]:

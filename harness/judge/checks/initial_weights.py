@@ -11,9 +11,9 @@ from harness.judge.trace_analysis import TraceAnalysis
 
 def initial_weights(analysis: TraceAnalysis) -> Finding:
     """The weights before the first step equal ``job.model()``'s bit for bit."""
-    if not analysis.moments:
+    if not analysis.steps:
         raise Vacuous("no optimizer step was seen")
-    for rank, step in enumerate(analysis.moments[0].ranks):
+    for rank, step in enumerate(analysis.steps[0].ranks):
         for name, parameter in analysis.start.items():
             value = step.before.get(name)
             if value is None or not value.equal(parameter):

@@ -22,18 +22,18 @@ class Interruption:
     def __init__(self, whole: TraceAnalysis, saved: Trace, resumed: Trace) -> None:
         self.workload = whole.workload
         self.whole = whole
-        self.saved = TraceAnalysis(saved, whole.workload, saving_cell(whole), whole.conduct)
-        self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.conduct)
+        self.saved = TraceAnalysis(saved, whole.workload, saving_cell(whole), whole.behavior)
+        self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.behavior)
 
     @cached_property
     def place(self) -> int:
         """How many steps were done when training was interrupted."""
-        return len(self.saved.moments)
+        return len(self.saved.steps)
 
     @cached_property
     def total(self) -> int:
         """How many steps the whole training has."""
-        return len(self.whole.moments)
+        return len(self.whole.steps)
 
     @cached_property
     def epoch_length(self) -> int:
@@ -70,10 +70,10 @@ class Interruption:
     def pairs(self) -> list[tuple[int, int, Step, Step]]:
         """Return each resumed step, with its number and rank, beside the same step of the whole training."""
         return [
-            (self.place + moment.index, rank, step, self.whole.moments[self.place + moment.index].ranks[rank])
-            for moment in self.resumed.moments
-            if self.place + moment.index < self.total
-            for rank, step in enumerate(moment.ranks)
+            (self.place + global_step.index, rank, step, self.whole.steps[self.place + global_step.index].ranks[rank])
+            for global_step in self.resumed.steps
+            if self.place + global_step.index < self.total
+            for rank, step in enumerate(global_step.ranks)
         ]
 
 
@@ -84,6 +84,6 @@ def saving_cell(whole: TraceAnalysis) -> Cell:
 
 def _draws(analysis: TraceAnalysis) -> tuple[Draws, ...]:
     return tuple(
-        tuple(sorted(i for step in moment.ranks for micro in step.micro_batches for i in micro.samples))
-        for moment in analysis.moments
+        tuple(sorted(i for step in global_step.ranks for micro in step.micro_batches for i in micro.samples))
+        for global_step in analysis.steps
     )

@@ -7,35 +7,35 @@ from harness.core.outcome import Outcome
 from harness.judge.causes import explain_agreement
 from harness.judge.error_outcome import Deviation, larger, times
 from harness.judge.oracle.noise import distance, in_noise, limit, rounding_unit
-from harness.judge.trace_analysis import DRAWS, TraceAnalysis
+from harness.judge.trace_analysis import NOISE_RUNS, TraceAnalysis
 
 
 def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
     """Weights after each step against rank 0's; where one rank skipped, all did. None in a world of one."""
     if analysis.cell.processes == 1:
         return None
-    for moment in analysis.moments:
-        skipped = [rank for rank, step in enumerate(moment.ranks) if step.skipped]
-        if skipped and len(skipped) < len(moment.ranks):
+    for global_step in analysis.steps:
+        skipped = [rank for rank, step in enumerate(global_step.ranks) if step.skipped]
+        if skipped and len(skipped) < len(global_step.ranks):
             return Finding(
                 "ranks-agree",
                 Outcome.FAILED,
-                f"at step {moment.index} ranks {skipped} skipped the step, the others took it",
+                f"at step {global_step.index} ranks {skipped} skipped the step, the others took it",
                 cause="overflow-decided-alone",
                 family="amp",
-                step=moment.index,
+                step=global_step.index,
                 rank=skipped[0],
             )
     worst = Deviation(0.0)
-    for moment, rank, step in analysis.differing_ranks("after"):
+    for global_step, rank, step in analysis.differing_ranks("after"):
         if rank == 0:
             continue
-        reference = moment.ranks[0].after
+        reference = global_step.ranks[0].after
         for name, value in step.after.items():
             unit = rounding_unit([reference[name].double()], analysis.epsilon)
             error = distance(value, reference[name])
-            worst = larger(worst, Deviation(in_noise(error, unit), moment.index, name, rank))
-    good = worst.x_noise <= limit(DRAWS)
+            worst = larger(worst, Deviation(in_noise(error, unit), global_step.index, name, rank))
+    good = worst.x_noise <= limit(NOISE_RUNS)
     finding = Finding(
         "ranks-agree",
         Outcome.PASSED if good else Outcome.FAILED,

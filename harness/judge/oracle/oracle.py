@@ -69,7 +69,7 @@ class Oracle:
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
 
-    def set_scene(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
+    def set_forward_state(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
         """Take over what else a forward depends on: the buffers that a step began with, and what its layers drew.
 
         These are the first rank's buffers for everybody; with ``own_buffers`` a rank's samples meet that rank's.
