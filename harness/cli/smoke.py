@@ -186,7 +186,7 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int
 def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> Evidence:
     from harness.engine.adapter_diagnosis import Evidence
     from harness.judge.judge import judge
-    from harness.launch.local.launcher import conduct_of
+    from harness.launch.local.launcher import behavior_of
     from harness.workloads import find
 
     workload = find(cell.workload, cell.seed)
@@ -195,7 +195,7 @@ def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> Evidence:
     calls = None
     if trace.is_whole and not any(rank.steps for rank in trace.ranks):
         calls = _calls(pool, cell, folder, limit)
-    return Evidence(cell, trace, judge(trace, workload, cell, conduct_of(pool, cell)), initial, calls)
+    return Evidence(cell, trace, judge(trace, workload, cell, behavior_of(pool, cell)), initial, calls)
 
 
 def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:

@@ -69,12 +69,12 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -
         return Rejudged(cell.id, recorded, obstacle=str(error))
     reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
     try:
-        conduct = TrainingBehavior.of(planned.conduct)
+        behavior = TrainingBehavior.of(planned.conduct)
     except ValueError as error:
         return Rejudged(
             cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"
         )
-    findings = judge(trace, find(cell.workload, seed), cell, conduct)
+    findings = judge(trace, find(cell.workload, seed), cell, behavior)
     # What was expected is no part of a judge's answer: the recorded run's stands.
     expected = {result.check: result.expected for result in recorded}
     # Nor is what was noted of the launch, beside the evidence that it left.

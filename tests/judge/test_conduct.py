@@ -177,7 +177,7 @@ def late(index, left):
 
 
 @pytest.mark.parametrize(
-    ("keep", "conduct", "outcome", "cause"),
+    ("keep", "behavior", "outcome", "cause"),
     [
         (own, OWN_BUFFERS, Outcome.DEVIATES, None),
         (own, ORDINARY, Outcome.FAILED, "buffers-not-broadcast"),

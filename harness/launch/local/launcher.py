@@ -173,7 +173,7 @@ def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
     return any(declared["launch"] == "node" for declared in _declared(pool, cell))
 
 
-def conduct_of(pool: Pool, cell: Cell) -> TrainingBehavior:
+def behavior_of(pool: Pool, cell: Cell) -> TrainingBehavior:
     """Return what the subject of ``cell`` declares about its way of training there."""
     return next((TrainingBehavior.of(declared["conduct"]) for declared in _declared(pool, cell)), TrainingBehavior())
 
