@@ -16,7 +16,7 @@ from harness.judge.causes import explain_launch, explain_vacuous
 from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import details, launch
 from harness.judge.consequences import in_order
-from harness.judge.error_outcome import Vacuous
+from harness.judge.findings import Vacuous
 from harness.judge.reconstruct import followed
 from harness.judge.teardown import of_hung
 from harness.judge.trace_analysis import TraceAnalysis
@@ -24,7 +24,7 @@ from harness.workloads import Workload
 
 
 def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
-    """Put every question to the trace of a subject that declared ``conduct``.
+    """Put every question to the trace of a subject that declared ``behavior``.
 
     Findings are in reading order: root causes before their consequences.
 

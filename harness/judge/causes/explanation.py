@@ -12,7 +12,7 @@ import torch
 
 from harness.core.precision import Precision
 from harness.evidence.trace import Step, Tensors
-from harness.judge import batch_positions as places
+from harness.judge.oracle import epochs as positions
 from harness.judge.oracle.layout import Layout, draws
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.oracle.oracle import Oracle, mean_gradient
@@ -68,7 +68,7 @@ class Counterfactuals:
 
     def evaluations(self) -> list[tuple[int, int]]:
         """Return where the model was evaluated or should have been: after so many steps, and so many micro-batches."""
-        due = [where[0] for where in places.due(self.analysis)]
+        due = [where[0] for where in positions.evaluations_due(self.analysis)]
         made = [(one.step, one.micro_batches) for trace in self.analysis.trace.ranks for one in trace.evaluations]
         return [*due, *made]
 

@@ -23,7 +23,7 @@ from harness.judge.causes.explanation import (
 )
 from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
 from harness.judge.causes.occasions import occasion
-from harness.judge.error_outcome import times
+from harness.judge.findings import times
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.trace_analysis import TraceAnalysis, same
 

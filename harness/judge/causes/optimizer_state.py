@@ -15,7 +15,7 @@ from harness.evidence.trace import RankTrace
 from harness.judge.causes.cause import Cause, explained
 from harness.judge.interrupted_training import Interruption
 from harness.judge.oracle.oracle import Optimizers, Oracle
-from harness.judge.oracle.update_replay import Meddling, replay
+from harness.judge.oracle.update_replay import Intervention, replay
 
 Errors = dict[str, float]
 """The largest error of each parameter, in × noise, over all resumed steps."""
@@ -99,9 +99,9 @@ def _groups(interruption: Interruption) -> list[list[str]]:
     return groups if len(groups) > 1 else []
 
 
-def _errors(trace: RankTrace, interruption: Interruption, place: int, meddle: Meddling | None = None) -> Errors:
+def _errors(trace: RankTrace, interruption: Interruption, place: int, intervene: Intervention | None = None) -> Errors:
     errors: Errors = {}
-    for deviation in replay(trace, interruption.resumed, meddle):
+    for deviation in replay(trace, interruption.resumed, intervene):
         name = deviation.parameter
         if name is not None and deviation.step is not None and deviation.step >= place:
             errors[name] = max(errors.get(name, 0.0), deviation.x_noise)
@@ -113,17 +113,17 @@ def _without(trace: RankTrace, place: int, steps: int) -> RankTrace:
     return replace(trace, steps=trace.steps[: place - steps] + trace.steps[place:])
 
 
-def _once(place: int, change: Callable[[Any], None]) -> Meddling:
+def _once(place: int, change: Callable[[Any], None]) -> Intervention:
     """Change each replay's optimizers before its first step after the interruption."""
     done: list[Optimizers] = []
 
-    def meddle(index: int, oracle: Oracle, optimizers: Optimizers) -> None:
+    def intervene(index: int, oracle: Oracle, optimizers: Optimizers) -> None:
         if index >= place and not any(optimizers is other for other in done):
             done.append(optimizers)
             for optimizer in optimizers.every:
                 change(optimizer)
 
-    return meddle
+    return intervene
 
 
 def _forget_counts(optimizer: Any) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes.cause import Cause
 from harness.judge.oracle.oracle import Oracle
-from harness.judge.oracle.update_replay import stepped
+from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis, same
 
 _NEAR = 0.01
@@ -126,7 +126,7 @@ def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
         assert step is not None
         update = none
         if not step.skipped:
-            weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+            weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
             update = {name: value - step.before[name].double() for name, value in weights.items()}
         # Where a step computes its own gradients, as closures do, it begins before the others' last steps have ended.
         yield _Move(step.before, step.after, update, earlier, apart=False)

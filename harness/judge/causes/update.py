@@ -11,7 +11,7 @@ from harness.evidence.trace import Tensors
 from harness.judge.causes.shared_memory import moved_by_others
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.oracle import Oracle
-from harness.judge.oracle.update_replay import stepped
+from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis
 
 
@@ -25,7 +25,7 @@ def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
     for index, step in enumerate(trace.steps[: finding.step + 1]):
         if step.skipped:
             continue
-        weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+        weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
         if index != finding.step:
             continue
         if not all(bool(value.isfinite().all()) for value in step.gradients.values()):

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from harness.core.finding import Finding
 from harness.evidence.trace import Evaluation
-from harness.judge.batch_positions import Position, after_batch, due, place
 from harness.judge.causes.cause import Cause, explained
+from harness.judge.oracle.epochs import Position, evaluations_due, position_of
 from harness.judge.trace_analysis import TraceAnalysis
 
 
@@ -45,11 +45,11 @@ def _in_training_mode(analysis: TraceAnalysis) -> Cause | None:
 
 def _other_rhythm(analysis: TraceAnalysis) -> Cause | None:
     found = {
-        place(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
+        position_of(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
         for trace in analysis.trace.ranks
         for evaluation in trace.evaluations
     }
-    if all(found & set(where) for where in due(analysis)):
+    if all(found & set(where) for where in evaluations_due(analysis)):
         return None
     for name, look, places in _rhythms(analysis):
         if places and len(found) == len(places) and all(found & set(where) for where in places):
@@ -61,25 +61,25 @@ def _rhythms(analysis: TraceAnalysis) -> Iterator[tuple[str, str, list[tuple[Pos
     """Yield other ways to count until the next evaluation, and where it then happens."""
     division, every = analysis.epochs, analysis.workload.validate_every or 1
     batches, epochs, windows = division.batches, division.count, division.windows
-    ends = [after_batch(division, epoch, batches) for epoch in range(epochs)]
+    ends = [division.after_batch(epoch, batches) for epoch in range(epochs)]
     yield "evaluated-once-an-epoch", "it is due inside of epochs too", ends
     counted = [divmod(number - 1, batches) for number in range(every, epochs * batches + 1, every)]
-    counted_on = [after_batch(division, epoch, batch + 1) for epoch, batch in counted]
+    counted_on = [division.after_batch(epoch, batch + 1) for epoch, batch in counted]
     yield "batches-counted-over-epochs", "batches are counted from the start of each epoch", counted_on
     steps: list[tuple[Position, ...]] = [((step, 0),) for step in range(every, epochs * windows + 1, every)]
     yield "steps-counted", "it is batches that count, not optimizer steps", steps
     steps = [((epoch * windows + step, 0),) for epoch in range(epochs) for step in range(every, windows + 1, every)]
     yield "steps-counted", "it is batches that count, not optimizer steps", steps
     look = "a window is not waited for: evaluate in the middle of it"
-    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in due(analysis)}
+    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in evaluations_due(analysis)}
     yield "waits-for-the-step", look, [(where,) for where in sorted(deferred)]
     early = [
-        after_batch(division, epoch, batch) if batch else ((epoch * windows, 0),)
+        division.after_batch(epoch, batch) if batch else ((epoch * windows, 0),)
         for epoch in range(epochs)
         for batch in range(0, batches, every)
     ]
     yield "evaluated-ahead", "it is due after so many batches, not before the first", early
-    shifted = [after_batch(division, epoch, batch) for epoch in range(epochs) for batch in range(1, batches + 1, every)]
+    shifted = [division.after_batch(epoch, batch) for epoch in range(epochs) for batch in range(1, batches + 1, every)]
     yield "evaluated-ahead", "it is due after so many batches, not after the first", shifted
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
 from harness.judge.causes import explain_initial
-from harness.judge.error_outcome import Vacuous
+from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 
 
@@ -17,8 +16,9 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
         for name, parameter in analysis.start.items():
             value = step.before.get(name)
             if value is None or not value.equal(parameter):
-                what = "is missing" if value is None else "is not the job's"
-                message = f"before the first step {name} {what} on rank {rank}"
-                finding = Finding("initial-weights", Outcome.FAILED, message, family="sync", parameter=name, rank=rank)
-                return explain_initial(finding, analysis)
-    return Finding("initial-weights", Outcome.PASSED, "every rank starts from the job's weights")
+                message = "a parameter is missing" if value is None else "a parameter is not the job's"
+                message += " before the first step"
+                return explain_initial(
+                    failed("initial-weights", message, family="sync", rank=rank, parameter=name), analysis
+                )
+    return passed("initial-weights", "every rank starts from the job's weights")

@@ -2,50 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_agreement
-from harness.judge.error_outcome import Deviation, larger, times
-from harness.judge.oracle.noise import distance, in_noise, limit, rounding_unit
-from harness.judge.trace_analysis import NOISE_RUNS, TraceAnalysis
+from harness.judge.findings import error_at, failed, from_deviation
+from harness.judge.oracle.noise import Deviation, distance, in_noise, largest, limit, rounding_unit
+from harness.judge.trace_analysis import TraceAnalysis
 
 
 def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
-    """Weights after each step against rank 0's; where one rank skipped, all did. None in a world of one."""
+    """Compare the weights after each step with rank 0's; if one rank skipped, all must. None in a world of one."""
     if analysis.cell.processes == 1:
         return None
     for global_step in analysis.steps:
         skipped = [rank for rank, step in enumerate(global_step.ranks) if step.skipped]
-        if skipped and len(skipped) < len(global_step.ranks):
-            return Finding(
+        if 0 < len(skipped) < len(global_step.ranks):
+            return failed(
                 "ranks-agree",
-                Outcome.FAILED,
-                f"at step {global_step.index} ranks {skipped} skipped the step, the others took it",
+                f"{len(skipped)} of {len(global_step.ranks)} ranks skipped the step and the others took it",
                 cause="overflow-decided-alone",
                 family="amp",
                 step=global_step.index,
                 rank=skipped[0],
             )
-    worst = Deviation(0.0)
+    worst = largest(_errors(analysis))
+    if worst.x_noise <= limit():
+        message = f"all ranks hold the same weights after every step: {error_at(worst, limit())}"
+        return from_deviation("ranks-agree", Outcome.PASSED, message, worst)
+    message = f"weights after the step are not those of rank 0: {error_at(worst, limit())}"
+    return explain_agreement(from_deviation("ranks-agree", Outcome.FAILED, message, worst), analysis)
+
+
+def _errors(analysis: TraceAnalysis) -> Iterator[Deviation]:
     for global_step, rank, step in analysis.differing_ranks("after"):
-        if rank == 0:
-            continue
-        reference = global_step.ranks[0].after
-        for name, value in step.after.items():
-            unit = rounding_unit([reference[name].double()], analysis.epsilon)
-            error = distance(value, reference[name])
-            worst = larger(worst, Deviation(in_noise(error, unit), global_step.index, name, rank))
-    good = worst.x_noise <= limit(NOISE_RUNS)
-    finding = Finding(
-        "ranks-agree",
-        Outcome.PASSED if good else Outcome.FAILED,
-        f"all ranks hold the same weights after every step ({times(worst.x_noise)})"
-        if good
-        else f"rank {worst.rank} holds other weights than rank 0 ({times(worst.x_noise)}, {worst.where})",
-        family=None if good else "sync",
-        error_x_noise=worst.x_noise,
-        step=worst.step,
-        parameter=worst.parameter,
-        rank=worst.rank,
-    )
-    return finding if good else explain_agreement(finding, analysis)
+        for name, value in step.after.items() if rank else ():
+            reference = global_step.ranks[0].after[name]
+            unit = rounding_unit([reference.double()], analysis.epsilon)
+            yield Deviation(in_noise(distance(value, reference), unit), global_step.index, name, rank)

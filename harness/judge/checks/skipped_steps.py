@@ -1,18 +1,19 @@
-"""Where the GradScaler skipped a step, did everything stand still, and was there a reason to skip?"""
+"""Where the GradScaler skipped a step, did the weights stay, and was there a reason to skip?"""
 
 from __future__ import annotations
 
 import torch
 
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
+from harness.evidence.trace import Step
+from harness.judge.findings import failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 
 
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
-    """A skipped step had a gradient that is not finite; it leaves the weights still and lowers the scale.
+    """A skipped step had a gradient that is not finite; it leaves the weights unchanged and lowers the scale.
 
-    By which factor, and when the scale grows again, is the GradScaler's to say. None where no step was skipped.
+    The factor, and when the scale grows again, are the GradScaler's choice. None where no step was skipped.
     """
     count = 0
     for trace in analysis.trace.ranks:
@@ -20,22 +21,30 @@ def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
             if not step.skipped:
                 continue
             count += 1
-            moved = [name for name in step.after if not torch.equal(step.before[name], step.after[name])]
-            finite = all(bool(torch.isfinite(gradient).all()) for gradient in step.gradients.values())
-            if moved or finite:
-                what = f"{moved[0]} moved" if moved else "every gradient was finite"
-                return Finding(
-                    "skipped-steps", Outcome.FAILED, f"step {index} was skipped on rank {trace.rank}, yet {what}",
-                    cause="moved-when-skipped" if moved else "skipped-for-nothing",
-                    family="amp", step=index, parameter=moved[0] if moved else None, rank=trace.rank,
-                )  # fmt: skip
             following = trace.steps[index + 1].scale if index + 1 < len(trace.steps) else None
-            if following is not None and step.scale is not None and following >= step.scale:
-                message = f"step {index} was skipped on rank {trace.rank}, and its scale of {step.scale:.0f} is kept"
-                return Finding(
-                    "skipped-steps", Outcome.FAILED, message, cause="scale-not-lowered", family="amp", step=index,
+            if (flaw := _flaw(step, following)) is not None:
+                cause, observed, parameter = flaw
+                return failed(
+                    "skipped-steps",
+                    f"the GradScaler skipped a step, but {observed}",
+                    cause=cause,
+                    family="amp",
+                    step=index,
                     rank=trace.rank,
-                )  # fmt: skip
+                    parameter=parameter,
+                )
     if count == 0:
         return None
-    return Finding("skipped-steps", Outcome.PASSED, f"{count} skipped steps, over all ranks, left everything still")
+    return passed("skipped-steps", f"{count} skipped steps, over all ranks, left the weights unchanged")
+
+
+def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
+    """Return the cause, what was observed and the parameter, where a skipped step is not as it should be."""
+    moved = [name for name in step.after if not torch.equal(step.before[name], step.after[name])]
+    if moved:
+        return "moved-when-skipped", f"{len(moved)} of {len(step.after)} parameters changed", moved[0]
+    if all(bool(torch.isfinite(gradient).all()) for gradient in step.gradients.values()):
+        return "skipped-for-nothing", "every gradient was finite", None
+    if following is not None and step.scale is not None and following >= step.scale:
+        return "scale-not-lowered", f"its scale of {step.scale:.0f} was {following:.0f} at the next step", None
+    return None

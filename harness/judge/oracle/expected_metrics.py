@@ -16,12 +16,11 @@ from functools import cached_property
 import torch
 
 from harness.evidence.trace import Evaluation, Tensors
-from harness.judge.batch_positions import Position, rank_layout
-from harness.judge.batch_positions import place as place_of
+from harness.judge.oracle.epochs import Position, position_of, rank_layout
 from harness.judge.oracle.layout import Layout, samples, shuffled
-from harness.judge.oracle.noise import NoiseScale, in_noise, limit, rounding_unit
+from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit
 from harness.judge.oracle.oracle import Oracle
-from harness.judge.trace_analysis import NOISE_RUNS, TraceAnalysis
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Columns
 
 TRAINING, HELD_OUT = "loss", "val_loss"
@@ -94,7 +93,7 @@ class LossTable:
         for trace in self.analysis.trace.ranks:
             last: dict[str, tuple[Position | None, Position]] = {}
             for logged in trace.logged:
-                place = place_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
+                place = position_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
                 if logged.name not in RIGHT or not self._is_judgeable(logged.name, place):
                     continue
                 before, latest = last.get(logged.name, (None, None))
@@ -304,7 +303,7 @@ class LossTable:
     @cached_property
     def limit(self) -> float:
         """How many × noise a right value stays under."""
-        return limit(max(self.noise.draws, 2))
+        return self.noise.limit
 
 
 def mean(portions: Sequence[BatchShare]) -> float:
