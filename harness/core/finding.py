@@ -11,10 +11,10 @@ from harness.core.outcome import Outcome
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's answer about one cell. What does not apply is None, never 0 or -1.
+    """The result of one check in one cell. What does not apply is None, never 0 or -1.
 
-    ``error_x_noise`` is the error in multiples of what rounding alone explains, and ``limit_x_noise`` how much of it a
-    right trainer may show. ``step`` counts optimizer steps from 0. ``parameters`` has the error of each parameter at
+    ``error_x_noise`` is the error in multiples of the error that rounding alone explains, and ``limit_x_noise`` its
+    limit for a correct trainer. ``step`` counts from 0. ``parameters`` has the error of each parameter at
     that step on that rank, in the model's order, where the finding is bad. ``consequence_of`` is the check whose
     finding in the same cell explains this one, None where it stands by itself. ``undeclared`` is what an unsupported
     cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their names.
@@ -36,32 +36,32 @@ class Finding:
 
 
 UNEXPLAINED = "unexplained"
-"""The cause of a finding for which one was looked for in vain."""
+"""The cause of a finding that no known mistake explains."""
 
 ORDER = (
     "launch", "initial-weights", "samples", "steps", "rng", "gradients", "learning-rate", "skipped-steps", "update",
     "stillness", "ranks-agree", "validation", "buffers", "precision", "metrics", "checkpoint", "training",
 )  # fmt: skip
-"""Checks in the order in which a mistake travels: each may be a consequence of those before it.
+"""Checks in the order in which a mistake spreads: each may be a consequence of those before it.
 
 Samples, gradients, rates and updates are each judged from the subject's own state, so they are origins; ranks that
-part and weights that end elsewhere are what becomes of them.
+diverge and final weights that are wrong are consequences. A check that is not listed is read last.
 """
 
 WHOLE_TRAININGS = ("checkpoint", "training")
-"""Checks that compare whole trainings: what they see is theirs only where every step is right in itself."""
+"""Checks that compare whole trainings: a failure is their own only where every single step is right."""
 
 
-class Told(Protocol):
+class AnyFinding(Protocol):
     """A finding, as the judge makes it or as a run has recorded it."""
 
     @property
     def check(self) -> str:
-        """The question."""
+        """The name of the check."""
 
     @property
     def outcome(self) -> Outcome:
-        """The answer."""
+        """How it ended."""
 
     @property
     def cause(self) -> str | None:
@@ -72,21 +72,21 @@ class Told(Protocol):
         """The check whose finding explains this one, None where it stands by itself."""
 
 
-F = TypeVar("F", bound=Told)
+F = TypeVar("F", bound=AnyFinding)
 
 
-def is_unexplained(finding: Told) -> bool:
-    """Say whether a finding names no cause."""
+def is_unexplained(finding: AnyFinding) -> bool:
+    """Return whether a finding names no cause."""
     return finding.cause in (None, UNEXPLAINED)
 
 
 def diagnosis(findings: Iterable[F]) -> F | None:
     """Return the bad finding that is read first, None if nothing is bad."""
-    return next((finding for finding in told_first(findings) if finding.outcome.is_bad), None)
+    return next((finding for finding in in_reading_order(findings) if finding.outcome.is_bad), None)
 
 
-def told_first(findings: Iterable[F]) -> list[F]:
-    """Return the findings of one cell in reading order. Everything that shows findings uses this order.
+def in_reading_order(findings: Iterable[F]) -> list[F]:
+    """Return the findings of one cell in reading order, which everything that shows findings uses.
 
     Bad findings that stand by themselves come first, then their consequences, then what is not bad. Among equals, a
     comparison of whole trainings comes after the checks of single steps, a finding with a named cause before one
@@ -95,7 +95,7 @@ def told_first(findings: Iterable[F]) -> list[F]:
     return sorted(findings, key=_place)
 
 
-def _place(finding: Told) -> tuple[bool, bool, bool, bool, int]:
+def _place(finding: AnyFinding) -> tuple[bool, bool, bool, bool, int]:
     check = finding.check
     return (
         not finding.outcome.is_bad,

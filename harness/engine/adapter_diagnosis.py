@@ -12,7 +12,7 @@ import torch
 
 from harness.core.cell import Cell
 from harness.core.exit_codes import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
-from harness.core.finding import Finding, told_first
+from harness.core.finding import Finding, in_reading_order
 from harness.core.outcome import Outcome, worst
 from harness.evidence.trace import Step, Tensors, Trace
 from harness.report.text import shortened
@@ -63,7 +63,7 @@ def weigh(evidence: Evidence) -> Verdict:
     for question in _QUESTIONS if evidence.trace.is_whole else (_ended_badly,):
         if sentence := question(evidence):
             return Verdict(ADAPTER_WRONG, (f"{_WRONG}{sentence}",))
-    bad = [finding for finding in told_first(evidence.findings) if finding.outcome.is_bad]
+    bad = [finding for finding in in_reading_order(evidence.findings) if finding.outcome.is_bad]
     if bad:
         return Verdict(TRAINER_WRONG, (*_right_adapter(evidence), *_wrong_trainer(bad)))
     return Verdict(RIGHT, (*_right_adapter(evidence), _right_trainer(evidence)))

@@ -105,7 +105,8 @@ def join_shards(trace: Trace) -> Trace:
     Raises:
         TraceError: shards are missing, overlap, or are no parts of one tensor; the sentence names it.
     """
-    if not trace.is_whole or not any(isinstance(value, Shard) for value in _values(trace)):
+    values = (value for rank in trace.ranks for part in rank.tensor_sets for value in part.values())
+    if not trace.is_whole or not any(isinstance(value, Shard) for value in values):
         return trace
     assembly = _Assembly()
     steps = {rank.rank: list(rank.steps) for rank in trace.ranks}
@@ -120,12 +121,6 @@ def join_shards(trace: Trace) -> Trace:
     finals = assembly.join({rank.rank: rank.final for rank in trace.ranks if rank.final is not None}, "final")
     ranks = (replace(rank, steps=tuple(steps[rank.rank]), final=finals.get(rank.rank)) for rank in trace.ranks)
     return replace(trace, ranks=tuple(ranks))
-
-
-def _values(trace: Trace) -> list[Any]:
-    held = [getattr(step, part) for rank in trace.ranks for step in rank.steps for part in PARTS]
-    held += [rank.final for rank in trace.ranks if rank.final is not None]
-    return [value for tensors in held for value in tensors.values()]
 
 
 class _Assembly:

@@ -5,6 +5,7 @@ Tensors are torch's. This module only carries them, so it imports torch for anno
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -158,6 +159,14 @@ class RankTrace:
     stack: str = ""
     torch: str = ""
 
+    @property
+    def tensor_sets(self) -> Iterator[Tensors]:
+        """Every set of weights and of gradients, as it was recorded: whole, in shards, or as sketches."""
+        for step in self.steps:
+            yield from (step.before, step.gradients, step.after)
+        if self.final is not None:
+            yield self.final
+
 
 @dataclass(frozen=True)
 class Exit:
@@ -199,3 +208,11 @@ class Trace:
     def is_whole(self) -> bool:
         """Whether every rank left evidence, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
+
+    @property
+    def is_sketched(self) -> bool:
+        """Whether a tensor of it, or of the launches that stop and go on, was recorded as a sketch."""
+        own = any(
+            isinstance(value, Sketch) for rank in self.ranks for part in rank.tensor_sets for value in part.values()
+        )
+        return own or any(other is not None and other.is_sketched for other in (self.saved, self.resumed))

@@ -1,4 +1,4 @@
-"""A training that was interrupted, beside the same one that was not."""
+"""An interrupted training beside the same one without interruption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Draws = tuple[int, ...]
 
 
 class Interruption:
-    """Three launches of one cell: ``whole`` was left alone, ``saved`` stopped, and ``resumed`` went on from there.
+    """Three launches of one cell: ``whole`` without interruption, ``saved``, which stopped, and ``resumed``.
 
     Steps are counted as in the whole training, attempts that were skipped included.
     """
@@ -51,12 +51,12 @@ class Interruption:
         return _draws(self.whole), _draws(self.saved), _draws(self.resumed)
 
     def origin(self, rank: int) -> RankTrace:
-        """Return what a rank that resumes goes on from: the same rank, or the first where there were others."""
+        """Return what a resumed rank continues from: the same rank, or the first where the number of ranks differs."""
         ranks = self.saved.trace.ranks
         return ranks[rank] if self.saved.cell == self.whole.cell else ranks[0]
 
     def left(self, rank: int) -> tuple[Tensors, ...]:
-        """Return the weights from which a rank may go on: those at the end of the last step, and of the launch."""
+        """Return the weights from which a rank may continue: after the last step, and at the end of the launch."""
         left = [
             trace for origin in (self.origin(rank), self.origin(0)) for trace in (origin.steps[-1].after, origin.final)
         ]
@@ -78,7 +78,7 @@ class Interruption:
 
 
 def saving_cell(whole: TraceAnalysis) -> Cell:
-    """Return the cell of the launch that stops: an elastic training comes from another number of devices."""
+    """Return the cell of the launch that stops: an elastic training had another number of devices."""
     return whole.cell.resized if whole.workload.elastic else whole.cell
 
 

@@ -1,7 +1,7 @@
-"""The questions put to a trace. A check is one function in one file, and one line here.
+"""The checks: what is judged about a trace. A check is one function in one file, and one entry here.
 
-Each takes an TraceAnalysis and returns a Finding, or None where the question does not arise (ranks cannot disagree
-where there is one). A check that could not have failed raises Vacuous.
+It takes a TraceAnalysis and returns a Finding, or None where it does not apply (ranks cannot disagree where there is
+one). It raises Vacuous where it could not have failed. An entry may also be added from outside of this package.
 """
 
 from __future__ import annotations

@@ -223,10 +223,10 @@ def _refuse_vacuous(interruption: Interruption) -> None:
     """Raise where a trainer that lost everything would have passed."""
     left, start = interruption.left(0)[0], interruption.whole.start
     if all(name not in left or torch.equal(left[name], value) for name, value in start.items()):
-        raise Vacuous("no weight had changed when training was interrupted, so nothing could be lost")
+        raise Vacuous("no weight had moved when training was interrupted, so nothing could be lost")
     steps = [step for trace in interruption.resumed.trace.ranks for step in trace.steps]
     if all(same(step.before, step.after) for step in steps):
-        raise Vacuous("no weight changed after training was resumed")
+        raise Vacuous("no weight moved after training was resumed")
     without_state = largest(replay(interruption.resumed.trace.ranks[0], interruption.resumed))
     if without_state.x_noise <= interruption.whole.allowed(limit()):
         raise Vacuous("an optimizer that had lost its state would have made the same weights")

@@ -17,7 +17,7 @@ from harness.judge.reconstruct.search import Search, residual_of
 _Identity = tuple[int, tuple[int, ...], str]
 
 
-class Known:
+class KnownTensors:
     """Every sketch that was met, with its tensor. The same bits are the same tensor object."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ LIMIT = 20.0
 
 
 @dataclass(frozen=True)
-class Right:
+class ExpectedStep:
     """What is right at one step. ``mixed`` are the parts with each rank's own at the weights that it really had.
 
     ``computed`` are the parts in the cell's own precision: with the roundings of autocast, which is a better idea of
@@ -60,9 +60,9 @@ class StepContext:
         self.analysis.steps = ()
         self.analysis.layouts = {}
         self.analysis.expected = {}
-        self._laboratory = Counterfactuals(self.analysis)
+        self._counterfactuals = Counterfactuals(self.analysis)
 
-    def enter(self, index: int, steps: Sequence[Step], handed: Collection[str]) -> Right | None:
+    def enter(self, index: int, steps: Sequence[Step], handed: Collection[str]) -> ExpectedStep | None:
         """Take up a step of which the weights before it are known; None where nothing can be computed from them.
 
         ``handed`` are the parameters of which an optimizer was handed a gradient.
@@ -102,7 +102,7 @@ class StepContext:
     def each_sample(self, index: int) -> list[Tensors]:
         """Return the gradient of each sample of the step alone; none where none can be alone."""
         with suppress(Exception):
-            return self._laboratory.each_sample(index)
+            return self._counterfactuals.each_sample(index)
         return []
 
     def _scene(self, index: int, rank: int) -> Scene:
@@ -127,11 +127,11 @@ class StepContext:
             limits=(),
             always_wrong=False,
             evenly=False,
-            laboratory=self._laboratory,
+            laboratory=self._counterfactuals,
         )
 
 
-def _right(single: TraceAnalysis, truth: ExpectedGradients, handed: Collection[str]) -> Right:
+def _right(single: TraceAnalysis, truth: ExpectedGradients, handed: Collection[str]) -> ExpectedStep:
     (global_step,) = single.steps
     layout = single.layouts[0]
     single.load_step(single.cell_oracle, global_step)
@@ -144,7 +144,7 @@ def _right(single: TraceAnalysis, truth: ExpectedGradients, handed: Collection[s
         for name, value in part.items():
             sizes[name] = sizes[name] + value.abs() if name in sizes else value.abs()
     thawed = mean_gradient(thawed_parts)
-    return Right(
+    return ExpectedStep(
         truth=truth,
         mixed=_mixed(single, truth),
         computed=computed,
