@@ -1,7 +1,8 @@
-"""The file that one rank writes: a safetensors file whose metadata hold everything that is no tensor.
+"""The file that one rank writes: a safetensors file, with everything that is no tensor in its metadata.
 
-Written by hand, because a rank has nothing but torch. The format (8 bytes little-endian header length, a JSON header,
-raw bytes) is documented at https://github.com/huggingface/safetensors#format; the parent reads it with the library.
+It is written without the library, because a rank has only torch. The format (8 bytes little-endian header length, a
+JSON header, raw bytes) is documented at https://github.com/huggingface/safetensors#format; the parent reads it with the
+library.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ _NAMES = {
 
 
 CHECKSUM = "crc32"
-"""The first of the file's metadata: the CRC-32 of the whole file, in hexadecimal, with zeros in its own place."""
+"""The first entry of the file's metadata: the CRC-32 of the whole file, in hexadecimal, computed with zeros here."""
 
 NO_CHECKSUM = "0" * 8
 
 
 SO_FAR = ".so-far"
-"""How the file ends in which a process leaves what it has recorded so far; before that stands its process id."""
+"""The suffix, after its process id, of the file to which a process writes what it has recorded so far."""
 
 
 def so_far_path(own: str) -> str:
-    """Return the file for what this process has recorded so far, beside ``own`` for its rank's whole evidence."""
+    """Return the file for what this process has recorded so far, beside ``own``, the file of its rank's whole trace."""
     return f"{own}.{os.getpid()}{SO_FAR}"
 
 
@@ -51,7 +52,7 @@ def write_rank(path: str, trace: RankTrace) -> None:
     """Write ``trace`` to ``path``, whole or not at all.
 
     Raises:
-        OSError: there is no room, for instance.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     values, tensors = flatten(trace)
     header: dict[str, object] = {"__metadata__": {CHECKSUM: NO_CHECKSUM, "plumbline": json.dumps(values)}}
@@ -86,13 +87,16 @@ def write_rank(path: str, trace: RankTrace) -> None:
 
 
 def _bytes(tensor: Tensor) -> bytes:
-    # By its address: torch's own way to bytes needs numpy, which a rank need not have.
+    # By its address: torch's own conversion to bytes needs numpy, which a rank need not have.
     flat = tensor.detach().contiguous()
     return ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()) if flat.numel() else b""
 
 
 class RankFile:
-    """The file at ``path``. ``so_far`` returns what has been recorded at the moment it is called."""
+    """The file at ``path``, written twice: what was recorded so far, beside it, and the whole at the end.
+
+    ``so_far`` returns what has been recorded when it is called.
+    """
 
     def __init__(self, path: str, so_far: Callable[[], RankTrace]) -> None:
         self._path = path
@@ -111,7 +115,7 @@ class RankFile:
                 write_rank(so_far_path(self._path), self._so_far())
 
     def finish(self, trace: RankTrace) -> None:
-        """Write the whole evidence.
+        """Write the whole trace.
 
         Raises:
             OSError: it cannot be written.
@@ -124,9 +128,9 @@ class RankFile:
 
 
 def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
-    """Split a rank's trace into plain JSON values and a flat dict of tensors, the form in which it travels.
+    """Split a rank's trace into plain JSON values and a flat dict of tensors.
 
-    Weights that did not change between two steps travel once.
+    Weights that did not change between two steps are kept once.
     """
     tensors: Tensors = {}
     steps: list[dict[str, Any]] = []
@@ -148,7 +152,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
             }
         )
         previous = step.after
-    # As with a step's: the end usually is what the last step left.
+    # The final weights usually are those of the last step.
     ended = previous is not None and trace.final is previous
     if trace.final is not None and not ended:
         tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})

@@ -25,14 +25,14 @@ from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
 from harness.evidence.trace import RankTrace, Shard, Tensors, Trace
 
 SAVED, RESUMED = "saved", "resumed"
-"""Folders, beside the evidence of the uninterrupted launch, of the launches that stop and go on."""
+"""Folders, beside the files of the uninterrupted launch, of the launch that stops and of the one that continues."""
 
 
 def read_trace(folder: Path) -> Trace:
     """Return what the launches of one cell left in ``folder``, in the order of the ranks, tensors whole.
 
     Raises:
-        TraceError: a file is not a trace, a rank between others left none, or shards do not fit; the sentence names it.
+        TraceError: a file is not a trace, a rank between others left none, or shards do not fit; the message names it.
     """
     return replace(
         _read_launch(folder),
@@ -42,30 +42,32 @@ def read_trace(folder: Path) -> Trace:
 
 
 def _read_launch(folder: Path) -> Trace:
-    # A rank leaves a log in any case, and evidence only if it ends well.
+    # A rank always leaves a log, and a trace only if it ends well.
     names = {file.stem.removeprefix("rank-") for file in folder.glob("rank-*")}
     if strange := sorted(name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 7)):
-        raise TraceError(f"{folder} has a file called rank-{strange[0][:50]!r}, which is no rank's: run the cell again")
+        raise TraceError(
+            f"{folder} has a file called rank-{strange[0][:50]!r}, which is not a rank: run the cell again"
+        )
     ranks = sorted(map(int, names))
     files = {rank: folder / f"rank-{rank}.safetensors" for rank in ranks or [0]}
     absent = [str(rank) for rank, file in files.items() if not file.is_file()]
     if absent:
-        raise TraceError(f"no evidence of rank {', '.join(absent)}, which did not end well")
+        raise TraceError(f"there is no trace of rank {', '.join(absent)}, which did not end well")
     return join_shards(Trace(tuple(read_rank(file) for file in files.values())))
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Return one rank's trace; what it shares out with others is in shards.
+    """Return one rank's trace; sharded tensors are not joined.
 
     Raises:
-        TraceError: the file is missing, truncated or not a trace; the sentence names it.
+        TraceError: the file is missing, truncated or not a trace; the message names it.
     """
     try:
         content = path.read_bytes()
         _check(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        # All at once: opened and read one by one, each leaves something behind in this process (safetensors 0.8). In
-        # one order always, for ties are broken by it; and copied, because what lies anywhere is summed in any order.
+        # All at once: opened and read one by one, each leaks memory in this process (safetensors 0.8). Always in one
+        # order, by which ties are broken; and copied, because the order of summation depends on the alignment.
         loaded = load(content)
         tensors = {name: loaded[name].clone() for name in sorted(loaded)}
         return unflatten(json.loads(header["__metadata__"]["plumbline"]), tensors)
@@ -76,34 +78,34 @@ def read_rank(path: Path) -> RankTrace:
 
 
 def _check(content: bytes) -> None:
-    """Hold a file against its own checksum, if it has one.
+    """Verify a file's checksum, if it has one.
 
     Raises:
         ValueError: it was changed after it was written.
     """
     place = content.find(f'"{CHECKSUM}": "'.encode(), 0, 100) + len(CHECKSUM) + 5
-    said = content[place : place + 8]
-    if place >= 16 and re.fullmatch(rb"[0-9a-f]{8}", said):
+    recorded = content[place : place + 8]
+    if place >= 16 and re.fullmatch(rb"[0-9a-f]{8}", recorded):
         rest = memoryview(content)[place + 8 :]
         found = zlib.crc32(rest, zlib.crc32(content[:place] + NO_CHECKSUM.encode()))
-        if found != int(said, 16):
-            raise ValueError("its checksum is another: it was changed after it was written")
+        if found != int(recorded, 16):
+            raise ValueError("its checksum does not match: it was changed after it was written")
 
 
 PARTS = ("before", "gradients", "after")
-"""What of a step may be in shards."""
+"""The parts of a step that may be sharded."""
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where in a tensor a part of it begins, and the part's shape."""
+"""Where in a tensor a block of it begins, and the shape of the block."""
 
 
 def join_shards(trace: Trace) -> Trace:
-    """Return a launch's evidence with whole tensors in the place of shards, on each rank that holds one.
+    """Return a launch's trace with whole tensors in the place of shards, on each rank that holds one.
 
-    Evidence that is not whole stays as it is: nobody judges it.
+    A trace that is not whole is returned as it is: it is not judged.
 
     Raises:
-        TraceError: shards are missing, overlap, or are no parts of one tensor; the sentence names it.
+        TraceError: shards are missing, overlap, or are no parts of one tensor; the message names it.
     """
     values = (value for rank in trace.ranks for part in rank.tensor_sets for value in part.values())
     if not trace.is_whole or not any(isinstance(value, Shard) for value in values):
@@ -124,7 +126,7 @@ def join_shards(trace: Trace) -> Trace:
 
 
 class _Assembly:
-    """Makes each tensor once, for all ranks, and each set of tensors: what was one object stays one."""
+    """Joins each tensor, and each set of tensors, once for all ranks: what was one object stays one."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[int, ...], Tensor] = {}
@@ -148,7 +150,7 @@ class _Assembly:
         if key not in self._tensors or value not in shards:
             flaw = _flaw(value, rank, shards)
             if flaw:
-                raise TraceError(f"{name} ({where}) is shared out over several ranks, but {flaw}; run the cell again")
+                raise TraceError(f"{name} ({where}) is sharded over several ranks, but {flaw}; run the cell again")
             whole = torch.empty(value.shape, dtype=value.values.dtype)
             for shard in shards:
                 whole[_slices(_block(shard))] = shard.values
@@ -159,12 +161,12 @@ class _Assembly:
 def _flaw(own: Shard, rank: int, shards: Sequence[Any]) -> str | None:
     """Return why shards, one of each of ``own.ranks``, do not make up the tensor of which ``own`` is one; else None."""
     if not any(shard is own for shard in shards):
-        return f"what rank {rank} holds is neither all of it nor a block of it (is it a sum that is not added up yet?)"
+        return f"rank {rank} holds neither all of it nor a block of it (is it a sum that was not reduced yet?)"
     for other, shard in zip(own.ranks, shards, strict=True):
         if not isinstance(shard, Shard):
-            return f"rank {other} left no part of it"
+            return f"rank {other} recorded no shard of it"
         if (shard.shape, shard.values.dtype) != (own.shape, own.values.dtype):
-            return f"rank {other} left a part of {_kind(shard)}, rank {rank} one of {_kind(own)}"
+            return f"rank {other} recorded a shard of {_kind(shard)}, rank {rank} one of {_kind(own)}"
     return _gap(own.shape, tuple(map(_block, shards)))
 
 
@@ -174,16 +176,16 @@ def _gap(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> str | None:
     for begin, size in blocks:
         inside = all(0 <= b <= b + s <= n for b, s, n in zip(begin, size, shape, strict=False))
         if not (inside and len(begin) == len(size) == len(shape)):
-            return f"a part of {list(size)} at {list(begin)} reaches out of its shape, {list(shape)}"
+            return f"a shard of {list(size)} at {list(begin)} exceeds its shape, {list(shape)}"
     every = prod(shape)
     missing = every - sum(prod(size) for _, size in blocks)
-    if missing > 0:  # nothing as large as what may be a claim only has been made so far
-        return f"at least {missing} of its {every} entries are nobody's"
+    if missing > 0:  # before any memory of a shape is allocated that may be wrong
+        return f"at least {missing} of its {every} entries are in no shard"
     times = torch.zeros(shape, dtype=torch.uint8)
     for block in blocks:
         times[_slices(block)] += 1
     twice = int((times > 1).sum())
-    return f"{twice} of its {every} entries are in several parts" if twice else None
+    return f"{twice} of its {every} entries are in several shards" if twice else None
 
 
 def _block(shard: Shard) -> Block:

@@ -23,17 +23,17 @@ trace of a launch joins the shards, and the judge replaces sketches by tensors b
 
 
 SKETCH_ABOVE = 2**16
-"""Tensors of weights and gradients with more entries than this are sketched, unless a launch says otherwise."""
+"""Weights and gradients with more entries than this are sketched by default."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sketch:
     """A linear sketch of one tensor: the sketch of a difference is the difference of the sketches.
 
-    ``values`` are a seeded random projection, float64, on the cpu, as long on average as the tensor is: one row, and
-    for a float64 tensor two that are meant to be added up, of the leading and of the trailing bits. ``norm`` is the
-    tensor's 2-norm, not finite where an entry is not. ``fingerprint`` is a hash of the bits: tensors of one shape and
-    dtype that are equal have the same one, others another. ``dtype`` is torch's name, ``float32``.
+    ``values`` is a seeded random projection, float64, on the cpu, as long on average as the tensor is: one row, and
+    for a float64 tensor two that add up, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm, not
+    finite where an entry is not. ``fingerprint`` is a hash of the bits: equal tensors of one shape and dtype have the
+    same one, others a different one. ``dtype`` is torch's name, ``float32``.
     """
 
     values: Tensor
@@ -49,17 +49,17 @@ class Sketch:
 
     @property
     def identity(self) -> tuple[int, tuple[int, ...], str]:
-        """What two sketches have in common exactly where their tensors are equal."""
+        """Equal for two sketches exactly where their tensors are equal."""
         return self.fingerprint, self.shape, self.dtype
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """A block of a tensor of ``shape``, whose first entry has the place ``begin`` in it.
+    """One rank's block of a tensor of ``shape``; ``begin`` is the index of its first entry in that tensor.
 
-    ``values`` lie on the cpu, and may have no entries. ``ranks`` are those whose blocks make up the tensor, this rank's
-    among them; with several copies of it they are one copy's. Where what a rank holds is no block (its part of a sum
-    over ranks, say) there are none.
+    ``values`` is on the cpu, and may be empty. ``ranks`` are the ranks whose blocks make up the tensor, this one
+    included; of several replicas they are those of one. It is empty where a rank holds no block, but for example its
+    part of a sum over ranks.
     """
 
     values: Tensor
@@ -70,12 +70,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pass of one process: what each of its devices saw, and what the loss saw.
+    """One pass of one process: the samples of each of its devices, and those of the loss.
 
-    ``forwards``: per forward call of the model, in order, the sample ids of its batch; one call a device.
-    ``loss``: the sample ids that ``job.loss`` was given, or None if the subject has a loss of its own.
-    ``drawn``: what the model's layers drew at random, by name, a row for each sample of ``forwards``; under the name
-    and ``again`` what they drew when a backward computed an activation once more, where that is something else.
+    ``forwards``: the sample ids of each forward call of the model, in order; one call for each device.
+    ``loss``: the sample ids that ``job.loss`` got, or None if the subject has a loss function of its own.
+    ``drawn``: the random masks of the model's layers, by name, a row for each sample of ``forwards``; under
+    ``"<name> again"`` those that a recomputation in the backward drew, where they differ.
     """
 
     forwards: tuple[tuple[int, ...], ...]
@@ -92,14 +92,14 @@ class MicroBatch:
 class Step:
     """One optimizer step on one rank, or one that the GradScaler decided to skip.
 
-    ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer was handed: unscaled,
-    averaged, clipped, whatever the subject did to it. A parameter without a gradient is absent from it.
-    ``learning_rates`` has one entry a parameter group. ``scale`` is the loss scale, None without a scaler.
-    ``buffers`` are the model's where the step's first forward began: what a trainer that shares them had shared.
+    ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer got: unscaled, averaged,
+    clipped. A parameter without a gradient is absent. ``learning_rates`` has one entry for each parameter group.
+    ``scale`` is the loss scale, None without a scaler. ``buffers`` are the model's at the step's first forward, after
+    a trainer that shares them has done so.
 
     Several optimizers, each with its own part of the model, make one step. Where they take ``turns``, each with a pass
-    of its own over the same samples, they are here with the names of their parameters, in order: a later one's
-    gradients are those at the weights that the earlier ones left. Empty where one pass is enough for all of them.
+    of its own over the same samples, ``turns`` has the names of their parameters, in order: the gradients of a later
+    one are taken at the weights that the earlier ones left. It is empty where all of them share one pass.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -117,8 +117,8 @@ class Step:
 class Evaluation:
     """Forwards without gradients, with no training between them: an evaluation, or a rank's share of one.
 
-    It happened when ``step`` optimizer steps were done, and ``micro_batches`` of the next one. ``training`` says
-    whether the model was in training mode in any of them.
+    It took place after ``step`` optimizer steps and ``micro_batches`` of the next one. ``training``: whether the model
+    was in training mode in any of them.
     """
 
     step: int
@@ -129,7 +129,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Logged:
-    """A metric as reported when ``step`` optimizer steps were done, and ``micro_batches`` of the next one."""
+    """A metric that was reported after ``step`` optimizer steps and ``micro_batches`` of the next one."""
 
     step: int
     name: str
@@ -139,12 +139,12 @@ class Logged:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank emitted. ``world_size`` is what torch.distributed said, 1 where there was no group.
+    """What one rank recorded. ``world_size`` is that of torch.distributed, 1 where there was no group.
 
-    ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has the calls in
-    which it was raised, a line each, the innermost first.
-    ``torch`` is the version of torch that it ran with, "" where the evidence is older than this field.
-    ``final`` and ``final_buffers`` are the model's when ``train`` was done; ``final`` is None where there was none.
+    ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has its call stack,
+    one line for each call, the innermost first.
+    ``torch`` is the rank's version of torch, "" where the trace is older than this field.
+    ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None where there was no model.
     """
 
     rank: int
@@ -170,13 +170,13 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Exit:
-    """What became of a rank that left no evidence, in a sentence: crashed, timed out, or unable to write it (errored).
+    """How a rank ended that left no trace: crashed, timed out, or unable to write it (errored); ``message`` says why.
 
-    Also where a rank hung that had left evidence: it was taken before, or while, it hung.
+    Also of a rank that left a trace and hung afterwards.
 
-    ``step`` is how many optimizer steps it had done. ``waits_in`` names the collective in which it waited for others,
-    None where that was none that is known. ``stack`` has its calls, a line each, the innermost first; ``said`` is the
-    end of what it printed.
+    ``step`` is the number of optimizer steps it had done. ``waits_in`` names the collective in which it waited for
+    other ranks, None where none is known. ``stack`` has its call stack, one line for each call, the innermost first;
+    ``said`` is the end of its output.
     """
 
     outcome: Outcome
@@ -189,12 +189,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class Trace:
-    """The evidence of a whole launch, ordered by rank; ``exits`` has the ranks that left none.
+    """The trace of a whole launch, ordered by rank; ``exits`` has the ranks that left none.
 
-    ``hung`` has ranks whose evidence is there, but which had to be ended: they hung after the last thing in it.
+    ``hung`` has the ranks that left a trace and then had to be ended, because they hung.
 
-    Where the workload asks for an interruption two more launches belong to it: ``saved`` stopped in the middle and
-    left a checkpoint, and ``resumed`` went on from that.
+    Where the workload has an interruption two more launches belong to it: ``saved`` stopped in the middle and left a
+    checkpoint, from which ``resumed`` continued.
     """
 
     ranks: tuple[RankTrace, ...]
@@ -206,12 +206,12 @@ class Trace:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank left evidence, and none of them raised."""
+        """Whether every rank left a trace, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
 
     @property
     def is_sketched(self) -> bool:
-        """Whether a tensor of it, or of the launches that stop and go on, was recorded as a sketch."""
+        """Whether a tensor of this trace, of ``saved`` or of ``resumed`` was recorded as a sketch."""
         own = any(
             isinstance(value, Sketch) for rank in self.ranks for part in rank.tensor_sets for value in part.values()
         )

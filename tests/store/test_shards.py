@@ -121,20 +121,20 @@ def broken(change):
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        (broken(lambda shards: shards[:2]), "rank 2 left no part of it"),
-        ([*broken(lambda shards: shards[:2]), {}], "rank 2 left no part of it"),
-        ([*broken(lambda shards: shards[:2]), {"weight": torch.ones(SHAPE)}], "rank 2 left no part of it"),
+        (broken(lambda shards: shards[:2]), "rank 2 recorded no shard of it"),
+        ([*broken(lambda shards: shards[:2]), {}], "rank 2 recorded no shard of it"),
+        ([*broken(lambda shards: shards[:2]), {"weight": torch.ones(SHAPE)}], "rank 2 recorded no shard of it"),
         (broken(lambda s: [s[0], replace(s[1], begin=(1, 0)), s[2]]), "3 of its 15 entries are in several"),
-        (broken(lambda s: [s[0], replace(s[1], values=torch.ones(1, 3)), s[2]]), "3 of its 15 entries are nobody's"),
-        (broken(lambda s: [replace(shard, shape=(10**12, 3)) for shard in s]), "entries are nobody's"),
+        (broken(lambda s: [s[0], replace(s[1], values=torch.ones(1, 3)), s[2]]), "3 of its 15 entries are in no shard"),
+        (broken(lambda s: [replace(shard, shape=(10**12, 3)) for shard in s]), "entries are in no shard"),
         (broken(lambda s: [s[0], replace(s[1], values=torch.ones(3, 3)), s[2]]), "3 of its 15 entries are in several"),
-        (broken(lambda s: [s[0], replace(s[1], begin=(9, 0)), s[2]]), "reaches out of its shape"),
-        (broken(lambda s: [s[0], replace(s[1], begin=(2,)), s[2]]), "reaches out of its shape"),
-        (broken(lambda s: [s[0], replace(s[1], begin=(-2, 0)), s[2]]), "reaches out of its shape"),
+        (broken(lambda s: [s[0], replace(s[1], begin=(9, 0)), s[2]]), "exceeds its shape"),
+        (broken(lambda s: [s[0], replace(s[1], begin=(2,)), s[2]]), "exceeds its shape"),
+        (broken(lambda s: [s[0], replace(s[1], begin=(-2, 0)), s[2]]), "exceeds its shape"),
         (broken(lambda s: [s[0], replace(s[1], values=s[1].values.double()), s[2]]), "[5, 3] float64"),
         (broken(lambda s: [s[0], replace(s[1], shape=(5, 4)), s[2]]), "[5, 4] float32"),
-        (broken(lambda s: [s[0], replace(s[1], ranks=()), s[2]]), "rank 1 holds is neither all of it nor a block"),
-        (broken(lambda s: [replace(s[0], ranks=(1, 2)), *s[1:]]), "rank 0 holds is neither all of it nor a block"),
+        (broken(lambda s: [s[0], replace(s[1], ranks=()), s[2]]), "rank 1 holds neither all of it nor a block"),
+        (broken(lambda s: [replace(s[0], ranks=(1, 2)), *s[1:]]), "rank 0 holds neither all of it nor a block"),
     ],
 )
 def test_shards_that_do_not_fit_are_an_error_that_names_the_parameter(held, said):
@@ -149,7 +149,7 @@ def test_a_rank_that_took_fewer_steps_left_no_part_of_the_others():
     trace = launch(*({"weight": shard} for shard in shards))
     last = trace.ranks[2]
     fewer = replace(trace, ranks=(*trace.ranks[:2], replace(last, steps=())))
-    with pytest.raises(TraceError, match="rank 2 left no part of it"):
+    with pytest.raises(TraceError, match="rank 2 recorded no shard of it"):
         join_shards(fewer)
 
 
