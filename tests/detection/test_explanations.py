@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-
 from harness.judge.causes.mistakes import CONCLUSIONS, PREDICTIONS
+
 from harness.subjects.load import load
 
 FAMILIES = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain_agreement
+from harness.judge.causes import explain
+from harness.judge.causes.weights import DivergedRanksCase
 from harness.judge.error_outcome import Deviation, larger, times
 from harness.judge.oracle.noise import distance, in_noise, limit, rounding_unit
 from harness.judge.trace_analysis import DRAWS, TraceAnalysis
@@ -48,4 +49,4 @@ def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
         parameter=worst.parameter,
         rank=worst.rank,
     )
-    return finding if good else explain_agreement(finding, analysis)
+    return finding if good else explain(finding, DivergedRanksCase(analysis))

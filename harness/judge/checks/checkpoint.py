@@ -11,8 +11,10 @@ import torch
 from harness.core.finding import Finding
 from harness.core.finding_order import UNEXPLAINED
 from harness.core.outcome import Outcome
-from harness.judge.causes import checkpoint as causes
-from harness.judge.causes import optimizer_state
+from harness.judge.causes import explain
+from harness.judge.causes.optimizer_state import OptimizerStateCase
+from harness.judge.causes.resumed_progress import ProgressCase, ResumedRatesCase
+from harness.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, ResumedWeightsCase, ScaleCase, StopCase
 from harness.judge.checks.agreement import ranks_agree
 from harness.judge.checks.gradients import gradients
 from harness.judge.checks.launch import launch
@@ -74,7 +76,7 @@ def _stopped(interruption: Interruption) -> Finding | None:
         attempts, taken = len(trace.steps), sum(not step.skipped for step in trace.steps)
         if after not in (attempts, taken):
             message = f"the launch that had to stop after {after} steps took {attempts} on rank {trace.rank}"
-            return causes.explain_stop(_failed(message, rank=trace.rank), interruption)
+            return explain(_failed(message, rank=trace.rank), StopCase(interruption, trace.rank))
     return None
 
 
@@ -84,7 +86,7 @@ def _same_so_far(interruption: Interruption) -> Finding | None:
     for step, draws in enumerate(saved):
         if draws != whole[step]:
             message = f"already before the interruption, at step {step}, other samples were used than without it"
-            return causes.explain_order(_failed(message, step=step), interruption)
+            return explain(_failed(message, step=step), OrderCase(interruption, 0))
     return None
 
 
@@ -98,7 +100,7 @@ def _weights(interruption: Interruption) -> Finding | None:
             wrong = [name for name, value in left[0].items() if name not in before or not value.equal(before[name])]
             message = f"rank {trace.rank} resumed with other weights than were left ({len(wrong)} of {len(left[0])})"
             finding = _failed(message, interruption.place, wrong[0] if wrong else None, trace.rank)
-            return causes.explain_weights(finding, interruption)
+            return explain(finding, ResumedWeightsCase(interruption, trace.rank))
     return None
 
 
@@ -113,7 +115,7 @@ def _buffers(interruption: Interruption) -> Finding | None:
             wrong = next((n for n, value in left[0].items() if n not in begun or not value.equal(begun[n])), None)
             message = f"rank {trace.rank} resumed with another {wrong} than was left"
             finding = _failed(message, interruption.place, wrong, trace.rank)
-            return causes.explain_buffers(finding, interruption)
+            return explain(finding, ResumedBuffersCase(interruption, trace.rank))
     return None
 
 
@@ -125,12 +127,12 @@ def _progress(interruption: Interruption) -> Finding | None:
         if used != due:
             common = len(set(used) & set(due))
             message = f"the resumed training used other samples at step {step} ({common} of {len(due)} are the same)"
-            return causes.explain_progress(_failed(message, step=step), interruption)
+            return explain(_failed(message, step=step), ProgressCase(interruption, 0))
     for trace in interruption.resumed.trace.ranks:
         if len(trace.steps) != rest:
             message = f"rank {trace.rank} resumed after {interruption.place} of {interruption.total} steps and took "
             finding = _failed(f"{message}{len(trace.steps)} more", step=interruption.place, rank=trace.rank)
-            return causes.explain_progress(finding, interruption)
+            return explain(finding, ProgressCase(interruption, trace.rank))
     return None
 
 
@@ -152,7 +154,7 @@ def _state(interruption: Interruption) -> Finding | None:
     )
     there = by_parameter(error for error in errors if (error.step, error.rank) == (worst.step, worst.rank))
     finding = replace(found("checkpoint", Outcome.FAILED, message, worst, allowed), parameters=there)
-    return optimizer_state.explain(finding, interruption, allowed)
+    return explain(finding, OptimizerStateCase(interruption, allowed))
 
 
 def _rates(interruption: Interruption) -> Finding | None:
@@ -162,7 +164,7 @@ def _rates(interruption: Interruption) -> Finding | None:
         pairs = zip(used, due, strict=False)
         if len(used) != len(due) or any(abs(u - d) > PRECISION * abs(d) for u, d in pairs):
             message = f"at step {step} rank {rank} resumed with learning rates {list(used)}, not {list(due)}"
-            return causes.explain_rates(_failed(message, step=step, rank=rank), interruption)
+            return explain(_failed(message, step=step, rank=rank), ResumedRatesCase(interruption, rank))
     return None
 
 
@@ -171,7 +173,7 @@ def _scale(interruption: Interruption) -> Finding | None:
     for step, rank, own, other in interruption.pairs():
         if own.scale != other.scale:
             message = f"at step {step} rank {rank} resumed with a loss scale of {own.scale}, not {other.scale}"
-            return causes.explain_scale(_failed(message, step=step, rank=rank), interruption)
+            return explain(_failed(message, step=step, rank=rank), ScaleCase(interruption, rank, step))
     return None
 
 

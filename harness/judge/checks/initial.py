@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain_initial
+from harness.judge.causes import explain
+from harness.judge.causes.weights import InitialWeightsCase
 from harness.judge.error_outcome import Vacuous
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -20,5 +21,5 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
                 what = "is missing" if value is None else "is not the job's"
                 message = f"before the first step {name} {what} on rank {rank}"
                 finding = Finding("initial-weights", Outcome.FAILED, message, family="sync", parameter=name, rank=rank)
-                return explain_initial(finding, analysis)
+                return explain(finding, InitialWeightsCase(analysis))
     return Finding("initial-weights", Outcome.PASSED, "every rank starts from the job's weights")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain_learning_rate
+from harness.judge.causes import explain
+from harness.judge.causes.learning_rate import LearningRateCase
 from harness.judge.trace_analysis import TraceAnalysis
 
 PRECISION = 1e-12
@@ -26,7 +27,7 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
                 finding = Finding(
                     "learning-rate", Outcome.FAILED, message, family="optimizer", step=moment.index, rank=rank
                 )
-                return explain_learning_rate(finding, analysis)
+                return explain(finding, LearningRateCase(analysis, rank))
         analysis.oracle.set_gradients({})
         optimizer.step()  # without gradients it changes nothing; a schedule insists on it
         schedule()

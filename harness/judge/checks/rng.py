@@ -11,13 +11,8 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes.rng import (
-    explain_absent,
-    explain_alike,
-    explain_drawn_again,
-    explain_streams,
-    explain_unfair,
-)
+from harness.judge.causes import explain
+from harness.judge.causes.rng import AlikeMasksCase, KeptShareCase, NothingDrawnCase, RedrawnCase, StreamCase
 from harness.judge.error_outcome import Vacuous
 from harness.judge.oracle.dropout_masks import Row, agreements, rows, shifted_agreements, surprise, surprise_limit
 from harness.judge.trace_analysis import TraceAnalysis
@@ -50,7 +45,8 @@ def _absent(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
                 layer = next((name for name in layers if len(micro.drawn.get(name, ())) != len(micro.samples)), None)
                 if layer is not None:
                     message = f"at step {index} on rank {trace.rank} nothing was drawn for {layer!r}"
-                    return explain_absent(Finding("rng", Outcome.FAILED, message, step=index, rank=trace.rank))
+                    finding = Finding("rng", Outcome.FAILED, message, step=index, rank=trace.rank)
+                    return explain(finding, NothingDrawnCase(analysis))
     return None
 
 
@@ -63,7 +59,8 @@ def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | No
             )
             if layer is not None:
                 message = f"at step {index} on rank {trace.rank} {layer!r} drew other masks in the backward"
-                return explain_drawn_again(Finding("rng", Outcome.FAILED, message, step=index, rank=trace.rank))
+                finding = Finding("rng", Outcome.FAILED, message, step=index, rank=trace.rank)
+                return explain(finding, RedrawnCase(analysis))
     return None
 
 
@@ -74,7 +71,7 @@ def _unfair_row(every: Sequence[Row]) -> Finding | None:
         if _surprise_at(row.coins) > limit:
             message = f"{int(row.coins.sum())} of {len(row.coins)} units are kept, not half of them ({row.place})"
             finding = Finding("rng", Outcome.FAILED, message, step=row.place.step, rank=row.place.rank)
-            return explain_unfair(finding, float(row.coins.double().mean()))
+            return explain(finding, KeptShareCase(float(row.coins.double().mean())))
     return None
 
 
@@ -92,7 +89,7 @@ def _unfair_layer(every: Sequence[Row]) -> Finding | None:
         if _surprise_at(coins) > limit:
             share = float(coins.double().mean())
             message = f"on rank {rank} {layer!r} keeps {100 * share:.4g} % of {len(coins)} units, not half of them"
-            return explain_unfair(Finding("rng", Outcome.FAILED, message, step=0, rank=rank), share)
+            return explain(Finding("rng", Outcome.FAILED, message, step=0, rank=rank), KeptShareCase(share))
     return None
 
 
@@ -119,7 +116,7 @@ def _alike(every: Sequence[Row], analysis: TraceAnalysis) -> Finding | None:
     message = f"{len(alike)} pairs of masks are alike: the first is ({first.place}) and ({second.place})"
     latest = max(first.place, second.place, key=lambda place: (place.step, place.rank))
     finding = Finding("rng", Outcome.FAILED, message, step=latest.step, rank=latest.rank)
-    return explain_alike(finding, [(a.place, b.place) for a, b in alike], analysis)
+    return explain(finding, AlikeMasksCase(analysis, [(a.place, b.place) for a, b in alike]))
 
 
 def _streams(every: Sequence[Row]) -> Finding | None:
@@ -141,5 +138,5 @@ def _streams(every: Sequence[Row]) -> Finding | None:
                 f"{int(common[worst])} of {int(places[worst])} coins of rank {right[0]} are those that rank {left[0]} "
                 f"tosses {when}"
             )
-            return explain_streams(Finding("rng", Outcome.FAILED, message, rank=right[0]), left, right)
+            return explain(Finding("rng", Outcome.FAILED, message, rank=right[0]), StreamCase(left, right))
     return None

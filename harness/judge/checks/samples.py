@@ -12,7 +12,8 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Step
 from harness.judge import sampler_draws as draws
-from harness.judge.causes import explain_samples
+from harness.judge.causes import explain
+from harness.judge.causes.samples import sample_case
 from harness.judge.error_outcome import Vacuous
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -34,7 +35,7 @@ def samples(analysis: TraceAnalysis) -> Finding:
         or (_dependent(analysis) if by_iterations else _epochs(analysis, used, expected))
     )
     if problem:
-        return explain_samples(Finding("samples", Outcome.FAILED, problem, family="data"), analysis)
+        return explain(Finding("samples", Outcome.FAILED, problem, family="data"), sample_case(analysis))
     if by_iterations:
         message = f"{_full(analysis)} samples in each step, over {world} ranks; by iterations: epochs are not judged"
     else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain_steps
+from harness.judge.causes import explain
+from harness.judge.causes.step_count import StepCountCase
 from harness.judge.error_outcome import Vacuous
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -17,5 +18,6 @@ def steps(analysis: TraceAnalysis) -> Finding:
     for trace in analysis.trace.ranks:
         if len(trace.steps) != expected:
             message = f"rank {trace.rank} took {len(trace.steps)} optimizer steps, not {expected}"
-            return explain_steps(Finding("steps", Outcome.FAILED, message, family="data", rank=trace.rank), analysis)
+            finding = Finding("steps", Outcome.FAILED, message, family="data", rank=trace.rank)
+            return explain(finding, StepCountCase(analysis))
     return Finding("steps", Outcome.PASSED, f"{expected} optimizer steps on every rank")

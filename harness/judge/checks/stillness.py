@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace, Tensors
-from harness.judge.causes import explain_stillness
+from harness.judge.causes import explain
+from harness.judge.causes.weights import ChangedWeightsCase
 from harness.judge.trace_analysis import TraceAnalysis, same
 
 
@@ -29,7 +30,7 @@ def stillness(analysis: TraceAnalysis) -> Finding:
                 parameter=name,
                 rank=trace.rank,
             )
-            return explain_stillness(finding, analysis)
+            return explain(finding, ChangedWeightsCase(analysis))
     return Finding("stillness", Outcome.PASSED, "weights moved by optimizer steps alone")
 
 

@@ -10,7 +10,8 @@ import torch
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace
-from harness.judge.causes import explain_update
+from harness.judge.causes import explain
+from harness.judge.causes.update import update_case
 from harness.judge.error_outcome import Deviation, Vacuous, by_parameter, larger, single
 from harness.judge.oracle.noise import limit
 from harness.judge.oracle.update_replay import replay
@@ -50,7 +51,9 @@ def update(analysis: TraceAnalysis) -> Finding:
     if finding.outcome is not Outcome.FAILED:
         return finding
     there = [error for error in errors if (error.step, error.rank) == (worst.step, worst.rank)]
-    return explain_update(replace(finding, parameters=by_parameter(there)), analysis)
+    finding = replace(finding, parameters=by_parameter(there))
+    case = update_case(finding, analysis)
+    return finding if case is None else explain(finding, case)
 
 
 def _same_history(left: RankTrace, right: RankTrace) -> bool:

@@ -6,7 +6,8 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Evaluation
 from harness.judge.batch_positions import Place, due, place
-from harness.judge.causes import explain_validation
+from harness.judge.causes import explain
+from harness.judge.causes.validation import EvaluationCase
 from harness.judge.trace_analysis import TraceAnalysis
 
 
@@ -22,7 +23,7 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
     if not places:
         return None
     if not any(trace.evaluations for trace in analysis.trace.ranks):
-        return explain_validation(_failed(f"{len(places)} evaluations were due, and there was none"), analysis)
+        return explain(_failed(f"{len(places)} evaluations were due, and there was none"), EvaluationCase(analysis))
     if len(analysis.moments) != analysis.steps_due:
         return None
     expected = len(workload.val_dataset(analysis.devices))
@@ -32,7 +33,7 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
         if problem:
             step = max(where[0][0] - 1, 0) if not where[0][1] else where[0][0]
             message = f"evaluation {number} of {len(places)}, due {_words(where)}: {problem}"
-            return explain_validation(_failed(message, step), analysis)
+            return explain(_failed(message, step), EvaluationCase(analysis))
     return Finding("validation", Outcome.PASSED, f"{len(places)} evaluations, each of {expected} held-out samples")
 
 
