@@ -8,7 +8,7 @@ what can be counted (samples, steps, evaluations) yields the ``Match`` itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -57,6 +57,16 @@ class Hypothesis(Generic[Case_contra, Prediction_co]):
     description: str
     hint: str
     specificity: float
+
+
+def holds(condition: Callable[[Case_contra], bool]) -> Callable[[Case_contra], Iterator[Match]]:
+    """Return a ``predict`` that yields a match, without place and figures, where a condition holds."""
+
+    def predict(case: Case_contra) -> Iterator[Match]:
+        if condition(case):
+            yield Match()
+
+    return predict
 
 
 class Evidence(ABC):

@@ -9,7 +9,7 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace, Trace
-from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match
+from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, holds
 
 CONNECTION_LOST = (
     "Connection closed by peer", "Connection reset by peer", "Socket closed", "Timed out waiting", "recv, timeout",
@@ -35,6 +35,17 @@ class LaunchCase(CountedCase):
         """What each rank raised or printed last."""
         return [rank.error or "" for rank in self.trace.ranks] + [exit.said for exit in self.trace.exits.values()]
 
+    def said(self, words: str) -> bool:
+        """Say whether a rank ended with these words."""
+        return any(words in text for text in self.output)
+
+    @property
+    def other_world_sizes(self) -> set[int]:
+        """The ranks' world sizes where all ranks ended well but a size is wrong; empty elsewhere."""
+        sizes = {rank.world_size for rank in self.trace.ranks}
+        broken = self.trace.exits or any(rank.error for rank in self.trace.ranks)
+        return set() if broken or sizes == {self.cell.processes} else sizes
+
     @property
     def waited(self) -> bool:
         """Whether a rank waited for others that had ended, or that waited for something else."""
@@ -46,20 +57,8 @@ class LaunchCase(CountedCase):
 LaunchHypothesis = Hypothesis[LaunchCase, Match]
 
 
-def _other_world_sizes(case: LaunchCase) -> set[int]:
-    """Return the ranks' world sizes where ranks ended well but a size is wrong."""
-    sizes = {rank.world_size for rank in case.trace.ranks}
-    broken = case.trace.exits or any(rank.error for rank in case.trace.ranks)
-    return set() if broken or sizes == {case.cell.processes} else sizes
-
-
-def _trained_alone(case: LaunchCase) -> Iterator[Match]:
-    if _other_world_sizes(case) == {1}:
-        yield Match()
-
-
 def _another_world(case: LaunchCase) -> Iterator[Match]:
-    if sizes := _other_world_sizes(case):
+    if sizes := case.other_world_sizes:
         figures = {"sizes": " and ".join(map(str, sorted(sizes))), "world": case.cell.processes}
         yield Match(figures=figures)
 
@@ -69,22 +68,6 @@ def _idle_ranks(case: LaunchCase) -> Iterator[Match]:
     idle = [rank.rank for rank in case.done if not rank.steps]
     if idle and len(idle) < len(case.trace.ranks):
         yield Match(rank=idle[0], figures={"idle": idle[0]})
-
-
-def _said(words: str) -> Callable[[LaunchCase], Iterator[Match]]:
-    """Return the prediction that some rank ends with these words."""
-
-    def predict(case: LaunchCase) -> Iterator[Match]:
-        if any(words in text for text in case.output):
-            yield Match()
-
-    return predict
-
-
-def _left_early(case: LaunchCase) -> Iterator[Match]:
-    """Only if the first rank to fail says so: after an exception on one rank, the others say the same as well."""
-    if "connectFullMesh failed" in case.finding.message:
-        yield Match()
 
 
 def _unused_parameter(case: LaunchCase) -> Iterator[Match]:
@@ -103,96 +86,67 @@ def _ranks_differ_in_steps(case: LaunchCase) -> Iterator[Match]:
         yield Match(figures={"steps": counts.pop()})
 
 
-def _collective_not_joined(case: LaunchCase) -> Iterator[Match]:
-    if case.waited:
-        yield Match()
-
-
-def _ended(*outcomes: Outcome) -> Callable[[LaunchCase], Iterator[Match]]:
-    def predict(case: LaunchCase) -> Iterator[Match]:
-        if case.finding.outcome in outcomes:
-            yield Match()
-
-    return predict
-
-
 _LOG = "see the rank's log, in the run's traces"
 
 HYPOTHESES = (
-    LaunchHypothesis(
-        "trained-alone", "launch", _trained_alone,
+    LaunchHypothesis("trained-alone", "launch", holds(lambda case: case.other_world_sizes == {1}),
         "every rank trained in a world of one",
-        "does the trainer read MASTER_ADDR, RANK and WORLD_SIZE, and create a process group?", 190,
-    ),
-    LaunchHypothesis(
-        "another-world", "launch", _another_world,
+        "does the trainer read MASTER_ADDR, RANK and WORLD_SIZE, and create a process group?", 190),
+    LaunchHypothesis("another-world", "launch", _another_world,
         "ranks trained in a world of {sizes}, not of {world}",
-        "is the process group one node's?", 180,
-    ),
-    LaunchHypothesis(
-        "some-ranks-never-stepped", "launch", _idle_ranks,
+        "is the process group one node's?", 180),
+    LaunchHypothesis("some-ranks-never-stepped", "launch", _idle_ranks,
         "rank {idle} ended without an optimizer step, while others waited",
-        "do all ranks take part in the training?", 170,
-    ),
+        "do all ranks take part in the training?", 170),
     # What torch raises where a mistake stops training: reducer.cpp and grad_scaler.py of github.com/pytorch/pytorch.
-    LaunchHypothesis(
-        "reduction-never-finished", "unused-params",
-        _said("Expected to have finished reduction in the prior iteration"),
+    LaunchHypothesis("reduction-never-finished", "unused-params",
+        holds(lambda case: case.said("Expected to have finished reduction in the prior iteration")),
         "a parameter took no part in a loss, so that DDP's reduction did not finish",
-        "set find_unused_parameters", 169,
-    ),
-    LaunchHypothesis(
-        "reduced-twice", "unused-params", _said("Expected to mark a variable ready only once"),
+        "set find_unused_parameters", 169),
+    LaunchHypothesis("reduced-twice", "unused-params",
+        holds(lambda case: case.said("Expected to mark a variable ready only once")),
         "DDP reduced a parameter twice in one step",
-        "is it used in two backward passes, or checkpointed twice?", 168,
-    ),
-    LaunchHypothesis(
-        "graph-not-static", "unused-params", _said("Your training graph has changed in this iteration"),
+        "is it used in two backward passes, or checkpointed twice?", 168),
+    LaunchHypothesis("graph-not-static", "unused-params",
+        holds(lambda case: case.said("Your training graph has changed in this iteration")),
         "steps do not all use the same parameters, although static_graph is set",
-        "leave static_graph out", 167,
-    ),
-    LaunchHypothesis(
-        "unscaled-twice", "amp", _said("unscale_() has already been called"),
+        "leave static_graph out", 167),
+    LaunchHypothesis("unscaled-twice", "amp",
+        holds(lambda case: case.said("unscale_() has already been called")),
         "gradients were unscaled twice in one step",
-        "call scaler.unscale_ once a step", 166,
-    ),
-    LaunchHypothesis(
-        "weights-in-float16", "amp", _said("Attempting to unscale FP16 gradients"),
+        "call scaler.unscale_ once a step", 166),
+    LaunchHypothesis("weights-in-float16", "amp",
+        holds(lambda case: case.said("Attempting to unscale FP16 gradients")),
         "the weights are stored in float16",
-        "keep the optimizer's weights in float32 and use autocast", 165,
-    ),
-    LaunchHypothesis(
-        "no-space", "launch", _said("No space left on device"),
+        "keep the optimizer's weights in float32 and use autocast", 165),
+    LaunchHypothesis("no-space", "launch",
+        holds(lambda case: case.said("No space left on device")),
         "there is no space left on the device",
-        "make room on the disk or in /dev/shm, or name another folder with TMPDIR", 164,
-    ),
-    LaunchHypothesis(
-        "port-in-use", "launch", _said("EADDRINUSE"),
+        "make room on the disk or in /dev/shm, or name another folder with TMPDIR", 164),
+    LaunchHypothesis("port-in-use", "launch",
+        holds(lambda case: case.said("EADDRINUSE")),
         "the trainer uses a port that is taken",
-        "use the free port that MASTER_PORT names", 163,
-    ),
-    LaunchHypothesis(
-        "left-before-the-others-joined", "sync", _left_early,
+        "use the free port that MASTER_PORT names", 163),
+    LaunchHypothesis("left-before-the-others-joined", "sync",
+        # Of the first rank to fail only: after an exception on one rank the others say the same.
+        holds(lambda case: "connectFullMesh failed" in case.finding.message),
         "a rank was done before the others had connected to it",
-        "is there any collective operation that waits for all ranks?", 150,
-    ),
-    LaunchHypothesis(
-        "waits-for-an-unused-parameter", "unused-params", _unused_parameter,
+        "is there any collective operation that waits for all ranks?", 150),
+    LaunchHypothesis("waits-for-an-unused-parameter", "unused-params", _unused_parameter,
         "a rank that did not use {name} did not reduce it, and the others wait for it",
-        "reduce every parameter on every rank, with zeros where there is no gradient", 140,
-    ),
-    LaunchHypothesis(
-        "ranks-differ-in-steps", "data", _ranks_differ_in_steps,
+        "reduce every parameter on every rank, with zeros where there is no gradient", 140),
+    LaunchHypothesis("ranks-differ-in-steps", "data", _ranks_differ_in_steps,
         "ranks were done after {steps} steps while others waited for them",
-        "have all ranks the same number of batches?", 130,
-    ),
-    LaunchHypothesis(
-        "collective-not-joined", "sync", _collective_not_joined,
+        "have all ranks the same number of batches?", 130),
+    LaunchHypothesis("collective-not-joined", "sync", holds(lambda case: case.waited),
         "a rank waits in a collective operation that the others do not call",
-        "do all ranks call the same collective operations in the same order?", 120,
-    ),
-    LaunchHypothesis("raised", "launch", _ended(Outcome.ERRORED), "the launch ended with an error", _LOG, 40),
-    LaunchHypothesis("died", "launch", _ended(Outcome.CRASHED), "a process of the launch died", _LOG, 30),
-    LaunchHypothesis("hung", "launch", _ended(Outcome.TIMED_OUT), "the launch did not end in time", _LOG, 20),
-    LaunchHypothesis("broken", "launch", _ended(*Outcome), "the launch broke", _LOG, 10),
+        "do all ranks call the same collective operations in the same order?", 120),
+    LaunchHypothesis("raised", "launch", holds(lambda case: case.finding.outcome is Outcome.ERRORED),
+        "the launch ended with an error", _LOG, 40),
+    LaunchHypothesis("died", "launch", holds(lambda case: case.finding.outcome is Outcome.CRASHED),
+        "a process of the launch died", _LOG, 30),
+    LaunchHypothesis("hung", "launch", holds(lambda case: case.finding.outcome is Outcome.TIMED_OUT),
+        "the launch did not end in time", _LOG, 20),
+    LaunchHypothesis("broken", "launch", holds(lambda case: True),
+        "the launch broke", _LOG, 10),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match
+from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match, holds
 from harness.judge.trace_analysis import TraceAnalysis
 
 Rates = tuple[float, ...]
@@ -32,6 +32,11 @@ class LearningRateCase(Evidence):
     def of_rank(self, rank: int) -> list[Rates]:
         """Return the rates of a rank at each step that was taken."""
         return [step.learning_rates for step in self.analysis.trace.ranks[rank].steps if not step.skipped]
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether some rank used other rates."""
+        return any(self.of_rank(rank) != self.used for rank in range(len(self.analysis.trace.ranks)))
 
     @property
     def attempts(self) -> list[int]:
@@ -126,11 +131,6 @@ def _twice(case: LearningRateCase) -> Iterator[list[int]]:
     yield [step * 2 for step in range(len(case.used))]
 
 
-def _ranks_differ(case: LearningRateCase) -> Predicted:
-    if any(case.of_rank(rank) != case.used for rank in range(len(case.analysis.trace.ranks))):
-        yield Match()
-
-
 def _no_schedule(case: LearningRateCase) -> Predicted:
     yield without_schedule(len(case.used), case.analysis)
 
@@ -148,64 +148,38 @@ def _scaled(case: LearningRateCase) -> Predicted:
     yield Match(figures={"factor": f"{factors[0]:.4g}", "what": what})
 
 
-def _another(case: LearningRateCase) -> Predicted:
-    yield Match()
-
-
 HYPOTHESES = (
-    LearningRateHypothesis(
-        "schedule-steps-when-skipped", "amp", _at(_when_skipped),
+    LearningRateHypothesis("schedule-steps-when-skipped", "amp", _at(_when_skipped),
         "the schedule moved on at a step that the GradScaler skipped",
-        "call scheduler.step() only after steps that were taken", 190,
-    ),
-    LearningRateHypothesis(
-        "schedule-never-stepped", "optimizer", _at(_never),
+        "call scheduler.step() only after steps that were taken", 190),
+    LearningRateHypothesis("schedule-never-stepped", "optimizer", _at(_never),
         "every step has the schedule's first rate",
-        "is scheduler.step() called?", 180,
-    ),
-    LearningRateHypothesis(
-        "schedule-stepped-every-epoch", "optimizer", _at(_every_epoch),
+        "is scheduler.step() called?", 180),
+    LearningRateHypothesis("schedule-stepped-every-epoch", "optimizer", _at(_every_epoch),
         "the schedule moved on once an epoch",
-        "call scheduler.step() after each optimizer step", 170,
-    ),
-    LearningRateHypothesis(
-        "schedule-stepped-first", "optimizer", _at(_before_the_optimizer),
+        "call scheduler.step() after each optimizer step", 170),
+    LearningRateHypothesis("schedule-stepped-first", "optimizer", _at(_before_the_optimizer),
         "the schedule is one step ahead",
-        "call scheduler.step() after the optimizer's step", 160,
-    ),
-    LearningRateHypothesis(
-        "schedule-stepped-every-micro-batch", "optimizer", _at(_every_micro_batch),
+        "call scheduler.step() after the optimizer's step", 160),
+    LearningRateHypothesis("schedule-stepped-every-micro-batch", "optimizer", _at(_every_micro_batch),
         "the schedule moved on with every micro-batch",
-        "call scheduler.step() after each optimizer step", 150,
-    ),
-    LearningRateHypothesis(
-        "schedule-stepped-once-a-rank", "optimizer", _at(_once_a_rank),
+        "call scheduler.step() after each optimizer step", 150),
+    LearningRateHypothesis("schedule-stepped-once-a-rank", "optimizer", _at(_once_a_rank),
         "the schedule moved on once for each rank in every step",
-        "count optimizer steps, not those of all ranks", 140,
-    ),
-    LearningRateHypothesis(
-        "schedule-stepped-twice", "optimizer", _at(_twice),
+        "count optimizer steps, not those of all ranks", 140),
+    LearningRateHypothesis("schedule-stepped-twice", "optimizer", _at(_twice),
         "the schedule moved on twice in every step",
-        "is scheduler.step() called in two places?", 130,
-    ),
-    LearningRateHypothesis(
-        "rates-differ", "optimizer", _ranks_differ,
+        "is scheduler.step() called in two places?", 130),
+    LearningRateHypothesis("rates-differ", "optimizer", holds(lambda case: case.ranks_differ),
         "ranks step with different learning rates",
-        "does the schedule depend on something that differs between ranks?", 120,
-    ),
-    LearningRateHypothesis(
-        "no-schedule", "optimizer", _no_schedule,
+        "does the schedule depend on something that differs between ranks?", 120),
+    LearningRateHypothesis("no-schedule", "optimizer", _no_schedule,
         "every step has the rate with which the optimizer was created",
-        "is there a scheduler?", 110,
-    ),
-    LearningRateHypothesis(
-        "rate-scaled", "optimizer", _scaled,
+        "is there a scheduler?", 110),
+    LearningRateHypothesis("rate-scaled", "optimizer", _scaled,
         "every step has {factor} × the workload's rate: {what}",
-        "does the trainer scale the learning rate?", 105,
-    ),
-    LearningRateHypothesis(
-        "another-rate", "optimizer", _another,
+        "does the trainer scale the learning rate?", 105),
+    LearningRateHypothesis("another-rate", "optimizer", holds(lambda case: True),
         "the rates are those of no known mistake with the workload's schedule",
-        "which learning rate, and which schedule, does the trainer use?", 104,
-    ),
+        "which learning rate, and which schedule, does the trainer use?", 104),
 )  # fmt: skip

@@ -164,31 +164,21 @@ def _stale(case: OptimizerStateCase) -> Iterator[Variant]:
 
 
 LOSSES = (
-    LossHypothesis(
-        "optimizer-state-dropped", "checkpoint", _changed_by(_clear),
+    LossHypothesis("optimizer-state-dropped", "checkpoint", _changed_by(_clear),
         "momentum, or moments, begin at zero",
-        "is optimizer.state_dict() saved, and loaded?", 170,
-    ),
-    LossHypothesis(
-        "optimizer-count-lost", "checkpoint", _changed_by(_forget_counts),
+        "is optimizer.state_dict() saved, and loaded?", 170),
+    LossHypothesis("optimizer-count-lost", "checkpoint", _changed_by(_forget_counts),
         "moments are restored, but their count of steps begins again",
-        "is the count saved, and loaded?", 160,
-    ),
-    LossHypothesis(
-        "optimizer-moments-lost", "checkpoint", _changed_by(_forget_moments),
+        "is the count saved, and loaded?", 160),
+    LossHypothesis("optimizer-moments-lost", "checkpoint", _changed_by(_forget_moments),
         "the count of steps is restored, but moments begin at zero",
-        "are the moments saved, and loaded?", 150,
-    ),
-    LossHypothesis(
-        "optimizer-state-rounded", "checkpoint", _rounded,
+        "are the moments saved, and loaded?", 150),
+    LossHypothesis("optimizer-state-rounded", "checkpoint", _rounded,
         "the state's tensors were rounded to {dtype}",
-        "save them in the type in which they are used", 140,
-    ),
-    LossHypothesis(
-        "optimizer-state-stale", "checkpoint", _stale,
+        "save them in the type in which they are used", 140),
+    LossHypothesis("optimizer-state-stale", "checkpoint", _stale,
         "the state is that of {ago} before",
-        "is it saved at the same time as the weights?", 130,
-    ),
+        "is it saved at the same time as the weights?", 130),
 )  # fmt: skip
 """What becomes of the state, on every rank and for every parameter that is wrong."""
 
@@ -222,20 +212,14 @@ def _altered(case: OptimizerStateCase) -> Iterator[Match]:
 
 
 HYPOTHESES: tuple[Hypothesis[OptimizerStateCase, Any], ...] = (
-    Hypothesis(
-        "optimizer-state-on-some-ranks", "checkpoint", _on_some_ranks,
+    Hypothesis("optimizer-state-on-some-ranks", "checkpoint", _on_some_ranks,
         "only on rank {ranks} of {world}, {loss}",
-        "{loss_hint}", 190,
-    ),
-    Hypothesis(
-        "optimizer-state-in-part", "checkpoint", _in_part,
+        "{loss_hint}", 190),
+    Hypothesis("optimizer-state-in-part", "checkpoint", _in_part,
         "only for {which}, {loss}",
-        "{loss_hint}", 180,
-    ),
+        "{loss_hint}", 180),
     *LOSSES,
-    Hypothesis(
-        "optimizer-state-altered", "checkpoint", _altered,
+    Hypothesis("optimizer-state-altered", "checkpoint", _altered,
         "the state was neither lost, nor rounded, nor that of an earlier step",
-        "is all of it saved, and loaded into the parameters to which it belongs?", 120,
-    ),
+        "is all of it saved, and loaded into the parameters to which it belongs?", 120),
 )  # fmt: skip

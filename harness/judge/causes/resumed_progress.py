@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from itertools import pairwise
 
-from harness.judge.causes.hypothesis import Hypothesis, Match
+from harness.judge.causes.hypothesis import Hypothesis, Match, holds
 from harness.judge.causes.learning_rate import Rates, rates_at, same_rates, without_schedule
 from harness.judge.causes.resumed_state import InterruptedCase
 from harness.judge.interruption import Draws
@@ -66,11 +66,6 @@ def _ranks_differ(case: ProgressCase) -> Iterator[Match]:
         yield Match(figures={"counts": ", ".join(map(str, counts))})
 
 
-def _nothing_resumed(case: ProgressCase) -> Iterator[Match]:
-    if not case.resumed:
-        yield Match()
-
-
 def _too_many_left(case: ProgressCase) -> Iterator[Match]:
     if case.goes_on and case.resumed[: len(case.due)] == case.due:
         yield Match(figures={"more": len(case.resumed) - len(case.due)})
@@ -101,14 +96,6 @@ def _at_the_start(case: ProgressCase) -> set[int]:
     return {0} if len(case.resumed) >= case.interruption.total else set()
 
 
-def _at_the_epoch(case: ProgressCase) -> set[int]:
-    return {case.interruption.epoch_begin}
-
-
-def _in_the_first_epoch(case: ProgressCase) -> set[int]:
-    return {0, case.interruption.place - case.interruption.epoch_begin}
-
-
 def _position_of_each_rank(case: ProgressCase) -> set[int]:
     """The place in the epoch where the samples of one rank are counted, and another number of ranks skips as many."""
     one = case.interruption
@@ -123,18 +110,6 @@ def _position_in_other_units(case: ProgressCase) -> set[int]:
     return {one.epoch_begin + position // window, one.epoch_begin + position * window} if window > 1 else set()
 
 
-def _one_step_back(case: ProgressCase) -> set[int]:
-    return {case.interruption.place - 1}
-
-
-def _one_step_ahead(case: ProgressCase) -> set[int]:
-    return {case.interruption.place + 1}
-
-
-def _anywhere(case: ProgressCase) -> set[int]:
-    return set(range(len(case.whole)))
-
-
 def _between_steps(case: ProgressCase) -> Iterator[Match]:
     """The first resumed step has part of one step's samples, and part of the next one's."""
     first = {i for draws in case.resumed[:1] for i in draws}
@@ -143,87 +118,57 @@ def _between_steps(case: ProgressCase) -> Iterator[Match]:
             yield Match()
 
 
-def _order_drawn_anew(case: ProgressCase) -> Iterator[Match]:
-    if case.begin is None:
-        yield Match()
-
-
 PROGRESS = (
-    ProgressHypothesis(
-        "progress-on-some-ranks", "checkpoint", _ranks_differ,
+    ProgressHypothesis("progress-on-some-ranks", "checkpoint", _ranks_differ,
         "ranks took {counts} steps after resuming, by rank",
-        "do all ranks load how far training had come?", 199,
-    ),
-    ProgressHypothesis(
-        "nothing-resumed", "checkpoint", _nothing_resumed,
+        "do all ranks load how far training had come?", 199),
+    ProgressHypothesis("nothing-resumed", "checkpoint", holds(lambda case: not case.resumed),
         "no step was made after resuming",
-        "does the trainer take an interrupted training for a finished one?", 195,
-    ),
-    ProgressHypothesis(
-        "too-many-steps-left", "checkpoint", _too_many_left,
+        "does the trainer take an interrupted training for a finished one?", 195),
+    ProgressHypothesis("too-many-steps-left", "checkpoint", _too_many_left,
         "training goes on for {more} steps too many",
-        "are epochs, or steps, counted from zero after resuming?", 190,
-    ),
-    ProgressHypothesis(
-        "too-few-steps-left", "checkpoint", _too_few_left,
+        "are epochs, or steps, counted from zero after resuming?", 190),
+    ProgressHypothesis("too-few-steps-left", "checkpoint", _too_few_left,
         "training ends {missing} steps too early",
-        "are epochs, or steps, of before the interruption counted twice?", 185,
-    ),
-    ProgressHypothesis(
-        "order-lost-later", "checkpoint", _order_lost_later,
+        "are epochs, or steps, of before the interruption counted twice?", 185),
+    ProgressHypothesis("order-lost-later", "checkpoint", _order_lost_later,
         "the samples are right for {later} steps, and then others",
-        "are batches skipped once more, in the next epoch?", 180,
-    ),
-    ProgressHypothesis(
-        "trained-all-over-again", "checkpoint", _begins_at(_at_the_start),
+        "are batches skipped once more, in the next epoch?", 180),
+    ProgressHypothesis("trained-all-over-again", "checkpoint", _begins_at(_at_the_start),
         "all epochs are trained again",
-        "are the epoch and the place in it saved, and loaded?", 175,
-    ),
-    ProgressHypothesis(
-        "position-not-restored", "checkpoint", _begins_at(_at_the_epoch),
+        "are the epoch and the place in it saved, and loaded?", 175),
+    ProgressHypothesis("position-not-restored", "checkpoint",
+        _begins_at(lambda case: {case.interruption.epoch_begin}),
         "the epoch begins again",
-        "skip the batches that were used before the interruption", 170,
-    ),
-    ProgressHypothesis(
-        "epoch-not-restored", "checkpoint", _begins_at(_in_the_first_epoch),
+        "skip the batches that were used before the interruption", 170),
+    ProgressHypothesis("epoch-not-restored", "checkpoint",
+        _begins_at(lambda case: {0, case.interruption.place - case.interruption.epoch_begin}),
         "the samples are those of the first epoch, in its order",
-        "is the epoch restored, and set_epoch called with it?", 165,
-    ),
-    ProgressHypothesis(
-        "position-of-each-rank", "checkpoint", _begins_at(_position_of_each_rank),
+        "is the epoch restored, and set_epoch called with it?", 165),
+    ProgressHypothesis("position-of-each-rank", "checkpoint", _begins_at(_position_of_each_rank),
         "each rank skips as many batches as a rank had before, although there are more or fewer ranks now",
-        "count samples over all ranks", 160,
-    ),
-    ProgressHypothesis(
-        "position-in-other-units", "checkpoint", _begins_at(_position_in_other_units),
+        "count samples over all ranks", 160),
+    ProgressHypothesis("position-in-other-units", "checkpoint", _begins_at(_position_in_other_units),
         "training goes on at step {begin}, not {place}, as if steps were batches or batches steps",
-        "in which unit is the position saved and loaded?", 155,
-    ),
-    ProgressHypothesis(
-        "batch-again-after-resuming", "checkpoint", _begins_at(_one_step_back),
+        "in which unit is the position saved and loaded?", 155),
+    ProgressHypothesis("batch-again-after-resuming", "checkpoint",
+        _begins_at(lambda case: {case.interruption.place - 1}),
         "the last step's samples are used again",
-        "is the step counted before the checkpoint is saved?", 150,
-    ),
-    ProgressHypothesis(
-        "batch-left-out-after-resuming", "checkpoint", _begins_at(_one_step_ahead),
+        "is the step counted before the checkpoint is saved?", 150),
+    ProgressHypothesis("batch-left-out-after-resuming", "checkpoint",
+        _begins_at(lambda case: {case.interruption.place + 1}),
         "one step's samples are left out",
-        "is a step counted twice?", 145,
-    ),
-    ProgressHypothesis(
-        "resumed-elsewhere", "checkpoint", _begins_at(_anywhere),
+        "is a step counted twice?", 145),
+    ProgressHypothesis("resumed-elsewhere", "checkpoint",
+        _begins_at(lambda case: set(range(len(case.whole)))),
         "training goes on at step {begin}, not {place}",
-        "in which unit, and from where, is the position counted?", 140,
-    ),
-    ProgressHypothesis(
-        "position-in-other-units", "checkpoint", _between_steps,
+        "in which unit, and from where, is the position counted?", 140),
+    ProgressHypothesis("position-in-other-units", "checkpoint", _between_steps,
         "training goes on between two steps",
-        "in which unit is the position saved and loaded?", 135,
-    ),
-    ProgressHypothesis(
-        "order-drawn-anew", "checkpoint", _order_drawn_anew,
+        "in which unit is the position saved and loaded?", 135),
+    ProgressHypothesis("order-drawn-anew", "checkpoint", holds(lambda case: case.begin is None),
         "the order is no epoch's of the uninterrupted training",
-        "which seed, and which epoch, does the sampler use?", 130,
-    ),
+        "which seed, and which epoch, does the sampler use?", 130),
 )  # fmt: skip
 
 
@@ -273,54 +218,30 @@ def _standing_still(case: ResumedRatesCase, steps: range) -> Iterator[list[int]]
     yield [0] * len(steps)
 
 
-def _schedule_gone(case: ResumedRatesCase) -> Iterator[Match]:
-    if same_rates(case.used, without_schedule(len(case.used), case.interruption.whole)):
-        yield Match()
-
-
-def _other_rates(case: ResumedRatesCase) -> Iterator[Match]:
-    yield Match()
-
-
 RATES = (
-    RatesHypothesis(
-        "scheduler-not-restored", "checkpoint", _at(_from_the_start),
+    RatesHypothesis("scheduler-not-restored", "checkpoint", _at(_from_the_start),
         "the schedule begins again",
-        "is the scheduler's state_dict saved and loaded?", 190,
-    ),
-    RatesHypothesis(
-        "rate-not-restored", "checkpoint", _at(_first_rate),
+        "is the scheduler's state_dict saved and loaded?", 190),
+    RatesHypothesis("rate-not-restored", "checkpoint", _at(_first_rate),
         "the first resumed step has the schedule's first rate, which the optimizer holds",
-        "is the optimizer's state_dict loaded?", 180,
-    ),
-    RatesHypothesis(
-        "scheduler-stepped-once-too-often", "checkpoint", _at(_a_step_ahead),
+        "is the optimizer's state_dict loaded?", 180),
+    RatesHypothesis("scheduler-stepped-once-too-often", "checkpoint", _at(_a_step_ahead),
         "the schedule is a step ahead",
-        "is it stepped once more when it is created, or loaded?", 170,
-    ),
-    RatesHypothesis(
-        "scheduler-a-step-behind", "checkpoint", _at(_a_step_behind),
+        "is it stepped once more when it is created, or loaded?", 170),
+    RatesHypothesis("scheduler-a-step-behind", "checkpoint", _at(_a_step_behind),
         "the schedule is a step behind",
-        "save it after it was stepped", 160,
-    ),
-    RatesHypothesis(
-        "scheduler-counts-skipped-steps", "checkpoint", _at(_skipped_counted),
+        "save it after it was stepped", 160),
+    RatesHypothesis("scheduler-counts-skipped-steps", "checkpoint", _at(_skipped_counted),
         "steps that the GradScaler skipped count as taken",
-        "load the scheduler's own state instead of counting steps", 150,
-    ),
-    RatesHypothesis(
-        "scheduler-stands-still", "checkpoint", _at(_standing_still),
+        "load the scheduler's own state instead of counting steps", 150),
+    RatesHypothesis("scheduler-stands-still", "checkpoint", _at(_standing_still),
         "the schedule does not move on",
-        "does it belong to the optimizer that is used after resuming?", 140,
-    ),
-    RatesHypothesis(
-        "schedule-gone", "checkpoint", _schedule_gone,
+        "does it belong to the optimizer that is used after resuming?", 140),
+    RatesHypothesis("schedule-gone", "checkpoint",
+        holds(lambda case: same_rates(case.used, without_schedule(len(case.used), case.interruption.whole))),
         "every step has the rate with which the optimizer was created",
-        "is a scheduler created when training is resumed?", 130,
-    ),
-    RatesHypothesis(
-        "rates-not-restored", "checkpoint", _other_rates,
+        "is a scheduler created when training is resumed?", 130),
+    RatesHypothesis("rates-not-restored", "checkpoint", holds(lambda case: True),
         "the rates are those of no known mistake with the schedule",
-        "are the scheduler and the optimizer loaded, and in which order?", 120,
-    ),
+        "are the scheduler and the optimizer loaded, and in which order?", 120),
 )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.evidence.trace import Tensors
-from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match
+from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, holds
 from harness.judge.interruption import Interruption
 from harness.judge.trace_analysis import same
 
@@ -35,72 +35,52 @@ class StopCase(InterruptedCase):
         """How many micro-batches the launch used."""
         return sum(len(step.micro_batches) for step in self.interruption.saved.trace.ranks[self.rank].steps)
 
+    @property
+    def at_epoch_end(self) -> bool:
+        """Whether the launch stopped at the end of an epoch."""
+        return self.count > 0 and self.count % self.interruption.epoch_length == 0
+
 
 class OrderCase(InterruptedCase):
     """Launches that had another order of samples from the beginning."""
 
 
+@dataclass(frozen=True, eq=False)
 class StateCase(InterruptedCase):
-    """Tensors before the first resumed step that are not those that were left."""
+    """Tensors before the first resumed step (``found``) that are not those that the first rank left (``left``).
 
-    @property
-    def found(self) -> Tensors:
-        """The tensors before the first resumed step."""
-        raise NotImplementedError
+    ``start`` are those of the beginning.
+    """
 
-    @property
-    def left(self) -> Tensors:
-        """The tensors that the first rank left."""
-        raise NotImplementedError
-
-    @property
-    def start(self) -> Tensors:
-        """The tensors at the beginning of the training."""
-        raise NotImplementedError
+    found: Tensors
+    left: Tensors
+    start: Tensors
 
     @property
     def lost(self) -> list[str]:
         """The names of the tensors that are not those that were left."""
-        found = self.found
-        return [name for name, value in self.left.items() if not _equal(name, found, {name: value})]
+        return [name for name in self.left if not _equal(name, self.found, self.left)]
 
 
 class ResumedWeightsCase(StateCase):
     """Weights that are not those that were left."""
 
-    @property
-    def found(self) -> Tensors:
-        """The weights before the first resumed step."""
-        return self.interruption.resumed.trace.ranks[self.rank].steps[0].before
-
-    @property
-    def left(self) -> Tensors:
-        """The weights after the first rank's last step."""
-        return self.interruption.left(0)[0]
-
-    @property
-    def start(self) -> Tensors:
-        """The job's weights."""
-        return self.interruption.whole.start
+    @classmethod
+    def of(cls, interruption: Interruption, rank: int) -> ResumedWeightsCase:
+        """Return the case of a rank."""
+        found = interruption.resumed.trace.ranks[rank].steps[0].before
+        return cls(interruption, rank, found, interruption.left(0)[0], interruption.whole.start)
 
 
 class ResumedBuffersCase(StateCase):
     """Buffers that are not those that were left."""
 
-    @property
-    def found(self) -> Tensors:
-        """The buffers before the first resumed step."""
-        return self.interruption.resumed.trace.ranks[self.rank].steps[0].buffers
-
-    @property
-    def left(self) -> Tensors:
-        """The buffers that the first rank left."""
-        return self.interruption.origin(0).final_buffers
-
-    @property
-    def start(self) -> Tensors:
-        """The buffers before the first step."""
-        return self.interruption.whole.moments[0].ranks[0].buffers
+    @classmethod
+    def of(cls, interruption: Interruption, rank: int) -> ResumedBuffersCase:
+        """Return the case of a rank."""
+        found = interruption.resumed.trace.ranks[rank].steps[0].buffers
+        start = interruption.whole.moments[0].ranks[0].buffers
+        return cls(interruption, rank, found, interruption.origin(0).final_buffers, start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +93,23 @@ class ScaleCase(InterruptedCase):
     def found(self) -> float | None:
         """The loss scale of the resumed step, None without a GradScaler."""
         return self.interruption.resumed.moments[self.step - self.interruption.place].ranks[self.rank].scale
+
+    @property
+    def first(self) -> float | None:
+        """The loss scale of the first step."""
+        return self.interruption.whole.moments[0].ranks[self.rank].scale
+
+    @property
+    def last(self) -> float | None:
+        """The loss scale of the last step before the interruption."""
+        return self.interruption.origin(self.rank).steps[-1].scale
+
+
+StopHypothesis = Hypothesis[StopCase, Match]
+OrderHypothesis = Hypothesis[OrderCase, Match]
+WeightsHypothesis = Hypothesis[ResumedWeightsCase, Match]
+BuffersHypothesis = Hypothesis[ResumedBuffersCase, Match]
+ScaleHypothesis = Hypothesis[ScaleCase, Match]
 
 
 def _equal(name: str, left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
@@ -129,58 +126,33 @@ def _stopped_after_micro_batches(case: StopCase) -> Iterator[Match]:
         yield Match(figures={"count": case.micro_batches})
 
 
-def _stopped_at_an_epoch(case: StopCase) -> Iterator[Match]:
-    if case.count and case.count % case.interruption.epoch_length == 0:
-        yield Match()
-
-
 def _stopped_elsewhere(case: StopCase) -> Iterator[Match]:
     yield Match(figures={"count": case.count})
 
 
 STOP = (
-    Hypothesis(
-        "never-stopped", "checkpoint", _never_stopped,
+    StopHypothesis("never-stopped", "checkpoint", _never_stopped,
         "it went on to the end, for {count} steps",
-        "is job.stop_after_step used?", 190,
-    ),
-    Hypothesis(
-        "stopped-elsewhere", "checkpoint", _stopped_after_micro_batches,
+        "is job.stop_after_step used?", 190),
+    StopHypothesis("stopped-elsewhere", "checkpoint", _stopped_after_micro_batches,
         "it stopped after {count} micro-batches",
-        "job.stop_after_step counts optimizer steps", 180,
-    ),
-    Hypothesis(
-        "stopped-elsewhere", "checkpoint", _stopped_at_an_epoch,
+        "job.stop_after_step counts optimizer steps", 180),
+    StopHypothesis("stopped-elsewhere", "checkpoint", holds(lambda case: case.at_epoch_end),
         "it stopped at the end of an epoch",
-        "checkpoints are due within epochs too", 170,
-    ),
-    Hypothesis(
-        "stopped-elsewhere", "checkpoint", _stopped_elsewhere,
+        "checkpoints are due within epochs too", 170),
+    StopHypothesis("stopped-elsewhere", "checkpoint", _stopped_elsewhere,
         "it stopped after {count} steps",
-        "what does it count, and from where?", 160,
-    ),
+        "what does it count, and from where?", 160),
 )  # fmt: skip
 
 
-def _elastic(elastic: bool) -> Callable[[OrderCase], Iterator[Match]]:
-    def predict(case: OrderCase) -> Iterator[Match]:
-        if case.interruption.workload.elastic == elastic:
-            yield Match()
-
-    return predict
-
-
 ORDER = (
-    Hypothesis(
-        "order-depends-on-the-devices", "data", _elastic(True),
+    OrderHypothesis("order-depends-on-the-devices", "data", holds(lambda case: case.interruption.workload.elastic),
         "the order of samples is another one on another number of devices",
-        "derive it from the seed and the epoch alone", 190,
-    ),
-    Hypothesis(
-        "order-of-each-launch", "data", _elastic(False),
+        "derive it from the seed and the epoch alone", 190),
+    OrderHypothesis("order-of-each-launch", "data", holds(lambda case: not case.interruption.workload.elastic),
         "every launch has an order of samples of its own",
-        "is the sampler seeded with job.seed and the epoch?", 180,
-    ),
+        "is the sampler seeded with job.seed and the epoch?", 180),
 )  # fmt: skip
 
 
@@ -207,11 +179,6 @@ def _buffers_of_another_step(case: ResumedBuffersCase) -> Iterator[Match]:
             yield Match(figures={"step": step})
 
 
-def _as_at_the_start(case: StateCase) -> Iterator[Match]:
-    if same(case.found, case.start):
-        yield Match()
-
-
 def _rounded(case: StateCase) -> Iterator[Match]:
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         rounded = {name: _through(value, dtype) for name, value in case.left.items()}
@@ -236,105 +203,56 @@ def _altered(case: StateCase) -> Iterator[Match]:
 
 
 WEIGHTS = (
-    Hypothesis(
-        "loaded-on-some-ranks", "checkpoint", _on_some_ranks,
+    WeightsHypothesis("loaded-on-some-ranks", "checkpoint", _on_some_ranks,
         "only {which} loaded what was saved",
-        "load it on every rank, or broadcast it", 190,
-    ),
-    Hypothesis(
-        "weights-of-another-step", "checkpoint", _weights_of_another_step,
+        "load it on every rank, or broadcast it", 190),
+    WeightsHypothesis("weights-of-another-step", "checkpoint", _weights_of_another_step,
         "they are those of {ago} before the interruption",
-        "save after the optimizer's step", 180,
-    ),
-    Hypothesis(
-        "weights-not-loaded", "checkpoint", _as_at_the_start,
+        "save after the optimizer's step", 180),
+    WeightsHypothesis("weights-not-loaded", "checkpoint", holds(lambda case: same(case.found, case.start)),
         "they are those of job.model()",
-        "is the model's state loaded?", 170,
-    ),
-    Hypothesis(
-        "rounded-when-saved", "checkpoint", _rounded,
+        "is the model's state loaded?", 170),
+    WeightsHypothesis("rounded-when-saved", "checkpoint", _rounded,
         "they are those that were left, rounded to {dtype}",
-        "save tensors in the type in which they are trained", 160,
-    ),
-    Hypothesis(
-        "weights-partly-loaded", "checkpoint", _partly,
+        "save tensors in the type in which they are trained", 160),
+    WeightsHypothesis("weights-partly-loaded", "checkpoint", _partly,
         "{count} of {all} tensors ({names}) are those of the beginning, the others as they were left",
-        "is the model's whole state saved and loaded?", 150,
-    ),
-    Hypothesis(
-        "weights-not-restored", "checkpoint", _altered,
+        "is the model's whole state saved and loaded?", 150),
+    WeightsHypothesis("weights-not-restored", "checkpoint", _altered,
         "{count} of {all} tensors are not as they were left",
-        "what was saved, and what is changed when it is loaded?", 140,
-    ),
+        "what was saved, and what is changed when it is loaded?", 140),
 )  # fmt: skip
 
 BUFFERS = (
-    Hypothesis(
-        "buffers-not-restored", "checkpoint", _as_at_the_start,
+    BuffersHypothesis("buffers-not-restored", "checkpoint", holds(lambda case: same(case.found, case.start)),
         "they are those of the beginning",
-        "is the model's whole state_dict saved and loaded, or only its parameters?", 190,
-    ),
-    Hypothesis(
-        "buffers-of-another-step", "checkpoint", _buffers_of_another_step,
+        "is the model's whole state_dict saved and loaded, or only its parameters?", 190),
+    BuffersHypothesis("buffers-of-another-step", "checkpoint", _buffers_of_another_step,
         "they are those of step {step}",
-        "save buffers when the weights are saved", 180,
-    ),
-    Hypothesis(
-        "rounded-when-saved", "checkpoint", _rounded,
+        "save buffers when the weights are saved", 180),
+    BuffersHypothesis("rounded-when-saved", "checkpoint", _rounded,
         "they are those that were left, rounded to {dtype}",
-        "save tensors in the type in which they are trained", 170,
-    ),
-    Hypothesis(
-        "buffers-partly-restored", "checkpoint", _partly,
+        "save tensors in the type in which they are trained", 170),
+    BuffersHypothesis("buffers-partly-restored", "checkpoint", _partly,
         "{count} of {all} buffers ({names}) are those of the beginning, the others as they were left",
-        "is the model's whole state saved and loaded?", 160,
-    ),
-    Hypothesis(
-        "buffers-not-restored", "checkpoint", _altered,
+        "is the model's whole state saved and loaded?", 160),
+    BuffersHypothesis("buffers-not-restored", "checkpoint", _altered,
         "{count} of {all} buffers are not as they were left",
-        "are buffers saved together with the weights?", 150,
-    ),
+        "are buffers saved together with the weights?", 150),
 )  # fmt: skip
 
 
-def _scaler_gone(case: ScaleCase) -> Iterator[Match]:
-    if case.found is None:
-        yield Match()
-
-
-def _first_scale(case: ScaleCase) -> Iterator[Match]:
-    if case.found == case.interruption.whole.moments[0].ranks[case.rank].scale:
-        yield Match()
-
-
-def _scale_of_the_step_before(case: ScaleCase) -> Iterator[Match]:
-    if case.found == case.interruption.origin(case.rank).steps[-1].scale:
-        yield Match()
-
-
-def _another_scale(case: ScaleCase) -> Iterator[Match]:
-    yield Match()
-
-
 SCALE = (
-    Hypothesis(
-        "scaler-gone", "checkpoint", _scaler_gone,
+    ScaleHypothesis("scaler-gone", "checkpoint", holds(lambda case: case.found is None),
         "the loss is not scaled after resuming",
-        "is a GradScaler created when training is resumed?", 190,
-    ),
-    Hypothesis(
-        "scale-not-restored", "checkpoint", _first_scale,
+        "is a GradScaler created when training is resumed?", 190),
+    ScaleHypothesis("scale-not-restored", "checkpoint", holds(lambda case: case.found == case.first),
         "it is the scale of the first step",
-        "is the GradScaler's state_dict saved and loaded?", 180,
-    ),
-    Hypothesis(
-        "scale-of-the-step-before", "checkpoint", _scale_of_the_step_before,
+        "is the GradScaler's state_dict saved and loaded?", 180),
+    ScaleHypothesis("scale-of-the-step-before", "checkpoint", holds(lambda case: case.found == case.last),
         "it is the scale of the last step before the interruption",
-        "save the GradScaler after its update", 170,
-    ),
-    Hypothesis(
-        "scale-not-restored", "checkpoint", _another_scale,
+        "save the GradScaler after its update", 170),
+    ScaleHypothesis("scale-not-restored", "checkpoint", holds(lambda case: True),
         "it is no scale of a neighbouring step",
-        "is the GradScaler's whole state saved and loaded?", 160,
-    ),
+        "is the GradScaler's whole state saved and loaded?", 160),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, TraceCase
+from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds
 from harness.judge.oracle.dropout_masks import Place
 
 Pair = tuple[Place, Place]
@@ -43,30 +43,12 @@ class AlikeMasksCase(TraceCase):
     pairs: Sequence[Pair]
 
 
+MissingHypothesis = Hypothesis[NothingDrawnCase, Match]
+RedrawnHypothesis = Hypothesis[RedrawnCase, Match]
+ShareHypothesis = Hypothesis[KeptShareCase, Match]
+StreamHypothesis = Hypothesis[StreamCase, Match]
 MaskHypothesis = Hypothesis[AlikeMasksCase, Match]
 MaskPrediction = Callable[[AlikeMasksCase], Iterator[Match]]
-
-
-def _always(case: TraceCase) -> Iterator[Match]:
-    yield Match()
-
-
-def _share(holds: Callable[[float], bool]) -> Callable[[KeptShareCase], Iterator[Match]]:
-    def predict(case: KeptShareCase) -> Iterator[Match]:
-        if holds(case.share):
-            yield Match()
-
-    return predict
-
-
-def _same_stream(case: StreamCase) -> Iterator[Match]:
-    if case.left == case.right:
-        yield Match()
-
-
-def _another_stream(case: StreamCase) -> Iterator[Match]:
-    if case.left != case.right:
-        yield Match()
 
 
 def _first(pairs: Iterable[Pair]) -> Match:
@@ -164,116 +146,76 @@ def _other_ranks_elsewhere(case: AlikeMasksCase) -> list[Pair]:
 
 
 NOTHING_DRAWN = (
-    Hypothesis(
-        "nothing-drawn", "rng", _always,
+    MissingHypothesis("nothing-drawn", "rng", holds(lambda case: True),
         "the model's own layer did not draw",
-        "is it the job's model that is trained, with its own layers?", 190,
-    ),
+        "is it the job's model that is trained, with its own layers?", 190),
 )  # fmt: skip
 
 REDRAWN = (
-    Hypothesis(
-        "masks-drawn-anew-in-the-backward", "rng", _always,
+    RedrawnHypothesis("masks-drawn-anew-in-the-backward", "rng", holds(lambda case: True),
         "activations are recomputed with other random numbers",
-        "is the generator's state kept for the recomputation?", 190,
-    ),
+        "is the generator's state kept for the recomputation?", 190),
 )  # fmt: skip
 
 KEPT_SHARE = (
-    Hypothesis(
-        "never-drops", "rng", _share(lambda share: share == 1),
+    ShareHypothesis("never-drops", "rng", holds(lambda case: case.share == 1),
         "nothing is dropped, as in evaluation mode",
-        "is model.train() called?", 190,
-    ),
-    Hypothesis(
-        "drops-everything", "rng", _share(lambda share: share == 0),
+        "is model.train() called?", 190),
+    ShareHypothesis("drops-everything", "rng", holds(lambda case: case.share == 0),
         "everything is dropped",
-        "how are the masks made?", 180,
-    ),
-    Hypothesis(
-        "drops-another-share", "rng", _share(lambda share: 0 < share < 1),
+        "how are the masks made?", 180),
+    ShareHypothesis("drops-another-share", "rng", holds(lambda case: 0 < case.share < 1),
         "another share of the units is dropped",
-        "is the rate of dropout another one, or are masks combined?", 170,
-    ),
+        "is the rate of dropout another one, or are masks combined?", 170),
 )  # fmt: skip
 
 STREAMS = (
-    Hypothesis(
-        "drawn-again", "rng", _same_stream,
+    StreamHypothesis("drawn-again", "rng", holds(lambda case: case.left == case.right),
         "a generator draws the same numbers again",
-        "was its state set back?", 190,
-    ),
-    Hypothesis(
-        "a-rank-lags", "rng", _another_stream,
+        "was its state set back?", 190),
+    StreamHypothesis("a-rank-lags", "rng", holds(lambda case: case.left != case.right),
         "one generator draws the numbers of another one, with a lag between them",
-        "seed generators differently instead of advancing them", 180,
-    ),
+        "seed generators differently instead of advancing them", 180),
 )  # fmt: skip
 
 ALIKE_MASKS = (
-    MaskHypothesis(
-        "one-mask-for-several-samples", "rng", _if_any(_in_one_layer),
+    MaskHypothesis("one-mask-for-several-samples", "rng", _if_any(_in_one_layer),
         "several samples of a forward have the same mask",
-        "draw a mask for each sample", 190,
-    ),
-    MaskHypothesis(
-        "layers-drop-alike", "rng", _if_any(_within_a_forward),
+        "draw a mask for each sample", 190),
+    MaskHypothesis("layers-drop-alike", "rng", _if_any(_within_a_forward),
         "several layers have the same mask in a forward",
-        "is a generator seeded in every layer?", 185,
-    ),
-    MaskHypothesis(
-        "one-seed-on-all-ranks", "rng", _all_ranks(from_the_start=True),
+        "is a generator seeded in every layer?", 185),
+    MaskHypothesis("one-seed-on-all-ranks", "rng", _all_ranks(from_the_start=True),
         "all ranks draw the same masks from the first step on",
-        "seed each rank's generator with seed + rank", 180,
-    ),
-    MaskHypothesis(
-        "one-state-on-all-ranks", "rng", _all_ranks(from_the_start=False),
+        "seed each rank's generator with seed + rank", 180),
+    MaskHypothesis("one-state-on-all-ranks", "rng", _all_ranks(from_the_start=False),
         "all ranks draw the same masks from step {step} on",
-        "what sets the generators of all ranks to the same state?", 175,
-    ),
-    MaskHypothesis(
-        "seeded-by-local-rank", "rng", _some_ranks(_local_rank),
+        "what sets the generators of all ranks to the same state?", 175),
+    MaskHypothesis("seeded-by-local-rank", "rng", _some_ranks(_local_rank),
         "ranks with the same local rank draw the same masks",
-        "is LOCAL_RANK used where RANK is meant, in a seed?", 170,
-    ),
-    MaskHypothesis(
-        "seeded-by-node", "rng", _some_ranks(_node_rank),
+        "is LOCAL_RANK used where RANK is meant, in a seed?", 170),
+    MaskHypothesis("seeded-by-node", "rng", _some_ranks(_node_rank),
         "the ranks of a node draw the same masks",
-        "is the node's number used where RANK is meant, in a seed?", 165,
-    ),
-    MaskHypothesis(
-        "some-ranks-seeded-alike", "rng", _some_ranks(),
+        "is the node's number used where RANK is meant, in a seed?", 165),
+    MaskHypothesis("some-ranks-seeded-alike", "rng", _some_ranks(),
         "some ranks draw the same masks",
-        "what are the ranks' generators seeded with?", 160,
-    ),
-    MaskHypothesis(
-        "replicas-draw-alike", "rng", _if_any(_between_devices),
+        "what are the ranks' generators seeded with?", 160),
+    MaskHypothesis("replicas-draw-alike", "rng", _if_any(_between_devices),
         "the devices of a process draw the same masks",
-        "give each device a generator with a seed of its own", 150,
-    ),
-    MaskHypothesis(
-        "seeded-anew-every-micro-batch", "rng", _if_any(_between_micro_batches),
+        "give each device a generator with a seed of its own", 150),
+    MaskHypothesis("seeded-anew-every-micro-batch", "rng", _if_any(_between_micro_batches),
         "the micro-batches of a step have the same masks",
-        "is a generator seeded again for each micro-batch?", 140,
-    ),
-    MaskHypothesis(
-        "seeded-anew-every-epoch", "rng", _if_any(_whole_epochs_apart),
+        "is a generator seeded again for each micro-batch?", 140),
+    MaskHypothesis("seeded-anew-every-epoch", "rng", _if_any(_whole_epochs_apart),
         "each epoch draws the masks of the one before",
-        "is a generator seeded again, or its state set back, in each epoch?", 130,
-    ),
-    MaskHypothesis(
-        "seeded-anew-every-step", "rng", _if_any(_between_steps),
+        "is a generator seeded again, or its state set back, in each epoch?", 130),
+    MaskHypothesis("seeded-anew-every-step", "rng", _if_any(_between_steps),
         "several steps draw the same masks",
-        "is a generator seeded again, or its state set back, between them?", 120,
-    ),
-    MaskHypothesis(
-        "a-rank-lags", "rng", _if_any(_other_ranks_elsewhere),
+        "is a generator seeded again, or its state set back, between them?", 120),
+    MaskHypothesis("a-rank-lags", "rng", _if_any(_other_ranks_elsewhere),
         "a rank draws the masks that another rank drew before",
-        "seed generators differently instead of advancing them", 110,
-    ),
-    MaskHypothesis(
-        "drawn-again", "rng", _if_any(lambda case: case.pairs),
+        "seed generators differently instead of advancing them", 110),
+    MaskHypothesis("drawn-again", "rng", _if_any(lambda case: case.pairs),
         "a generator draws the same masks again",
-        "was its state set back?", 105,
-    ),
+        "was its state set back?", 105),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.judge import sampler_draws
-from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.causes.step_count import RHYTHM
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -222,114 +222,68 @@ def _never_seen(case: SampleCase) -> Iterator[Match]:
             yield Match(start + len(ranks[0]) - 1, figures=figures)
 
 
-def _shards_kept(case: SampleCase) -> Iterator[Match]:
-    if case.analysis.shuffles:
-        yield Match()
-
-
-def _order_of_its_own(case: SampleCase) -> Iterator[Match]:
-    if not case.analysis.shuffles:
-        yield Match()
-
-
 _ALWAYS: Sequence[SampleHypothesis] = (
     *RHYTHM,
-    SampleHypothesis(
-        "samples-of-another-dataset", "data", _of_another_dataset,
+    SampleHypothesis("samples-of-another-dataset", "data", _of_another_dataset,
         "sample {sample} was used, but the training set has {count} samples",
-        "is it the training set that is trained on?", 190,
-    ),
-    SampleHypothesis(
-        "loss-of-other-samples", "data", _loss_of_others,
+        "is it the training set that is trained on?", 190),
+    SampleHypothesis("loss-of-other-samples", "data", _loss_of_others,
         "{missing} of {seen} samples that went through the model are missing from the loss",
-        "which outputs and targets are passed to the loss?", 185,
-    ),
-    SampleHypothesis(
-        "local-rank-for-rank", "launch", _nodes_alike(_local_rank),
+        "which outputs and targets are passed to the loss?", 185),
+    SampleHypothesis("local-rank-for-rank", "launch", _nodes_alike(_local_rank),
         "ranks with the same local rank use the same samples on every node",
-        "is LOCAL_RANK used where RANK is meant?", 180,
-    ),
-    SampleHypothesis(
-        "node-rank-for-rank", "launch", _nodes_alike(_node_rank),
+        "is LOCAL_RANK used where RANK is meant?", 180),
+    SampleHypothesis("node-rank-for-rank", "launch", _nodes_alike(_node_rank),
         "all ranks of a node use the same samples",
-        "is the node's number used where RANK is meant?", 175,
-    ),
-    SampleHypothesis(
-        "batches-of-another-size", "data", _batches_of_another_size,
+        "is the node's number used where RANK is meant?", 175),
+    SampleHypothesis("batches-of-another-size", "data", _batches_of_another_size,
         "a rank draws {largest} samples a step, not {full}",
-        "which batch size does its loader have?", 120,
-    ),
+        "which batch size does its loader have?", 120),
 )  # fmt: skip
 
 BY_ITERATIONS: Sequence[SampleHypothesis] = (
     *_ALWAYS,
-    SampleHypothesis(
-        "batch-again", "data", _batch_drawn_again,
+    SampleHypothesis("batch-again", "data", _batch_drawn_again,
         "a batch is used twice in a row",
-        "does the iterator move on after each batch?", 170,
-    ),
-    SampleHypothesis(
-        "ranks-alike", "data", _ranks_draw_alike,
+        "does the iterator move on after each batch?", 170),
+    SampleHypothesis("ranks-alike", "data", _ranks_draw_alike,
         "ranks {first} and {second} draw the same sample in {count} of {places} places",
-        "seed each rank's generator with its rank, and do not set it to another rank's state", 165,
-    ),
+        "seed each rank's generator with its rank, and do not set it to another rank's state", 165),
 )  # fmt: skip
 
 BY_EPOCHS: Sequence[SampleHypothesis] = (
     *_ALWAYS,
-    SampleHypothesis(
-        "no-sampler", "data", _everything_on_every_rank,
+    SampleHypothesis("no-sampler", "data", _everything_on_every_rank,
         "every rank goes through all {count} samples",
-        "is there a DistributedSampler?", 170,
-    ),
-    SampleHypothesis(
-        "ranks-alike", "data", _ranks_alike,
+        "is there a DistributedSampler?", 170),
+    SampleHypothesis("ranks-alike", "data", _ranks_alike,
         "every rank uses the same samples",
-        "does the sampler get the rank?", 165,
-    ),
-    SampleHypothesis(
-        "batch-again", "data", _batch_again,
+        "does the sampler get the rank?", 165),
+    SampleHypothesis("batch-again", "data", _batch_again,
         "a batch is used twice in a row",
-        "does the loop fetch a new batch for each step?", 160,
-    ),
-    SampleHypothesis(
-        "never-shuffled", "data", _never_shuffled,
+        "does the loop fetch a new batch for each step?", 160),
+    SampleHypothesis("never-shuffled", "data", _never_shuffled,
         "samples come in the order of the dataset in every epoch",
-        "is shuffle=True passed to the sampler or the loader?", 155,
-    ),
-    SampleHypothesis(
-        "set-epoch-never-called", "data", _set_epoch_never_called,
+        "is shuffle=True passed to the sampler or the loader?", 155),
+    SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,
         "each epoch has the order of the first",
-        "is sampler.set_epoch called, or is a loader's output kept?", 150,
-    ),
-    SampleHypothesis(
-        "drawn-twice-by-a-rank", "data", _drawn_twice_by_a_rank,
+        "is sampler.set_epoch called, or is a loader's output kept?", 150),
+    SampleHypothesis("drawn-twice-by-a-rank", "data", _drawn_twice_by_a_rank,
         "a rank draws {repeats} samples again within an epoch",
-        "where does its sampler start? A trainer that has no epochs declares data='iterations'", 145,
-    ),
-    SampleHypothesis(
-        "last-batch-filled-up", "data", _last_batch_filled_up,
+        "where does its sampler start? A trainer that has no epochs declares data='iterations'", 145),
+    SampleHypothesis("last-batch-filled-up", "data", _last_batch_filled_up,
         "the last batch of an epoch is filled up with {short} samples that were used already",
-        "leave the last batch short", 140,
-    ),
-    SampleHypothesis(
-        "shards-overlap", "data", _shards_overlap,
+        "leave the last batch short", 140),
+    SampleHypothesis("shards-overlap", "data", _shards_overlap,
         "ranks share {shared} samples within an epoch",
-        "is the sampler's seed the same on every rank, and are shards disjoint?", 130,
-    ),
-    SampleHypothesis(
-        "samples-never-seen", "data", _never_seen,
+        "is the sampler's seed the same on every rank, and are shards disjoint?", 130),
+    SampleHypothesis("samples-never-seen", "data", _never_seen,
         "{missing} of {count} samples are not used in an epoch",
-        "is the end of an epoch, or of a shard, dropped?", 110,
-    ),
-    SampleHypothesis(
-        "shards-kept", "data", _shards_kept,
+        "is the end of an epoch, or of a shard, dropped?", 110),
+    SampleHypothesis("shards-kept", "data", holds(lambda case: case.analysis.shuffles),
         "each rank keeps the same samples in every epoch",
-        "shuffle the whole dataset first, then cut it into shards", 105,
-    ),
-    SampleHypothesis(
-        "order-of-its-own", "data", _order_of_its_own,
+        "shuffle the whole dataset first, then cut it into shards", 105),
+    SampleHypothesis("order-of-its-own", "data", holds(lambda case: not case.analysis.shuffles),
         "samples do not come in the order of the dataset",
-        "is something shuffled, or is the dataset cut into contiguous shards?", 104,
-    ),
+        "is something shuffled, or is the dataset cut into contiguous shards?", 104),
 )  # fmt: skip

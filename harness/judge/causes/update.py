@@ -10,7 +10,7 @@ import torch
 
 from harness.core.finding import Finding
 from harness.evidence.trace import Step, Tensors
-from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.causes.shared_memory import SHARED_MEMORY
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.training import Oracle
@@ -73,6 +73,11 @@ class UpdateCase(TraceCase):
         """The number by which the right update comes nearest to the one that was made."""
         return float(self.made @ self.due / (self.due @ self.due))
 
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the update that was made is the right one times a number."""
+        return not norm(self.made - self.factor * self.due) > KNOWN_TO * norm(self.made)
+
 
 UpdateHypothesis = Hypothesis[UpdateCase, Match]
 
@@ -84,16 +89,6 @@ def update_case(finding: Finding, analysis: TraceAnalysis) -> UpdateCase | None:
     case = UpdateCase(analysis, finding.step, finding.rank or 0)
     nothing_due = case.step.skipped or (case.is_finite and norm(case.made) and not norm(case.due))
     return None if nothing_due else case
-
-
-def _not_finite(case: UpdateCase) -> Iterator[Match]:
-    if not case.is_finite:
-        yield Match()
-
-
-def _no_update(case: UpdateCase) -> Iterator[Match]:
-    if norm(case.made) == 0:
-        yield Match()
 
 
 def _stored_in_float32(case: UpdateCase) -> Iterator[Match]:
@@ -123,46 +118,29 @@ def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
         yield Match(figures={"own": len(own), "all": len(due)})
 
 
-def _another_rule(case: UpdateCase) -> Iterator[Match]:
-    if norm(case.made - case.factor * case.due) > KNOWN_TO * norm(case.made):
-        yield Match()
-
-
 def _scaled(case: UpdateCase) -> Iterator[Match]:
-    if not norm(case.made - case.factor * case.due) > KNOWN_TO * norm(case.made):
+    if case.is_multiple:
         yield Match(figures={"factor": f"{case.factor:.4g}"})
 
 
 HYPOTHESES = (
-    UpdateHypothesis(
-        "not-finite", "amp", _not_finite,
+    UpdateHypothesis("not-finite", "amp", holds(lambda case: not case.is_finite),
         "the optimizer stepped with a gradient that is not finite",
-        "does every rank look for infinities before the step?", 190,
-    ),
-    UpdateHypothesis(
-        "no-update", "optimizer", _no_update,
+        "does every rank look for infinities before the step?", 190),
+    UpdateHypothesis("no-update", "optimizer", holds(lambda case: norm(case.made) == 0),
         "the weights did not move",
-        "was the step undone?", 180,
-    ),
-    UpdateHypothesis(
-        "stored-in-lower-precision", "amp", _stored_in_float32,
+        "was the step undone?", 180),
+    UpdateHypothesis("stored-in-lower-precision", "amp", _stored_in_float32,
         "every weight is a float32 number, although the training is in float64",
-        "is the model cast?", 170,
-    ),
-    UpdateHypothesis(
-        "stepped-in-part", "sync", _stepped_in_part,
+        "is the model cast?", 170),
+    UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
         "the rank moved {own} of {all} parameters and other ranks the others",
-        "does each rank broadcast its part of the weights after the step?", 160,
-    ),
+        "does each rank broadcast its part of the weights after the step?", 160),
     SHARED_MEMORY,
-    UpdateHypothesis(
-        "another-optimizer", "optimizer", _another_rule,
+    UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: not case.is_multiple),
         "the update is no multiple of the right one",
-        "are the optimizer's class, its options and its state those of the workload?", 120,
-    ),
-    UpdateHypothesis(
-        "scaled-update", "optimizer", _scaled,
+        "are the optimizer's class, its options and its state those of the workload?", 120),
+    UpdateHypothesis("scaled-update", "optimizer", _scaled,
         "the update is {factor} × the right one",
-        "is there another learning rate, or are there several steps for one batch?", 110,
-    ),
+        "is there another learning rate, or are there several steps for one batch?", 110),
 )  # fmt: skip

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from harness.evidence.trace import Evaluation
 from harness.judge.batch_positions import Place, after_batch, due, place
-from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 
 Places = list[tuple[Place, ...]]
 """Where evaluations happen: for each of them all places that mean the same, such as before and after a step."""
@@ -48,11 +48,6 @@ class EvaluationCase(TraceCase):
 
 
 EvaluationHypothesis = Hypothesis[EvaluationCase, Match]
-
-
-def _never(case: EvaluationCase) -> Iterator[Match]:
-    if not case.evaluations:
-        yield Match()
 
 
 def _in_training_mode(with_buffers: bool) -> Callable[[EvaluationCase], Iterator[Match]]:
@@ -168,71 +163,47 @@ def _held_out_samples_missing(case: EvaluationCase) -> Iterator[Match]:
 
 
 _MODE = (
-    "the model was in training mode during an evaluation",
+    "training mode changes running statistics, and dropout the loss",
     "call model.eval() before it and model.train() after it",
 )
 
 HYPOTHESES = (
-    EvaluationHypothesis(
-        "never-evaluated", "metrics", _never,
+    EvaluationHypothesis("never-evaluated", "metrics", holds(lambda case: not case.evaluations),
         "no rank evaluated the model",
-        "evaluate val_dataset after every job.validate_every batches", 190,
-    ),
+        "evaluate val_dataset after every job.validate_every batches", 190),
     EvaluationHypothesis("evaluated-in-training-mode", "buffers", _in_training_mode(True), *_MODE, 180),
     EvaluationHypothesis("evaluated-in-training-mode", "metrics", _in_training_mode(False), *_MODE, 175),
-    EvaluationHypothesis(
-        "evaluated-once-an-epoch", "metrics", _at(_once_an_epoch),
+    EvaluationHypothesis("evaluated-once-an-epoch", "metrics", _at(_once_an_epoch),
         "the model was evaluated once an epoch",
-        "evaluations are due within epochs too", 170,
-    ),
-    EvaluationHypothesis(
-        "batches-counted-over-epochs", "metrics", _at(_counted_over_epochs),
+        "evaluations are due within epochs too", 170),
+    EvaluationHypothesis("batches-counted-over-epochs", "metrics", _at(_counted_over_epochs),
         "batches were counted on from one epoch into the next",
-        "count them from the start of each epoch", 165,
-    ),
-    EvaluationHypothesis(
-        "steps-counted", "metrics", _at(_steps_counted),
+        "count them from the start of each epoch", 165),
+    EvaluationHypothesis("steps-counted", "metrics", _at(_steps_counted),
         "the model was evaluated after so many optimizer steps",
-        "count batches, not optimizer steps", 160,
-    ),
-    EvaluationHypothesis(
-        "waits-for-the-step", "metrics", _at(_after_the_step),
+        "count batches, not optimizer steps", 160),
+    EvaluationHypothesis("waits-for-the-step", "metrics", _at(_after_the_step),
         "evaluations came only after the window's optimizer step",
-        "evaluate in the middle of the window", 155,
-    ),
-    EvaluationHypothesis(
-        "evaluated-ahead", "metrics", _at(_ahead),
+        "evaluate in the middle of the window", 155),
+    EvaluationHypothesis("evaluated-ahead", "metrics", _at(_ahead),
         "the first evaluation came before the first batch, or right after it",
-        "evaluate after so many batches", 150,
-    ),
-    EvaluationHypothesis(
-        "evaluations-missing", "metrics", _missing,
+        "evaluate after so many batches", 150),
+    EvaluationHypothesis("evaluations-missing", "metrics", _missing,
         "{missing} of {due} evaluations are left out, or come at another time",
-        "how does the trainer count until the next evaluation?", 145,
-    ),
-    EvaluationHypothesis(
-        "evaluates-another-dataset", "data", _another_dataset,
+        "how does the trainer count until the next evaluation?", 145),
+    EvaluationHypothesis("evaluates-another-dataset", "data", _another_dataset,
         "sample {sample} was evaluated, but there are {count} held-out samples",
-        "is it val_dataset that is evaluated?", 140,
-    ),
-    EvaluationHypothesis(
-        "only-some-ranks-evaluate", "data", _only_some_ranks,
+        "is it val_dataset that is evaluated?", 140),
+    EvaluationHypothesis("only-some-ranks-evaluate", "data", _only_some_ranks,
         "ranks {idle} do not evaluate, and the others only their shares",
-        "let every rank evaluate its share, or one rank all samples", 130,
-    ),
-    EvaluationHypothesis(
-        "ranks-evaluate-alike", "data", _ranks_alike,
+        "let every rank evaluate its share, or one rank all samples", 130),
+    EvaluationHypothesis("ranks-evaluate-alike", "data", _ranks_alike,
         "all ranks evaluate the same {part} of {count} samples",
-        "does the sampler get the rank?", 120,
-    ),
-    EvaluationHypothesis(
-        "tail-dropped", "data", _tail_dropped,
+        "does the sampler get the rank?", 120),
+    EvaluationHypothesis("tail-dropped", "data", _tail_dropped,
         "the last {missing} of {count} held-out samples are not evaluated",
-        "is the last batch dropped, or the samples that do not fill every rank's share?", 115,
-    ),
-    EvaluationHypothesis(
-        "held-out-samples-missing", "data", _held_out_samples_missing,
+        "is the last batch dropped, or the samples that do not fill every rank's share?", 115),
+    EvaluationHypothesis("held-out-samples-missing", "data", _held_out_samples_missing,
         "{missing} of {count} held-out samples are not evaluated",
-        "which shares are evaluated, and by which ranks?", 110,
-    ),
+        "which shares are evaluated, and by which ranks?", 110),
 )  # fmt: skip

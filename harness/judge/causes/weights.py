@@ -72,26 +72,18 @@ def _not_broadcast(case: TraceCase) -> Iterator[Match]:
 
 
 INITIAL_WEIGHTS = (
-    WeightHypothesis(
-        "applied-once-a-rank", "averaging", _moved_by_earlier_ranks,
+    WeightHypothesis("applied-once-a-rank", "averaging", _moved_by_earlier_ranks,
         "rank {first} begins {times} updates after the job's weights, as if other ranks had stepped already",
-        "do ranks share the parameters' memory?", 190,
-    ),
-    WeightHypothesis(
-        "parameters-missing", "sync", _parameters_missing,
+        "do ranks share the parameters' memory?", 190),
+    WeightHypothesis("parameters-missing", "sync", _parameters_missing,
         "{count} of {all} parameters are missing ({name})",
-        "is it the job's model that is trained?", 180,
-    ),
-    WeightHypothesis(
-        "initialised-anew", "sync", _initialised_anew,
+        "is it the job's model that is trained?", 180),
+    WeightHypothesis("initialised-anew", "sync", _initialised_anew,
         "all ranks begin with the same weights, which are not those of job.model()",
-        "were the weights initialised again?", 170,
-    ),
-    WeightHypothesis(
-        "not-broadcast", "sync", _not_broadcast,
+        "were the weights initialised again?", 170),
+    WeightHypothesis("not-broadcast", "sync", _not_broadcast,
         "{which} differ between the ranks",
-        "are they broadcast, all of them, at the start?", 160,
-    ),
+        "are they broadcast, all of them, at the start?", 160),
 )  # fmt: skip
 
 
@@ -122,31 +114,21 @@ def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
 
 DIVERGED_RANKS = (
     SHARED_MEMORY,
-    WeightHypothesis(
-        "not-broadcast", "sync", _differs_first_in("weights before the first step"),
+    WeightHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
         "ranks begin with different weights",
-        "are all weights broadcast at the start?", 130,
-    ),
-    WeightHypothesis(
-        "changed-between-steps", "sync", _differs_first_in("weights before a step"),
+        "are all weights broadcast at the start?", 130),
+    WeightHypothesis("changed-between-steps", "sync", _differs_first_in("weights before a step"),
         "a rank's weights changed apart from a step",
-        "what writes to the parameters besides the optimizer?", 120,
-    ),
-    WeightHypothesis(
-        "rates-differ", "optimizer", _differs_first_in("learning rates"),
+        "what writes to the parameters besides the optimizer?", 120),
+    WeightHypothesis("rates-differ", "optimizer", _differs_first_in("learning rates"),
         "ranks step with different learning rates",
-        "does the schedule depend on something that differs between ranks?", 118,
-    ),
-    WeightHypothesis(
-        "not-synchronised", "sync", _differs_first_in("gradients"),
+        "does the schedule depend on something that differs between ranks?", 118),
+    WeightHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
         "ranks step with different gradients",
-        "average all gradients over the ranks before the step", 116,
-    ),
-    WeightHypothesis(
-        "updates-differ", "optimizer", _differs_first_in("update"),
+        "average all gradients over the ranks before the step", 116),
+    WeightHypothesis("updates-differ", "optimizer", _differs_first_in("update"),
         "the same gradient moves ranks differently",
-        "does the optimizer have the same state on all ranks?", 114,
-    ),
+        "does the optimizer have the same state on all ranks?", 114),
 )  # fmt: skip
 
 
@@ -198,24 +180,16 @@ def _changed_after_the_last(case: TraceCase) -> Iterator[Match]:
 
 CHANGED_WEIGHTS = (
     SHARED_MEMORY,
-    WeightHypothesis(
-        "moved-when-skipped", "amp", _moved_when_skipped,
+    WeightHypothesis("moved-when-skipped", "amp", _moved_when_skipped,
         "weights moved although the GradScaler skipped the step",
-        "a skipped step must leave the weights unchanged", 130,
-    ),
-    WeightHypothesis(
-        "weights-averaged", "sync", _weights_averaged,
+        "a skipped step must leave the weights unchanged", 130),
+    WeightHypothesis("weights-averaged", "sync", _weights_averaged,
         "the new weights are the mean over the ranks",
-        "average gradients before the step instead", 120,
-    ),
-    WeightHypothesis(
-        "changed-between-steps", "optimizer", _changed_between_steps,
+        "average gradients before the step instead", 120),
+    WeightHypothesis("changed-between-steps", "optimizer", _changed_between_steps,
         "weights change between two optimizer steps",
-        "what writes to the parameters besides the optimizer?", 118,
-    ),
-    WeightHypothesis(
-        "changed-after-the-last-step", "optimizer", _changed_after_the_last,
+        "what writes to the parameters besides the optimizer?", 118),
+    WeightHypothesis("changed-after-the-last-step", "optimizer", _changed_after_the_last,
         "the weights at the end are not those that the last step left",
-        "what writes to the parameters after the training loop?", 116,
-    ),
+        "what writes to the parameters after the training loop?", 116),
 )  # fmt: skip

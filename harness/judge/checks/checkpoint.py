@@ -100,7 +100,7 @@ def _weights(interruption: Interruption) -> Finding | None:
             wrong = [name for name, value in left[0].items() if name not in before or not value.equal(before[name])]
             message = f"rank {trace.rank} resumed with other weights than were left ({len(wrong)} of {len(left[0])})"
             finding = _failed(message, interruption.place, wrong[0] if wrong else None, trace.rank)
-            return explain(finding, ResumedWeightsCase(interruption, trace.rank))
+            return explain(finding, ResumedWeightsCase.of(interruption, trace.rank))
     return None
 
 
@@ -115,7 +115,7 @@ def _buffers(interruption: Interruption) -> Finding | None:
             wrong = next((n for n, value in left[0].items() if n not in begun or not value.equal(begun[n])), None)
             message = f"rank {trace.rank} resumed with another {wrong} than was left"
             finding = _failed(message, interruption.place, wrong, trace.rank)
-            return explain(finding, ResumedBuffersCase(interruption, trace.rank))
+            return explain(finding, ResumedBuffersCase.of(interruption, trace.rank))
     return None
 
 

@@ -117,34 +117,22 @@ def _below(precision: Precision) -> Iterable[Precision]:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "infinities-zeroed", "amp", _infinities_zeroed,
+    GradientHypothesis("infinities-zeroed", "amp", _infinities_zeroed,
         "right apart from zeros where float16 overflows",
-        "do not replace infinities: all ranks must skip a step that overflowed", 980,
-    ),
-    GradientHypothesis(
-        "unscaled-twice", "amp", _unscaled_twice,
+        "do not replace infinities: all ranks must skip a step that overflowed", 980),
+    GradientHypothesis("unscaled-twice", "amp", _unscaled_twice,
         "divided by the loss scale of {scale} twice",
-        "both the trainer and the GradScaler unscale", 975,
-    ),
-    GradientHypothesis(
-        "loss-scale-left-in", "amp", _scale_left_in,
+        "both the trainer and the GradScaler unscale", 975),
+    GradientHypothesis("loss-scale-left-in", "amp", _scale_left_in,
         "those of the scaled loss",
-        "the optimizer stepped without unscaling: use scaler.step(optimizer)", 970,
-    ),
-    GradientHypothesis(
-        "scales-differ", "amp", _scales_differ,
+        "the optimizer stepped without unscaling: use scaler.step(optimizer)", 970),
+    GradientHypothesis("scales-differ", "amp", _scales_differ,
         "the mean of gradients that each rank multiplied by another loss scale",
-        "use the same loss scale on all ranks", 965,
-    ),
-    GradientHypothesis(
-        "rounded-to-16-bits", "amp", _rounded,
+        "use the same loss scale on all ranks", 965),
+    GradientHypothesis("rounded-to-16-bits", "amp", _rounded,
         "right to 16 bits, and every entry is a 16-bit number",
-        "gradients were rounded to 16 bits: is the all-reduce compressed?", 65,
-    ),
-    GradientHypothesis(
-        "computed-in-lower-precision", "amp", _lower_precision,
+        "gradients were rounded to 16 bits: is the all-reduce compressed?", 65),
+    GradientHypothesis("computed-in-lower-precision", "amp", _lower_precision,
         "as far from the right ones as those of a lower precision",
-        "is there an autocast, a cast, or TF32, that this precision does not ask for?", 60,
-    ),
+        "is there an autocast, a cast, or TF32, that this precision does not ask for?", 60),
 )  # fmt: skip

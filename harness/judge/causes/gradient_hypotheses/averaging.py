@@ -75,45 +75,29 @@ def _added_again(case: GradientCase) -> Gradients:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "summed-over-ranks", "averaging", _summed,
+    GradientHypothesis("summed-over-ranks", "averaging", _summed,
         "the sum over {world} ranks, not their mean",
-        "the loss or the all-reduce is not divided by the world size", 690,
-    ),
-    GradientHypothesis(
-        "averaged-twice", "averaging", _averaged_twice,
+        "the loss or the all-reduce is not divided by the world size", 690),
+    GradientHypothesis("averaged-twice", "averaging", _averaged_twice,
         "divided by the world size of {world} twice",
-        "DistributedDataParallel averages already", 620,
-    ),
-    GradientHypothesis(
-        "divided-by-another-count", "averaging", _other_count,
+        "DistributedDataParallel averages already", 620),
+    GradientHypothesis("divided-by-another-count", "averaging", _other_count,
         "{factor} × the right ones at every step",
         "the sum over ranks is divided by a number that is not the world size: GPUs of a node, nodes, one too many?",
-        360,
-    ),
-    GradientHypothesis(
-        "some-tensors-summed", "averaging", _some_tensors_summed,
+        360),
+    GradientHypothesis("some-tensors-summed", "averaging", _some_tensors_summed,
         "averaged for some parameters and summed over {world} ranks for others",
-        "the division by the world size leaves parameters out", 355,
-    ),
-    GradientHypothesis(
-        "some-tensors-averaged-twice", "averaging", _some_tensors_averaged_twice,
+        "the division by the world size leaves parameters out", 355),
+    GradientHypothesis("some-tensors-averaged-twice", "averaging", _some_tensors_averaged_twice,
         "divided by the world size of {world} twice for some parameters",
-        "parameters that are averaged already are averaged again", 350,
-    ),
-    GradientHypothesis(
-        "reduced-by-an-extreme", "averaging", _extremes,
+        "parameters that are averaged already are averaged again", 350),
+    GradientHypothesis("reduced-by-an-extreme", "averaging", _extremes,
         "the largest, smallest or middle entries of all ranks, not their mean",
-        "the operation of the all-reduce is not a sum", 345,
-    ),
-    GradientHypothesis(
-        "own-part-counted-again", "averaging", _added_again,
+        "the operation of the all-reduce is not a sum", 345),
+    GradientHypothesis("own-part-counted-again", "averaging", _added_again,
         "the average with rank {rank}'s own part counted once more or left out",
-        "the all-reduced sum contains the rank's own gradient twice, or not at all", 340,
-    ),
-    GradientHypothesis(
-        "scaled-by-a-constant", "averaging", _constant,
+        "the all-reduced sum contains the rank's own gradient twice, or not at all", 340),
+    GradientHypothesis("scaled-by-a-constant", "averaging", _constant,
         "{factor} × the right ones at every step",
-        "what are the loss and the all-reduce divided by, and what are they multiplied by?", 75,
-    ),
+        "what are the loss and the all-reduce divided by, and what are they multiplied by?", 75),
 )  # fmt: skip

@@ -95,54 +95,34 @@ def _unasked(case: GradientCase) -> Gradients:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "clipped-before-unscaling", "clipping", _before_unscaling,
+    GradientHypothesis("clipped-before-unscaling", "clipping", _before_unscaling,
         "clipped while they were still multiplied by the loss scale of {scale}",
-        "call scaler.unscale_(optimizer) before clipping", 990,
-    ),
-    GradientHypothesis(
-        "not-clipped", "clipping", _not_clipped,
+        "call scaler.unscale_(optimizer) before clipping", 990),
+    GradientHypothesis("not-clipped", "clipping", _not_clipped,
         "not clipped",
-        "clipping is missing, or comes after the step", 580,
-    ),
-    GradientHypothesis(
-        "clipped-before-averaging", "clipping", _before_averaging,
+        "clipping is missing, or comes after the step", 580),
+    GradientHypothesis("clipped-before-averaging", "clipping", _before_averaging,
         "the mean of gradients that each rank clipped by itself",
-        "clip after the all-reduce", 570,
-    ),
-    GradientHypothesis(
-        "clipped-every-micro-batch", "clipping", _every_micro_batch,
+        "clip after the all-reduce", 570),
+    GradientHypothesis("clipped-every-micro-batch", "clipping", _every_micro_batch,
         "the mean of micro-batches that were clipped one by one",
-        "clip once, when the window is complete", 560,
-    ),
-    GradientHypothesis(
-        "clipped-to-another-length", "clipping", _to_another_length,
+        "clip once, when the window is complete", 560),
+    GradientHypothesis("clipped-to-another-length", "clipping", _to_another_length,
         "right in direction but not in length",
-        "compare the norm, the limit and the set of tensors that clipping uses with the workload's, on every rank", 550,
-    ),
-    GradientHypothesis(
-        "clipped-tensor-by-tensor", "clipping", _tensor_by_tensor,
+        "compare the norm, limit and tensors that clipping uses with the workload's, on every rank", 550),
+    GradientHypothesis("clipped-tensor-by-tensor", "clipping", _tensor_by_tensor,
         "clipped tensor by tensor",
-        "clip by the norm of all gradients together", 540,
-    ),
-    GradientHypothesis(
-        "clipped-shard-by-shard", "clipping", _shard_by_shard,
+        "clip by the norm of all gradients together", 540),
+    GradientHypothesis("clipped-shard-by-shard", "clipping", _shard_by_shard,
         "right in direction shard by shard, but each rank's shard is scaled by a factor of its own",
-        "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors", 530,
-    ),
-    GradientHypothesis(
-        "clipped-by-value", "clipping", _by_value,
+        "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors", 530),
+    GradientHypothesis("clipped-by-value", "clipping", _by_value,
         "clipped entry by entry",
-        "clip by norm (clip_grad_norm_), not by value (clip_grad_value_)", 520,
-    ),
-    GradientHypothesis(
-        "clipped-in-groups", "clipping", _some_tensors,
+        "clip by norm (clip_grad_norm_), not by value (clip_grad_value_)", 520),
+    GradientHypothesis("clipped-in-groups", "clipping", _some_tensors,
         "right in direction tensor by tensor, but each tensor is scaled by a factor of its own",
-        "clip by the norm of all gradients together, so that one factor scales them all", 510,
-    ),
-    GradientHypothesis(
-        "clipped-although-nobody-asked", "clipping", _unasked,
+        "clip by the norm of all gradients together, so that one factor scales them all", 510),
+    GradientHypothesis("clipped-although-nobody-asked", "clipping", _unasked,
         "clipped to a norm, although the workload does not clip",
-        "does the trainer clip by default?", 95,
-    ),
+        "does the trainer clip by default?", 95),
 )  # fmt: skip

@@ -187,54 +187,34 @@ def _coupled_otherwise(case: GradientCase) -> Gradients:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "gathered-without-gradient", "batch-coupling", _shares_of_whole,
+    GradientHypothesis("gathered-without-gradient", "batch-coupling", _shares_of_whole,
         "1/{world} of those of the whole batch's loss",
-        "outputs were gathered without a gradient: the other ranks' share is missing", 290,
-    ),
-    GradientHypothesis(
-        "gathered-gradient-summed", "batch-coupling", _times_world,
+        "outputs were gathered without a gradient: the other ranks' share is missing", 290),
+    GradientHypothesis("gathered-gradient-summed", "batch-coupling", _times_world,
         "{world} × those of the whole batch's loss",
-        "every rank's loss over the gathered outputs sent its gradient back: divide their sum by the world size", 285,
-    ),
-    GradientHypothesis(
-        "statistics-shared-forward-only", "batch-coupling", _shared_statistics,
+        "every rank's loss over the gathered outputs sent its gradient back: divide their sum by the world size", 285),
+    GradientHypothesis("statistics-shared-forward-only", "batch-coupling", _shared_statistics,
         "those of a BatchNorm that shares its statistics in the forward and not in the backward",
-        "the backward must combine the ranks' sums as the forward does", 280,
-    ),
-    GradientHypothesis(
-        "in-evaluation-mode", "batch-coupling", _evaluated(True),
+        "the backward must combine the ranks' sums as the forward does", 280),
+    GradientHypothesis("in-evaluation-mode", "batch-coupling", _evaluated(True),
         "those of a model in evaluation mode: running statistics instead of the batch's",
-        "call model.train() before training goes on, on every rank", 275,
-    ),
-    GradientHypothesis(
-        "in-evaluation-mode", "rng", _evaluated(False),
+        "call model.train() before training goes on, on every rank", 275),
+    GradientHypothesis("in-evaluation-mode", "rng", _evaluated(False),
         "those of a model in evaluation mode: nothing is dropped",
-        "call model.train() before training goes on, on every rank", 270,
-    ),
-    GradientHypothesis(
-        "each-device-alone", "batch-coupling", _coupled(_each_device_alone, True),
+        "call model.train() before training goes on, on every rank", 270),
+    GradientHypothesis("each-device-alone", "batch-coupling", _coupled(_each_device_alone, True),
         "the mean of losses that each device computed from its own share",
-        "gather outputs before the loss", 265,
-    ),
-    GradientHypothesis(
-        "each-forward-alone", "batch-coupling", _coupled(_each_forward_alone, True),
+        "gather outputs before the loss", 265),
+    GradientHypothesis("each-forward-alone", "batch-coupling", _coupled(_each_forward_alone, True),
         "the mean of losses that were computed for each forward alone",
-        "the batch was processed in parts, although its samples depend on each other", 260,
-    ),
-    GradientHypothesis(
-        "each-device-alone", "loss-normalisation", _coupled(_each_device_alone, False),
+        "the batch was processed in parts, although its samples depend on each other", 260),
+    GradientHypothesis("each-device-alone", "loss-normalisation", _coupled(_each_device_alone, False),
         "the mean of losses that each device computed from its own share",
-        "shares are unequal: gather outputs before the loss", 255,
-    ),
-    GradientHypothesis(
-        "each-forward-alone", "loss-normalisation", _coupled(_each_forward_alone, False),
+        "shares are unequal: gather outputs before the loss", 255),
+    GradientHypothesis("each-forward-alone", "loss-normalisation", _coupled(_each_forward_alone, False),
         "the mean of losses that were computed for each forward alone",
-        "the batch was processed in unequal parts", 250,
-    ),
-    GradientHypothesis(
-        "coupled-otherwise", "batch-coupling", _coupled_otherwise,
+        "the batch was processed in unequal parts", 250),
+    GradientHypothesis("coupled-otherwise", "batch-coupling", _coupled_otherwise,
         "no known combination of the samples' gradients, in a model or a loss in which samples depend on each other",
-        "which samples did the loss, and the layers that use a batch's statistics, see together?", 20,
-    ),
+        "which samples did the loss, and the layers that use a batch's statistics, see together?", 20),
 )  # fmt: skip

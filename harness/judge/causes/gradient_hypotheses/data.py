@@ -22,9 +22,7 @@ def _held_out(case: GradientCase) -> Gradients:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "trained-on-held-out-data", "data", _held_out,
+    GradientHypothesis("trained-on-held-out-data", "data", _held_out,
         "those of the held-out samples",
-        "is a loader of the validation set used for training?", 210,
-    ),
+        "is a loader of the validation set used for training?", 210),
 )  # fmt: skip

@@ -96,49 +96,31 @@ def _mean_of_samples(case: GradientCase) -> Gradients:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "short-batch-divided-by-full-size", "loss-normalisation", _short_batch,
+    GradientHypothesis("short-batch-divided-by-full-size", "loss-normalisation", _short_batch,
         "divided by the size of a full batch although this one is shorter",
-        "divide by the number of samples in the batch", 490,
-    ),
-    GradientHypothesis(
-        "number-of-samples-left-in", "loss-normalisation", _samples_not_divided,
+        "divide by the number of samples in the batch", 490),
+    GradientHypothesis("number-of-samples-left-in", "loss-normalisation", _samples_not_divided,
         "{factor} × the right ones, which is a number of samples or one part of it",
-        "the loss is summed over a batch, or divided by its size twice", 480,
-    ),
-    GradientHypothesis(
-        "padding-counted-in", "loss-normalisation", _mask_ignored,
+        "the loss is summed over a batch, or divided by its size twice", 480),
+    GradientHypothesis("padding-counted-in", "loss-normalisation", _mask_ignored,
         "those of a loss that includes the entries that the data mask out",
-        "is the mask used, both in the sum and in the divisor?", 470,
-    ),
-    GradientHypothesis(
-        "mean-over-samples", "loss-normalisation", _mean_of_samples,
+        "is the mask used, both in the sum and in the divisor?", 470),
+    GradientHypothesis("mean-over-samples", "loss-normalisation", _mean_of_samples,
         "the mean of each sample's own loss",
-        "are tokens averaged within each sample first, so that tokens of short samples weigh more?", 460,
-    ),
-    GradientHypothesis(
-        "scaled-by-a-constant", "loss-normalisation", _constant,
+        "are tokens averaged within each sample first, so that tokens of short samples weigh more?", 460),
+    GradientHypothesis("scaled-by-a-constant", "loss-normalisation", _constant,
         "{factor} × the right ones at every step",
-        "what is the loss divided by, and what is it multiplied by?", 70,
-    ),
-    GradientHypothesis(
-        "some-samples-without-gradient", "data", _some_samples,
+        "what is the loss divided by, and what is it multiplied by?", 70),
+    GradientHypothesis("some-samples-without-gradient", "data", _some_samples,
         "those of some of the samples only",
-        "the loss received fewer samples than the model, or some outputs were cut off", 50,
-    ),
-    GradientHypothesis(
-        "shares-weighted-wrongly", "loss-normalisation", _shares_weighted,
+        "the loss received fewer samples than the model, or some outputs were cut off", 50),
+    GradientHypothesis("shares-weighted-wrongly", "loss-normalisation", _shares_weighted,
         "made of the right shares with the wrong weights",
-        "what is the loss divided by: samples, tokens, padding, ranks, micro-batches?", 45,
-    ),
-    GradientHypothesis(
-        "samples-weighted-wrongly", "loss-normalisation", _samples_weighted,
+        "what is the loss divided by: samples, tokens, padding, ranks, micro-batches?", 45),
+    GradientHypothesis("samples-weighted-wrongly", "loss-normalisation", _samples_weighted,
         "made of the right samples with the wrong weights",
-        "what is each sample's loss divided by: its own length, the batch's tokens, padding?", 40,
-    ),
-    GradientHypothesis(
-        "another-loss", "loss-normalisation", _another_loss,
+        "what is each sample's loss divided by: its own length, the batch's tokens, padding?", 40),
+    GradientHypothesis("another-loss", "loss-normalisation", _another_loss,
         "those of another loss of the same outputs",
-        "is it the workload's loss, with its mask, its targets and its reduction?", 10,
-    ),
+        "is it the workload's loss, with its mask, its targets and its reduction?", 10),
 )  # fmt: skip

@@ -33,24 +33,16 @@ def _flipped(case: GradientCase) -> Gradients:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "parameter-not-in-optimizer", "optimizer", _absent,
+    GradientHypothesis("parameter-not-in-optimizer", "optimizer", _absent,
         "right, but some parameters had none when the optimizer stepped",
-        "are all parameters in the optimizer's groups, and do all of them have a gradient at the step?", 940,
-    ),
-    GradientHypothesis(
-        "zero", "optimizer", _zero,
+        "are all parameters in the optimizer's groups, and do all of them have a gradient at the step?", 940),
+    GradientHypothesis("zero", "optimizer", _zero,
         "all zero",
-        "they were zeroed, or the loss detached, before the optimizer stepped", 935,
-    ),
-    GradientHypothesis(
-        "some-zero", "optimizer", _some_zero,
+        "they were zeroed, or the loss detached, before the optimizer stepped", 935),
+    GradientHypothesis("some-zero", "optimizer", _some_zero,
         "right for some parameters and zero for others",
-        "is something between these parameters and the loss detached, frozen or zeroed?", 930,
-    ),
-    GradientHypothesis(
-        "sign-flipped", "optimizer", _flipped,
+        "is something between these parameters and the loss detached, frozen or zeroed?", 930),
+    GradientHypothesis("sign-flipped", "optimizer", _flipped,
         "the right ones with the opposite sign",
-        "is the loss negated, or the optimizer created with maximize=True?", 925,
-    ),
+        "is the loss negated, or the optimizer created with maximize=True?", 925),
 )  # fmt: skip

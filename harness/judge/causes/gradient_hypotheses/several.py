@@ -63,16 +63,12 @@ def _shortened(case: GradientCase) -> Gradients:
 
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "left-in-by-another-optimizer", "optimizer", _passes_left_in,
+    GradientHypothesis("left-in-by-another-optimizer", "optimizer", _passes_left_in,
         "the sum over the backward passes that were made for several optimizers",
-        "zero all gradients between the optimizers' backward passes: each needs those of its own", 450,
-    ),
+        "zero all gradients between the optimizers' backward passes: each needs those of its own", 450),
     _of_one(accumulation.PREVIOUS_STEP_NOT_ZEROED, 440),
     *(_of_one(hypothesis, 430 - 10 * place) for place, hypothesis in enumerate(sync.LATE)),
-    GradientHypothesis(
-        "clipped-in-one-optimizer", "clipping", _shortened,
+    GradientHypothesis("clipped-in-one-optimizer", "clipping", _shortened,
         "right for one optimizer, and for another right in direction but too short",
-        "the workload does not clip: does the trainer, for one of the optimizers?", 90,
-    ),
+        "the workload does not clip: does the trainer, for one of the optimizers?", 90),
 )  # fmt: skip

@@ -70,39 +70,27 @@ def _others_one_step_late(case: GradientCase) -> Gradients:
 
 
 LATE = (
-    GradientHypothesis(
-        "one-step-late", "sync", _one_step_late,
+    GradientHypothesis("one-step-late", "sync", _one_step_late,
         "those that were right one step before",
-        "the all-reduce was not waited for, or its result is used in the next step", 615,
-    ),
-    GradientHypothesis(
-        "others-one-step-late", "sync", _others_one_step_late,
+        "the all-reduce was not waited for, or its result is used in the next step", 615),
+    GradientHypothesis("others-one-step-late", "sync", _others_one_step_late,
         "made of rank {rank}'s own part and the other ranks' parts of the step before",
-        "the all-reduce was not waited for", 610,
-    ),
+        "the all-reduce was not waited for", 610),
 )  # fmt: skip
 """Gradients of an earlier step."""
 
 HYPOTHESES = (
-    GradientHypothesis(
-        "not-synchronised", "sync", _own_only,
+    GradientHypothesis("not-synchronised", "sync", _own_only,
         "those of rank {rank}'s own samples",
-        "they were never all-reduced: does the forward go through the DDP object, outside no_sync()?", 685,
-    ),
-    GradientHypothesis(
-        "another-ranks-gradient", "sync", _another_ranks,
+        "they were never all-reduced: does the forward go through the DDP object, outside no_sync()?", 685),
+    GradientHypothesis("another-ranks-gradient", "sync", _another_ranks,
         "those of another rank's samples alone",
-        "a gradient was broadcast instead of averaged", 680,
-    ),
+        "a gradient was broadcast instead of averaged", 680),
     *LATE,
-    GradientHypothesis(
-        "averaged-over-some-ranks", "sync", _some_ranks,
+    GradientHypothesis("averaged-over-some-ranks", "sync", _some_ranks,
         "averaged over some of the {world} ranks only",
-        "the process group of the all-reduce is not the whole world: is it one node's?", 330,
-    ),
-    GradientHypothesis(
-        "some-parameters-not-synchronised", "sync", some_tensors_own,
+        "the process group of the all-reduce is not the whole world: is it one node's?", 330),
+    GradientHypothesis("some-parameters-not-synchronised", "sync", some_tensors_own,
         "averaged for some parameters and rank {rank}'s own for others",
-        "the all-reduce leaves parameters out", 325,
-    ),
+        "the all-reduce leaves parameters out", 325),
 )  # fmt: skip
