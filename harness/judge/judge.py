@@ -12,7 +12,9 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Trace
-from harness.judge.causes import explain_launch, explain_vacuous
+from harness.judge.causes import explain
+from harness.judge.causes.launch import LaunchCase
+from harness.judge.causes.step_count import VacuousCase
 from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import details, launch, with_hung_ranks
 from harness.judge.consequences import in_order
@@ -33,7 +35,7 @@ def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavi
     """
     broken = launch(trace, cell)
     if broken is not None:
-        explained = explain_launch(broken, trace, cell)
+        explained = explain(broken, LaunchCase(broken, trace, cell))
         return (replace(explained, message=f"{explained.message}\n{details(broken, trace)}".strip()),)
     try:
         trace = whole_trace(trace, workload, cell, behavior)  # the same trace where nothing was sketched
@@ -52,7 +54,7 @@ def _run(name: str, check: Check, analysis: TraceAnalysis) -> Finding | None:
     try:
         return check(analysis)
     except Vacuous as reason:
-        return explain_vacuous(Finding(name, Outcome.ERRORED, f"vacuous: {reason}"), analysis)
+        return explain(Finding(name, Outcome.ERRORED, f"vacuous: {reason}"), VacuousCase(analysis))
     except Exception as error:
         # A check that raises has no verdict.
         return Finding(name, Outcome.ERRORED, f"the check itself raised {_raised(error)}")

@@ -10,8 +10,10 @@ import torch
 
 from harness.core.finding import UNEXPLAINED, Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import checkpoint as causes
-from harness.judge.causes import optimizer_state
+from harness.judge.causes import explain
+from harness.judge.causes.optimizer_state import OptimizerStateCase
+from harness.judge.causes.resumed_progress import ProgressCase, ResumedRatesCase
+from harness.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, ResumedWeightsCase, ScaleCase, StopCase
 from harness.judge.checks.gradients import gradients
 from harness.judge.checks.launch import launch
 from harness.judge.checks.learning_rate import PRECISION
@@ -68,7 +70,7 @@ def _stopped(interruption: Interruption) -> Finding | None:
         attempts, taken = len(trace.steps), sum(not step.skipped for step in trace.steps)
         if after not in (attempts, taken):
             message = f"the launch that had to stop after {after} steps took {attempts}"
-            return causes.explain_stop(_failed(message, rank=trace.rank), interruption)
+            return explain(_failed(message, rank=trace.rank), StopCase(interruption, trace.rank))
     return None
 
 
@@ -78,7 +80,7 @@ def _same_so_far(interruption: Interruption) -> Finding | None:
     for step, draws in enumerate(saved):
         if draws != whole[step]:
             message = "the training used other samples before the interruption than the uninterrupted one"
-            return causes.explain_order(_failed(message, step=step), interruption)
+            return explain(_failed(message, step=step), OrderCase(interruption, 0))
     return None
 
 
@@ -93,7 +95,7 @@ def _weights(interruption: Interruption) -> Finding | None:
             message = f"training resumed with {len(wrong)} of {len(left[0])} parameters other than they were saved"
             name = wrong[0] if wrong else None
             finding = _failed(message, step=interruption.place, rank=trace.rank, parameter=name)
-            return causes.explain_weights(finding, interruption)
+            return explain(finding, ResumedWeightsCase.of(interruption, trace.rank))
     return None
 
 
@@ -108,7 +110,7 @@ def _buffers(interruption: Interruption) -> Finding | None:
             wrong = next((n for n, value in left[0].items() if n not in begun or not value.equal(begun[n])), None)
             message = "training resumed with another buffer than was saved"
             finding = _failed(message, step=interruption.place, rank=trace.rank, parameter=wrong)
-            return causes.explain_buffers(finding, interruption)
+            return explain(finding, ResumedBuffersCase.of(interruption, trace.rank))
     return None
 
 
@@ -120,13 +122,13 @@ def _progress(interruption: Interruption) -> Finding | None:
         if used != due:
             common = len(set(used) & set(due))
             message = f"the resumed training used other samples ({common} of {len(due)} are the same)"
-            return causes.explain_progress(_failed(message, step=step), interruption)
+            return explain(_failed(message, step=step), ProgressCase(interruption, 0))
     for trace in interruption.resumed.trace.ranks:
         if len(trace.steps) != rest:
             done = f"{interruption.place} of {interruption.total} steps"
             message = f"training resumed after {done} and took {len(trace.steps)} more"
             finding = _failed(message, step=interruption.place, rank=trace.rank)
-            return causes.explain_progress(finding, interruption)
+            return explain(finding, ProgressCase(interruption, trace.rank))
     return None
 
 
@@ -144,7 +146,7 @@ def _state(interruption: Interruption) -> Finding | None:
         return None
     message = "the resumed optimizer's steps are not those of one that was never interrupted"
     finding = _from_deviation(Outcome.FAILED, f"{message}: {error_at(worst, allowed)}", worst, allowed)
-    return optimizer_state.explain(with_parameters(finding, errors), interruption, allowed)
+    return explain(with_parameters(finding, errors), OptimizerStateCase(interruption, allowed))
 
 
 def _rates(interruption: Interruption) -> Finding | None:
@@ -154,7 +156,7 @@ def _rates(interruption: Interruption) -> Finding | None:
         pairs = zip(used, due, strict=False)
         if len(used) != len(due) or any(abs(u - d) > PRECISION * abs(d) for u, d in pairs):
             message = f"learning rates are {list(used)}, and {list(due)} without interruption,"
-            return causes.explain_rates(_failed(message, step=step, rank=rank), interruption)
+            return explain(_failed(message, step=step, rank=rank), ResumedRatesCase(interruption, rank))
     return None
 
 
@@ -163,7 +165,7 @@ def _scale(interruption: Interruption) -> Finding | None:
     for step, rank, own, other in interruption.pairs():
         if own.scale != other.scale:
             message = f"the loss scale is {own.scale}, and {other.scale} without interruption,"
-            return causes.explain_scale(_failed(message, step=step, rank=rank), interruption)
+            return explain(_failed(message, step=step, rank=rank), ScaleCase(interruption, rank, step))
     return None
 
 

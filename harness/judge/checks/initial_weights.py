@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.judge.causes import explain_initial
+from harness.judge.causes import explain
+from harness.judge.causes.weights import InitialWeightsCase
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -18,7 +19,6 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
             if value is None or not value.equal(parameter):
                 message = "a parameter is missing" if value is None else "a parameter is not the job's"
                 message += " before the first step"
-                return explain_initial(
-                    failed("initial-weights", message, family="sync", rank=rank, parameter=name), analysis
-                )
+                finding = failed("initial-weights", message, family="sync", rank=rank, parameter=name)
+                return explain(finding, InitialWeightsCase(analysis))
     return passed("initial-weights", "every rank starts from the job's weights")

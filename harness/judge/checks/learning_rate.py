@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.judge.causes import explain_learning_rate
+from harness.judge.causes import explain
+from harness.judge.causes.learning_rate import LearningRateCase
 from harness.judge.findings import failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -24,7 +25,7 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
             ):
                 message = f"learning rates are {used} where the workload has {expected}"
                 finding = failed("learning-rate", message, family="optimizer", step=global_step.index, rank=rank)
-                return explain_learning_rate(finding, analysis)
+                return explain(finding, LearningRateCase(analysis, rank))
         analysis.oracle.set_gradients({})
         optimizer.step()  # without gradients it changes nothing; a schedule requires it
         schedule()

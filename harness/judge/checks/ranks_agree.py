@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain_agreement
+from harness.judge.causes import explain
+from harness.judge.causes.weights import DivergedRanksCase
 from harness.judge.findings import error_at, failed, from_deviation
 from harness.judge.oracle.noise import Deviation, distance, in_noise, largest, limit, rounding_unit
 from harness.judge.trace_analysis import TraceAnalysis
@@ -32,7 +33,7 @@ def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
         message = f"all ranks hold the same weights after every step: {error_at(worst, limit())}"
         return from_deviation("ranks-agree", Outcome.PASSED, message, worst)
     message = f"weights after the step are not those of rank 0: {error_at(worst, limit())}"
-    return explain_agreement(from_deviation("ranks-agree", Outcome.FAILED, message, worst), analysis)
+    return explain(from_deviation("ranks-agree", Outcome.FAILED, message, worst), DivergedRanksCase(analysis))
 
 
 def _errors(analysis: TraceAnalysis) -> Iterator[Deviation]:

@@ -10,13 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from harness.core.finding import Finding
-from harness.judge.causes.rng import (
-    explain_absent,
-    explain_alike,
-    explain_drawn_again,
-    explain_streams,
-    explain_unfair,
-)
+from harness.judge.causes import explain
+from harness.judge.causes.rng import AlikeMasksCase, KeptShareCase, NothingDrawnCase, RedrawnCase, StreamCase
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.oracle.dropout_masks import (
     SampleMask,
@@ -55,7 +50,7 @@ def _absent(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
                 layer = next((name for name in layers if len(micro.drawn.get(name, ())) != len(micro.samples)), None)
                 if layer is not None:
                     finding = failed("rng", f"layer {layer!r} drew no mask", step=index, rank=trace.rank)
-                    return explain_absent(finding)
+                    return explain(finding, NothingDrawnCase(analysis))
     return None
 
 
@@ -68,7 +63,7 @@ def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | No
             )
             if layer is not None:
                 message = f"layer {layer!r} drew other masks in the backward than in the forward"
-                return explain_drawn_again(failed("rng", message, step=index, rank=trace.rank))
+                return explain(failed("rng", message, step=index, rank=trace.rank), RedrawnCase(analysis))
     return None
 
 
@@ -79,7 +74,7 @@ def _unfair_mask(masks: Sequence[SampleMask]) -> Finding | None:
         if _surprise_at(mask.bits) > limit:
             message = f"a mask keeps {int(mask.bits.sum())} of {len(mask.bits)} units, not half of them ({mask.place})"
             finding = failed("rng", message, step=mask.place.step, rank=mask.place.rank)
-            return explain_unfair(finding, float(mask.bits.double().mean()))
+            return explain(finding, KeptShareCase(float(mask.bits.double().mean())))
     return None
 
 
@@ -97,7 +92,7 @@ def _unfair_layer(masks: Sequence[SampleMask]) -> Finding | None:
         if _surprise_at(bits) > limit:
             share = float(bits.double().mean())
             message = f"layer {layer!r} keeps {100 * share:.4g} % of {len(bits)} units, not half of them,"
-            return explain_unfair(failed("rng", message, step=0, rank=rank), share)
+            return explain(failed("rng", message, step=0, rank=rank), KeptShareCase(share))
     return None
 
 
@@ -124,7 +119,7 @@ def _alike(masks: Sequence[SampleMask], analysis: TraceAnalysis) -> Finding | No
     latest = max(first.place, second.place, key=lambda place: (place.step, place.rank))
     pairs = f"{len(alike)} pairs of masks are alike, the first of them ({first.place}) and ({second.place}),"
     finding = failed("rng", pairs, step=latest.step, rank=latest.rank)
-    return explain_alike(finding, [(a.place, b.place) for a, b in alike], analysis)
+    return explain(finding, AlikeMasksCase(analysis, [(a.place, b.place) for a, b in alike]))
 
 
 def _streams(masks: Sequence[SampleMask]) -> Finding | None:
@@ -145,5 +140,5 @@ def _streams(masks: Sequence[SampleMask]) -> Finding | None:
                 f"{int(common[worst])} of {int(places[worst])} random bits are those that rank {left[0]} draws "
                 f"{abs(lag)} bits {'later' if lag > 0 else 'earlier'},"
             )
-            return explain_streams(failed("rng", message, rank=right[0]), left, right)
+            return explain(failed("rng", message, rank=right[0]), StreamCase(left, right))
     return None

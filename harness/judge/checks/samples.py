@@ -9,7 +9,8 @@ from collections import Counter
 
 from harness.core.finding import Finding
 from harness.judge import sampler_draws
-from harness.judge.causes import explain_samples
+from harness.judge.causes import explain
+from harness.judge.causes.samples import sample_case
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.sampler_draws import drawn
 from harness.judge.trace_analysis import TraceAnalysis
@@ -32,7 +33,7 @@ def samples(analysis: TraceAnalysis) -> Finding:
         or (_dependent_draws(analysis) if by_iterations else _epochs(analysis, used, expected))
     )
     if problem:
-        return explain_samples(failed("samples", problem, family="data"), analysis)
+        return explain(failed("samples", problem, family="data"), sample_case(analysis))
     if by_iterations:
         size = _window_size(analysis)
         return passed(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.judge.causes import explain_steps
+from harness.judge.causes import explain
+from harness.judge.causes.step_count import StepCountCase
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -16,5 +17,5 @@ def steps(analysis: TraceAnalysis) -> Finding:
     for trace in analysis.trace.ranks:
         if len(trace.steps) != expected:
             message = f"{len(trace.steps)} optimizer steps where the workload has {expected}"
-            return explain_steps(failed("steps", message, family="data", rank=trace.rank), analysis)
+            return explain(failed("steps", message, family="data", rank=trace.rank), StepCountCase(analysis))
     return passed("steps", f"{expected} optimizer steps on every rank")

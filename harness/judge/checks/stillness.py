@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from harness.core.finding import Finding
 from harness.evidence.trace import RankTrace, Tensors
-from harness.judge.causes import explain_stillness
+from harness.judge.causes import explain
+from harness.judge.causes.weights import ChangedWeightsCase
 from harness.judge.findings import failed, passed
 from harness.judge.trace_analysis import TraceAnalysis, same
 
@@ -26,7 +27,7 @@ def stillness(analysis: TraceAnalysis) -> Finding:
                 rank=trace.rank,
                 parameter=next((n for n in left if n not in found or not left[n].equal(found[n])), None),
             )
-            return explain_stillness(finding, analysis)
+            return explain(finding, ChangedWeightsCase(analysis))
     return passed("stillness", "weights changed by optimizer steps alone")
 
 

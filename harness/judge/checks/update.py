@@ -7,7 +7,8 @@ import torch
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace
-from harness.judge.causes import explain_update
+from harness.judge.causes import explain
+from harness.judge.causes.update import update_case
 from harness.judge.findings import Vacuous, compare_with_one, with_parameters
 from harness.judge.oracle.noise import Deviation, largest, limit
 from harness.judge.oracle.update_replay import replay
@@ -40,7 +41,9 @@ def update(analysis: TraceAnalysis) -> Finding:
     finding = compare_with_one("update", "weights after the step", expected, largest(errors), allowed)
     if finding.outcome is not Outcome.FAILED:
         return finding
-    return explain_update(with_parameters(finding, errors), analysis)
+    finding = with_parameters(finding, errors)
+    case = update_case(finding, analysis)
+    return finding if case is None else explain(finding, case)
 
 
 def _same_history(left: RankTrace, right: RankTrace) -> bool:

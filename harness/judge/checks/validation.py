@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.evidence.trace import Evaluation
-from harness.judge.causes import explain_validation
+from harness.judge.causes import explain
+from harness.judge.causes.validation import EvaluationCase
 from harness.judge.findings import failed, passed
 from harness.judge.oracle.epochs import Position, evaluations_due, position_of
 from harness.judge.trace_analysis import TraceAnalysis
@@ -23,7 +24,7 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
         return None
     if not any(trace.evaluations for trace in analysis.trace.ranks):
         message = f"{len(due)} evaluations were due, and the model was never evaluated"
-        return explain_validation(failed("validation", message), analysis)
+        return explain(failed("validation", message), EvaluationCase(analysis))
     if len(analysis.steps) != analysis.steps_due:
         return None
     expected = len(workload.val_dataset(analysis.devices))
@@ -33,7 +34,7 @@ def validation(analysis: TraceAnalysis) -> Finding | None:
             steps, micro_batches = positions[0]
             message = f"{problem} in evaluation {number} of {len(due)}, due after {_position(steps, micro_batches)}"
             step = steps if micro_batches else max(steps - 1, 0)
-            return explain_validation(failed("validation", message, step=step), analysis)
+            return explain(failed("validation", message, step=step), EvaluationCase(analysis))
     return passed("validation", f"{len(due)} evaluations, each of {expected} held-out samples")
 
 

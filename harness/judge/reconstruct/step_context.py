@@ -12,8 +12,11 @@ from torch import Tensor
 from harness.core.cell import Cell
 from harness.core.training_behavior import TrainingBehavior
 from harness.evidence.trace import RankTrace, Step, Tensors, Trace
-from harness.judge.causes.explanation import Counterfactuals, Scene, flat
-from harness.judge.causes.mistakes import PREDICTIONS
+from harness.judge.causes.combinations import factor_between
+from harness.judge.causes.counterfactuals import Counterfactuals
+from harness.judge.causes.gradient_case import GradientCase, Pattern
+from harness.judge.causes.hypothesis import OCCASIONAL
+from harness.judge.causes.registry import HYPOTHESES
 from harness.judge.oracle.layout import Layout
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
@@ -94,41 +97,18 @@ class StepContext:
         """Yield what the known mistakes would have handed to the optimizer of a rank, as far as anything is known."""
         if not self.analysis.expected[index].raw:
             return
-        scene = self._scene(index, rank)
-        for explanation in PREDICTIONS:
-            with suppress(Exception):  # an explanation that cannot be asked has nothing to say
-                yield from explanation.predict(scene)
+        case = GradientCase.of(self._counterfactuals, index, rank)
+        case = replace(case, pattern=Pattern(factor_between(case.truth.raw, case.step.gradients)))
+        for hypothesis in sorted(HYPOTHESES[GradientCase], key=lambda one: -one.specificity):
+            if hypothesis.specificity > OCCASIONAL:
+                with suppress(Exception):  # a prediction that cannot be computed is left out
+                    yield from hypothesis.predict(case)
 
     def each_sample(self, index: int) -> list[Tensors]:
         """Return the gradient of each sample of the step alone; none where none can be alone."""
         with suppress(Exception):
             return self._counterfactuals.each_sample(index)
         return []
-
-    def _scene(self, index: int, rank: int) -> Scene:
-        analysis = self.analysis
-        global_step, truth = analysis.steps[index], analysis.expected[index]
-        step = global_step.ranks[rank]
-        right = flat(truth.raw, truth.raw, list(truth.raw))
-        given = flat(step.gradients, truth.raw, list(truth.raw))
-        return Scene(
-            index=index,
-            rank=rank,
-            step=step,
-            ranks=global_step.ranks,
-            truth=truth,
-            accumulate=self.workload.accumulate,
-            clip_norm=self.workload.clip_norm,
-            trained=frozenset(analysis.oracle.trained),
-            earlier=analysis.steps[index - 1].ranks[rank].gradients if index else None,
-            past=tuple(past for number, past in reversed(analysis.expected.items()) if number < index),
-            factor=float(given @ right / (right @ right)) if norm(right) else 1.0,
-            limit=float(torch.linalg.vector_norm(given)),
-            limits=(),
-            always_wrong=False,
-            evenly=False,
-            laboratory=self._counterfactuals,
-        )
 
 
 def _right(single: TraceAnalysis, truth: ExpectedGradients, handed: Collection[str]) -> ExpectedStep:
