@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from harness.judge.causes.explanation import Explanation
+
 from harness.core.outcome import Outcome
 from harness.judge.causes import gradients
-from harness.judge.causes.explanation import Explanation
 
 
 def rolled(scene):

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.causes.shared_memory import moved_by_others
+from harness.judge.causes.hypothesis import TraceCase, most_specific
+from harness.judge.causes.shared_memory import SHARED_MEMORY, moved_by_others
 from harness.judge.judge import judge
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 
@@ -67,9 +68,9 @@ def trace_in_one_memory(world, seed):
 @given(st.integers(2, 4), st.integers(0, 1000))
 def test_shared_memory_is_named_whatever_was_seen_when(world, seed):
     trace = trace_in_one_memory(world, seed)
-    named = moved_by_others(TraceAnalysis(trace, MLP, cell_of(world)))
-    assert named is not None
-    assert named.name == "applied-once-a-rank"
+    best = most_specific([SHARED_MEMORY], TraceCase(TraceAnalysis(trace, MLP, cell_of(world))))
+    assert best is not None
+    assert best[0].name == "applied-once-a-rank"
 
 
 def test_the_verdict_names_it_too():

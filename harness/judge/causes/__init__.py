@@ -1,35 +1,28 @@
-"""Why a trainer is wrong: explanations that predict what a mistake would have produced, tried against the evidence.
+"""Why a trainer is wrong: hypotheses predict what a mistake would have produced, and are tried against the evidence.
 
-The explanation whose prediction meets the subject's tensors within noise is the cause. Where none fits, the finding
-stays unexplained, with its figures. One file a kind of evidence: a wrong gradient is explained by the predictions in
-``mistakes``, one file a family; what is counted and not computed (samples, steps, rates, worlds) by hypotheses about
-the counts.
+The most specific hypothesis whose prediction fits is the cause. Where none fits, the finding is ``unexplained`` and
+keeps its figures. ``hypothesis`` has the type and the engine, ``registry`` the list of all hypotheses. Whether
+something is wrong is decided in ``harness.judge.checks``, not here.
 """
 
 from __future__ import annotations
 
-from harness.judge.causes.gradients import explain as explain_gradients
-from harness.judge.causes.launch import explain as explain_launch
-from harness.judge.causes.learning_rate import explain as explain_learning_rate
-from harness.judge.causes.metrics import explain as explain_metrics
-from harness.judge.causes.samples import explain as explain_samples
-from harness.judge.causes.step_count import explain as explain_steps
-from harness.judge.causes.step_count import explain_vacuous
-from harness.judge.causes.update import explain as explain_update
-from harness.judge.causes.validation import explain as explain_validation
-from harness.judge.causes.weights import explain_agreement, explain_initial, explain_stillness
+from harness.judge.causes.gradient_case import GradientCase
+from harness.judge.causes.gradient_evidence import explain_gradients
+from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match
+from harness.judge.causes.metric_case import MetricCase
+from harness.judge.causes.metric_evidence import explain_metrics
+from harness.judge.causes.registry import HYPOTHESES, explain, register
 
 __all__ = [
-    "explain_agreement",
+    "HYPOTHESES",
+    "Evidence",
+    "GradientCase",
+    "Hypothesis",
+    "Match",
+    "MetricCase",
+    "explain",
     "explain_gradients",
-    "explain_initial",
-    "explain_launch",
-    "explain_learning_rate",
     "explain_metrics",
-    "explain_samples",
-    "explain_steps",
-    "explain_stillness",
-    "explain_update",
-    "explain_vacuous",
-    "explain_validation",
+    "register",
 ]

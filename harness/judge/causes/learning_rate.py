@@ -1,96 +1,185 @@
-"""Why steps used other learning rates: ways to step a schedule, each a sequence of rates to compare with."""
+"""Why steps used other learning rates: each hypothesis predicts the sequence of rates that a rank would have used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
-from harness.core.finding import Finding
-from harness.judge.causes.cause import Cause, explained
+from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match, holds
 from harness.judge.trace_analysis import TraceAnalysis
 
 Rates = tuple[float, ...]
+"""The learning rate of each parameter group at one step."""
 
 PRECISION = 1e-9
-"""Rates that are nearer to each other than this part of them are the same: different ways to compute one number."""
+"""Rates whose relative difference is smaller are the same number, computed in different ways."""
 
 
-def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding about learning rates with a cause: the first way of stepping that gives all of its rates."""
-    rank = finding.rank or 0
-    used = [step.learning_rates for step in analysis.trace.ranks[rank].steps if not step.skipped]
-    others = [[step.learning_rates for step in trace.steps if not step.skipped] for trace in analysis.trace.ranks]
-    way = next(
-        (cause for cause, places in _ways(analysis, rank) if same_rates(used, rates_at(places, analysis))),
-        None,
-    )
-    if way is None and any(other != used for other in others):
-        way = Cause("rates-differ", "optimizer", "ranks step with different learning rates")
-    return explained(finding, way, _without_schedule(used, analysis), _scaled(used, analysis), _ANOTHER)
+@dataclass(frozen=True, eq=False)
+class LearningRateCase(Evidence):
+    """The learning rates of one rank, skipped steps left out. A hypothesis yields rates, or the match itself."""
+
+    analysis: TraceAnalysis
+    rank: int
+
+    @cached_property
+    def used(self) -> list[Rates]:
+        """The rates at each step that was taken."""
+        return self.of_rank(self.rank)
+
+    def of_rank(self, rank: int) -> list[Rates]:
+        """Return the rates of a rank at each step that was taken."""
+        return [step.learning_rates for step in self.analysis.trace.ranks[rank].steps if not step.skipped]
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether some rank used other rates."""
+        return any(self.of_rank(rank) != self.used for rank in range(len(self.analysis.trace.ranks)))
+
+    @property
+    def attempts(self) -> list[int]:
+        """The index of each step that was taken, among all attempts."""
+        steps = self.analysis.trace.ranks[self.rank].steps
+        return [attempt for attempt, step in enumerate(steps) if not step.skipped]
+
+    def match(self, hypothesis: LearningRateHypothesis) -> Match | None:
+        """Return a match where a predicted sequence of rates is the one that was used."""
+        for predicted in hypothesis.predict(self):
+            if isinstance(predicted, Match):
+                return predicted
+            if same_rates(self.used, predicted):
+                return Match()
+        return None
 
 
-_ANOTHER = Cause("another-rate", "optimizer", "which learning rate, or which schedule, is this?")
+LearningRateHypothesis = Hypothesis[LearningRateCase, "list[Rates] | Match"]
+Predicted = Iterator["list[Rates] | Match"]
 
 
-def _ways(analysis: TraceAnalysis, rank: int) -> Iterator[tuple[Cause, list[int]]]:
-    """Yield what a mistake is called, and at which place of the schedule it steps each time."""
-    steps = analysis.trace.ranks[rank].steps
-    taken = [attempt for attempt, step in enumerate(steps) if not step.skipped]
-    count, world = len(taken), analysis.cell.processes
-    epoch = analysis.epochs.windows
-    batches = [sum(len(step.micro_batches) for step in steps[:attempt]) for attempt in taken]
-    if taken != list(range(count)):
-        look = "the schedule goes on at a step that was skipped"
-        yield Cause("schedule-steps-when-skipped", "amp", look), taken
-    for name, look, places in (
-        ("schedule-never-stepped", "is scheduler.step() ever called?", [0] * count),
-        ("schedule-stepped-every-epoch", "it counts optimizer steps, not epochs", [a // epoch for a in taken]),
-        ("schedule-stepped-first", "call scheduler.step() after the optimizer's", [i + 1 for i in range(count)]),
-        ("schedule-stepped-every-micro-batch", "it counts optimizer steps, not micro-batches", batches),
-        ("schedule-stepped-every-micro-batch", "it counts optimizer steps, not micro-batches", [
-            after - 1 for after in [*batches[1:], batches[-1] + len(steps[taken[-1]].micro_batches)]
-        ] if batches else []),
-        ("schedule-stepped-once-a-rank", "it counts steps, not those of all ranks", [i * world for i in range(count)]),
-        ("schedule-stepped-twice", "something steps it a second time", [i * 2 for i in range(count)]),
-    ):  # fmt: skip
-        yield Cause(name, "optimizer", look), places
-
-
-def rates_at(places: list[int], analysis: TraceAnalysis) -> list[Rates]:
-    """Return the workload's rates at places of its schedule."""
+def rates_at(places: Sequence[int], analysis: TraceAnalysis) -> list[Rates]:
+    """Return the workload's rates at places of its schedule, counted in scheduler steps."""
     optimizer = analysis.oracle.optimizer()
     schedule = analysis.oracle.schedule(optimizer)
     analysis.oracle.set_gradients({})
     rates = []
     for _ in range(max(places, default=0) + 1):
         rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
-        optimizer.step()  # without gradients it changes nothing; a schedule insists on it
+        optimizer.step()  # without gradients it changes nothing; a schedule requires it
         schedule()
     return [rates[place] for place in places]
 
 
-def _without_schedule(used: list[Rates], analysis: TraceAnalysis) -> Cause | None:
-    bare = [tuple(float(group["lr"]) for group in analysis.oracle.optimizer().param_groups)] * len(used)
-    if same_rates(used, bare):
-        return Cause("no-schedule", "optimizer", "the rate is the optimizer's own: is there a scheduler?")
-    return None
+def without_schedule(count: int, analysis: TraceAnalysis) -> list[Rates]:
+    """Return the optimizer's own rates at so many steps."""
+    return [tuple(float(group["lr"]) for group in analysis.oracle.optimizer().param_groups)] * count
 
 
-def _scaled(used: list[Rates], analysis: TraceAnalysis) -> Cause | None:
-    """One factor between the rates that were used and those that were due."""
-    due = rates_at(list(range(len(used))), analysis)
-    factors = [u / d for mine, right in zip(used, due, strict=True) for u, d in zip(mine, right, strict=False) if d]
-    if not factors or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
-        return None
-    world = analysis.cell.processes
-    known = {world: "the world size", 1 / world: "one part of the world size"}
-    what = next((name for value, name in known.items() if abs(value - factors[0]) <= PRECISION * value), "a constant")
-    return Cause("rate-scaled", "optimizer", f"{factors[0]:.4g} × the workload's rate at every step: {what}")
-
-
-def same_rates(left: list[Rates], right: list[Rates]) -> bool:
+def same_rates(left: Sequence[Rates], right: Sequence[Rates]) -> bool:
     """Say whether two sequences of rates are the same numbers."""
     return len(left) == len(right) and all(
         len(a) == len(b) and all(abs(x - y) <= PRECISION * max(abs(x), abs(y)) for x, y in zip(a, b, strict=True))
         for a, b in zip(left, right, strict=True)
     )
+
+
+def _at(places_of: Callable[[LearningRateCase], Iterator[list[int]]]) -> Callable[[LearningRateCase], Predicted]:
+    """Return the prediction of the workload's rates at other places of the schedule."""
+
+    def predict(case: LearningRateCase) -> Predicted:
+        for places in places_of(case):
+            yield rates_at(places, case.analysis)
+
+    return predict
+
+
+def _when_skipped(case: LearningRateCase) -> Iterator[list[int]]:
+    if case.attempts != list(range(len(case.used))):
+        yield case.attempts
+
+
+def _never(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [0] * len(case.used)
+
+
+def _every_epoch(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [attempt // case.analysis.epochs.windows for attempt in case.attempts]
+
+
+def _before_the_optimizer(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [step + 1 for step in range(len(case.used))]
+
+
+def _every_micro_batch(case: LearningRateCase) -> Iterator[list[int]]:
+    """The schedule has moved on once for each batch before the step, or also for the step's own ones but the last."""
+    steps = case.analysis.trace.ranks[case.rank].steps
+    before = [sum(len(step.micro_batches) for step in steps[:attempt]) for attempt in case.attempts]
+    yield before
+    if before:
+        last = before[-1] + len(steps[case.attempts[-1]].micro_batches)
+        yield [after - 1 for after in (*before[1:], last)]
+    else:
+        yield []
+
+
+def _once_a_rank(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [step * case.analysis.cell.processes for step in range(len(case.used))]
+
+
+def _twice(case: LearningRateCase) -> Iterator[list[int]]:
+    yield [step * 2 for step in range(len(case.used))]
+
+
+def _no_schedule(case: LearningRateCase) -> Predicted:
+    yield without_schedule(len(case.used), case.analysis)
+
+
+def _scaled(case: LearningRateCase) -> Predicted:
+    """Predict one factor between the rates that were used and those that were due."""
+    due = rates_at(range(len(case.used)), case.analysis)
+    pairs = zip(case.used, due, strict=True)
+    factors = [used / right for mine, all_due in pairs for used, right in zip(mine, all_due, strict=False) if right]
+    if not factors or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
+        return
+    world = case.analysis.cell.processes
+    known = {world: "the world size", 1 / world: "one over the world size"}
+    what = next((name for value, name in known.items() if abs(value - factors[0]) <= PRECISION * value), "a constant")
+    yield Match(figures={"factor": f"{factors[0]:.4g}", "what": what})
+
+
+HYPOTHESES = (
+    LearningRateHypothesis("schedule-steps-when-skipped", "amp", _at(_when_skipped),
+        "the schedule moved on at a step that the GradScaler skipped",
+        "call scheduler.step() only after steps that were taken", 190),
+    LearningRateHypothesis("schedule-never-stepped", "optimizer", _at(_never),
+        "every step has the schedule's first rate",
+        "is scheduler.step() called?", 180),
+    LearningRateHypothesis("schedule-stepped-every-epoch", "optimizer", _at(_every_epoch),
+        "the schedule moved on once an epoch",
+        "call scheduler.step() after each optimizer step", 170),
+    LearningRateHypothesis("schedule-stepped-first", "optimizer", _at(_before_the_optimizer),
+        "the schedule is one step ahead",
+        "call scheduler.step() after the optimizer's step", 160),
+    LearningRateHypothesis("schedule-stepped-every-micro-batch", "optimizer", _at(_every_micro_batch),
+        "the schedule moved on with every micro-batch",
+        "call scheduler.step() after each optimizer step", 150),
+    LearningRateHypothesis("schedule-stepped-once-a-rank", "optimizer", _at(_once_a_rank),
+        "the schedule moved on once for each rank in every step",
+        "count optimizer steps, not those of all ranks", 140),
+    LearningRateHypothesis("schedule-stepped-twice", "optimizer", _at(_twice),
+        "the schedule moved on twice in every step",
+        "is scheduler.step() called in two places?", 130),
+    LearningRateHypothesis("rates-differ", "optimizer", holds(lambda case: case.ranks_differ),
+        "ranks step with different learning rates",
+        "does the schedule depend on something that differs between ranks?", 120),
+    LearningRateHypothesis("no-schedule", "optimizer", _no_schedule,
+        "every step has the rate with which the optimizer was created",
+        "is there a scheduler?", 110),
+    LearningRateHypothesis("rate-scaled", "optimizer", _scaled,
+        "every step has {factor} × the workload's rate: {what}",
+        "does the trainer scale the learning rate?", 105),
+    LearningRateHypothesis("another-rate", "optimizer", holds(lambda case: True),
+        "the rates are those of no known mistake with the workload's schedule",
+        "which learning rate, and which schedule, does the trainer use?", 104),
+)  # fmt: skip

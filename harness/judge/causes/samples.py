@@ -2,232 +2,288 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from harness.core.finding import Finding
-from harness.judge.causes.cause import Cause, explained
-from harness.judge.causes.step_count import pace
-from harness.judge.sampler_draws import repeated
-from harness.judge.sampler_draws import shared as shared_draws
+from harness.judge import sampler_draws
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
+from harness.judge.causes.step_count import RHYTHM
 from harness.judge.trace_analysis import TraceAnalysis
 
 Draws = tuple[tuple[int, ...], ...]
 """One rank's sample ids, by step, in the order in which they went through the model."""
 
 
-def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding about the samples with a cause: the first hypothesis that what was drawn does not refute."""
-    ranks = [
-        tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
-        for trace in analysis.trace.ranks
-    ]
-    always = (
-        pace(analysis),
-        _strangers(ranks, analysis),
-        _loss_given_others(analysis),
-        _nodes_alike(ranks, analysis),
-    )
-    if analysis.behavior.by_iterations:
-        return explained(finding, *always, _drawn_again(analysis), _drawn_alike(analysis), _other_size(ranks, analysis))
-    return explained(
-        finding,
-        *always,
-        _everybody_sees_everything(ranks, analysis),
-        _all_alike(ranks),
-        _batch_again(ranks),
-        _epochs_alike(ranks, analysis),
-        _drawn_twice_by_a_rank(ranks, analysis),
-        _filled_up(ranks, analysis),
-        _shards_overlap(ranks, analysis),
-        _other_size(ranks, analysis),
-        _never_seen(ranks, analysis),
-        _order(analysis),
-    )
+@dataclass(frozen=True, eq=False)
+class SampleCase(TraceCase):
+    """A trace with other samples than the workload's."""
+
+    @cached_property
+    def ranks(self) -> list[Draws]:
+        """What each rank drew."""
+        return [
+            tuple(tuple(i for micro in step.micro_batches for i in micro.samples) for step in trace.steps)
+            for trace in self.analysis.trace.ranks
+        ]
+
+    @property
+    def dataset_size(self) -> int:
+        """The number of training samples."""
+        return len(self.analysis.oracle.data)
+
+    def by_epoch(self, draws: Draws) -> list[Draws]:
+        """Cut a rank's steps into epochs: equal ones if they can be, else such as the workload's."""
+        workload = self.analysis.workload
+        length, rest = divmod(len(draws), workload.epochs)
+        if rest or not length:
+            length = -(-workload.steps_per_epoch // workload.accumulate)
+        return [draws[start : start + length] for start in range(0, len(draws), length)]
+
+    @cached_property
+    def epochs(self) -> list[tuple[int, tuple[Draws, ...]]]:
+        """The first step of each epoch, and what each rank drew in it."""
+        epochs, start = [], 0
+        for ranks in zip(*map(self.by_epoch, self.ranks), strict=False):
+            epochs.append((start, ranks))
+            start += len(ranks[0])
+        return epochs
+
+    def covers_dataset(self, rank: int) -> bool:
+        """Say whether a rank alone goes through the whole dataset, once, before it begins again."""
+        return len(set(_flat(self.ranks[rank])[: self.dataset_size])) == self.dataset_size
+
+
+class EpochSampleCase(SampleCase):
+    """A trace in which every sample is due once an epoch."""
+
+
+class IterationSampleCase(SampleCase):
+    """A trace of a subject that trains by iterations: each rank draws by itself, without epochs."""
+
+
+SampleHypothesis = Hypothesis[SampleCase, Match]
+
+
+def sample_case(analysis: TraceAnalysis) -> SampleCase:
+    """Return the case to explain, by the way in which the subject declares to draw."""
+    return IterationSampleCase(analysis) if analysis.behavior.by_iterations else EpochSampleCase(analysis)
 
 
 def _flat(draws: Iterable[Iterable[int]]) -> list[int]:
     return [i for step in draws for i in step]
 
 
-def _epochs(draws: Draws, analysis: TraceAnalysis) -> list[Draws]:
-    """Cut a rank's steps into epochs: equal ones if they can be, else such as the workload's."""
-    workload = analysis.workload
-    length, rest = divmod(len(draws), workload.epochs)
-    if rest or not length:
-        length = -(-workload.steps_per_epoch // workload.accumulate)
-    return [draws[start : start + length] for start in range(0, len(draws), length)]
-
-
-def _strangers(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    count = len(analysis.oracle.data)
-    for rank, draws in enumerate(ranks):
+def _of_another_dataset(case: SampleCase) -> Iterator[Match]:
+    for rank, draws in enumerate(case.ranks):
         for step, ids in enumerate(draws):
-            if any(not 0 <= i < count for i in ids):
-                look = "is it the training set that is trained on?"
-                return Cause("samples-of-another-dataset", "data", look, step=step, rank=rank)
-    return None
+            for i in ids:
+                if not 0 <= i < case.dataset_size:
+                    yield Match(step, rank, {"sample": i, "count": case.dataset_size})
 
 
-def _loss_given_others(analysis: TraceAnalysis) -> Cause | None:
-    for moment in analysis.moments:
-        for rank, step in enumerate(moment.ranks):
-            given = [i for micro in step.micro_batches for i in micro.loss or ()]
+def _loss_of_others(case: SampleCase) -> Iterator[Match]:
+    for global_step in case.analysis.steps:
+        for rank, step in enumerate(global_step.ranks):
+            used = [i for micro in step.micro_batches for i in micro.loss or ()]
             seen = [i for micro in step.micro_batches for i in micro.samples]
-            if given and any(micro.loss is not None for micro in step.micro_batches) and not set(given) >= set(seen):
-                look = "which samples is the loss taken of?"
-                return Cause("loss-of-other-samples", "data", look, step=moment.index, rank=rank)
-    return None
+            if missing := set(seen) - set(used) if used else set():
+                yield Match(global_step.index, rank, {"missing": len(missing), "seen": len(set(seen))})
 
 
-def _nodes_alike(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    """Ranks that share a local rank, or a node, draw the same: one number was taken for another."""
-    nodes = analysis.cell.topology.num_nodes
-    if nodes == 1 or (len(ranks) == nodes and len(set(map(_everything, ranks))) == 1 and _whole(ranks[0], analysis)):
-        return None
-    on_node = len(ranks) // nodes
-    by_local_rank = [{ranks[node * on_node + local] for node in range(nodes)} for local in range(on_node)]
-    if all(len(alike) == 1 for alike in by_local_rank) and len(set(ranks)) == on_node:
-        look = "ranks of different nodes use the same samples: is LOCAL_RANK taken for RANK?"
-        return Cause("local-rank-for-rank", "launch", look, step=0)
-    by_node = [set(ranks[node * on_node : (node + 1) * on_node]) for node in range(nodes)]
-    if all(len(alike) == 1 for alike in by_node) and len(set(ranks)) == nodes and on_node > 1:
-        look = "the ranks of a node use the same samples: is the node's number taken for RANK?"
-        return Cause("node-rank-for-rank", "launch", look, step=0)
-    return None
+def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase], Iterator[Match]]:
+    """Return the prediction that ranks draw by another number than their rank.
+
+    ``same_number`` takes a rank and the number of ranks on a node. Ranks with the same number draw the same samples,
+    and ranks with different numbers do not.
+    """
+
+    def predict(case: SampleCase) -> Iterator[Match]:
+        ranks, nodes = case.ranks, case.analysis.cell.topology.num_nodes
+        on_node = len(ranks) // nodes
+        without_sampler = len(ranks) == nodes and len({tuple(_flat(draws)) for draws in ranks}) == 1
+        if nodes == 1 or (without_sampler and case.covers_dataset(0)):
+            return
+        drawn: dict[int, set[Draws]] = {}
+        for rank, draws in enumerate(ranks):
+            drawn.setdefault(same_number(rank, on_node), set()).add(draws)
+        if all(len(alike) == 1 for alike in drawn.values()) and len(set(ranks)) == len(drawn) < len(ranks):
+            yield Match(0)
+
+    return predict
 
 
-def _everything(draws: Draws) -> tuple[int, ...]:
-    return tuple(_flat(draws))
+def _local_rank(rank: int, on_node: int) -> int:
+    return rank % on_node
 
 
-def _whole(draws: Draws, analysis: TraceAnalysis) -> bool:
-    """Say whether a rank alone goes through the whole dataset, once, before it begins again."""
-    count = len(analysis.oracle.data)
-    return len(set(_flat(draws)[:count])) == count
+def _node_rank(rank: int, on_node: int) -> int:
+    return rank // on_node
 
 
-def _everybody_sees_everything(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    if len(ranks) > 1 and all(_whole(draws, analysis) for draws in ranks):
-        look = "every rank goes through the whole dataset: is there a DistributedSampler?"
-        return Cause("no-sampler", "data", look, step=0)
-    return None
+def _everything_on_every_rank(case: SampleCase) -> Iterator[Match]:
+    if len(case.ranks) > 1 and all(map(case.covers_dataset, range(len(case.ranks)))):
+        yield Match(0, figures={"count": case.dataset_size})
 
 
-def _all_alike(ranks: Sequence[Draws]) -> Cause | None:
-    if len(ranks) > 1 and len(set(ranks)) == 1:
-        look = "every rank uses the same samples: is the sampler told the rank?"
-        return Cause("ranks-alike", "data", look, step=0)
-    return None
+def _ranks_alike(case: SampleCase) -> Iterator[Match]:
+    if len(case.ranks) > 1 and len(set(case.ranks)) == 1:
+        yield Match(0)
 
 
-def _batch_again(ranks: Sequence[Draws]) -> Cause | None:
-    for rank, draws in enumerate(ranks):
+def _batch_again(case: SampleCase) -> Iterator[Match]:
+    for rank, draws in enumerate(case.ranks):
         for step in range(1, len(draws)):
             if draws[step] and draws[step] == draws[step - 1]:
-                return Cause("batch-again", "data", "a batch is used twice in a row", step=step, rank=rank)
-    return None
+                yield Match(step, rank)
 
 
-def _drawn_again(analysis: TraceAnalysis) -> Cause | None:
-    if (found := repeated(analysis)) is None:
+def _batch_drawn_again(case: SampleCase) -> Iterator[Match]:
+    if (found := sampler_draws.repeated(case.analysis)) is not None:
+        yield Match(*found)
+
+
+def _ranks_draw_alike(case: SampleCase) -> Iterator[Match]:
+    if (found := sampler_draws.shared(case.analysis)) is not None:
+        figures = {"first": found.first, "second": found.second, "count": found.count, "places": found.places}
+        yield Match(found.step or 0, found.second, figures)
+
+
+def _epochs_alike(case: SampleCase) -> int | None:
+    """Return the first step of the second epoch where it has the order of the first, on every rank, else None."""
+    epochs = [case.by_epoch(draws) for draws in case.ranks]
+    if not case.analysis.shuffles or any(len(own) < 2 or _flat(own[0]) != _flat(own[1]) for own in epochs):
         return None
-    return Cause("batch-again", "data", "a batch is used twice in a row", step=found[0], rank=found[1])
+    return len(epochs[0][0])
 
 
-def _drawn_alike(analysis: TraceAnalysis) -> Cause | None:
-    if (found := shared_draws(analysis)) is None:
-        return None
-    look = "is each rank's generator seeded with its rank, and never set to another's state?"
-    return Cause("ranks-alike", "data", look, step=found.step or 0, rank=found.second)
+def _never_shuffled(case: SampleCase) -> Iterator[Match]:
+    step = _epochs_alike(case)
+    if step is not None and all(_flat(case.by_epoch(d)[0]) == sorted(_flat(case.by_epoch(d)[0])) for d in case.ranks):
+        yield Match(step)
 
 
-def _epochs_alike(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    if not analysis.shuffles:
-        return None
-    epochs = [_epochs(draws, analysis) for draws in ranks]
-    if any(len(own) < 2 or _flat(own[0]) != _flat(own[1]) for own in epochs):
-        return None
-    step = len(epochs[0][0])
-    if all(_flat(own[0]) == sorted(_flat(own[0])) for own in epochs):
-        return Cause("never-shuffled", "data", "samples come in the order of the dataset", step=step)
-    look = "each epoch has the order of the first: is set_epoch called, or is a loader's output kept?"
-    return Cause("set-epoch-never-called", "data", look, step=step)
+def _set_epoch_never_called(case: SampleCase) -> Iterator[Match]:
+    if (step := _epochs_alike(case)) is not None:
+        yield Match(step)
 
 
-def _drawn_twice_by_a_rank(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    for rank, draws in enumerate(ranks):
+def _drawn_twice_by_a_rank(case: SampleCase) -> Iterator[Match]:
+    for rank, draws in enumerate(case.ranks):
         start = 0
-        for epoch in _epochs(draws, analysis):
+        for epoch in case.by_epoch(draws):
             seen: set[int] = set()
             repeats = 0
             for place, ids in enumerate(epoch):
                 repeats += len(ids) - len(set(ids) - seen)
                 seen |= set(ids)
-                if repeats >= len(ranks):  # as many as a sampler's padding never has
-                    look = (
-                        "a rank draws samples twice in an epoch: from the wrong place? A trainer that knows no epoch "
-                        "declares data='iterations'"
-                    )
-                    return Cause("drawn-twice-by-a-rank", "data", look, step=start + place, rank=rank)
+                if repeats >= len(case.ranks):  # a sampler's padding has fewer
+                    yield Match(start + place, rank, {"repeats": repeats})
             start += len(epoch)
-    return None
 
 
-def _filled_up(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    """Nobody draws twice, apart from the last batch of an epoch, which is as long as the others on every rank."""
-    size = analysis.workload.global_batch_size(analysis.devices) // len(ranks)
-    short = -len(analysis.oracle.data) % (size * len(ranks))
-    start = 0
-    for columns in zip(*(_epochs(draws, analysis) for draws in ranks), strict=False):
-        used = [i for draws in columns for i in _flat(draws)]
-        before = [i for draws in columns for i in _flat(draws)[:-size]]
-        start += len(columns[0])
+def _last_batch_filled_up(case: SampleCase) -> Iterator[Match]:
+    """No sample is drawn twice before the last batch of an epoch, which is as long as the others on every rank."""
+    size = case.analysis.workload.global_batch_size(case.analysis.devices) // len(case.ranks)
+    short = -case.dataset_size % (size * len(case.ranks))
+    for start, ranks in case.epochs:
+        used = [i for draws in ranks for i in _flat(draws)]
+        before = [i for draws in ranks for i in _flat(draws)[:-size]]
         if short and len(used) - len(set(used)) == short and len(set(before)) == len(before):
-            look = "the last batch is filled up, to its full size, with samples that were used already"
-            return Cause("last-batch-filled-up", "data", look, step=start - 1)
-    return None
+            yield Match(start + len(ranks[0]) - 1, figures={"short": short})
 
 
-def _shards_overlap(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
+def _shards_overlap(case: SampleCase) -> Iterator[Match]:
     """Ranks have samples in common within an epoch, more than a sampler pads with."""
-    start = 0
-    for columns in zip(*(_epochs(draws, analysis) for draws in ranks), strict=False):
+    for start, ranks in case.epochs:
         owner: dict[int, int] = {}
         shared = 0
-        for place, steps in enumerate(zip(*columns, strict=False)):
+        for place, steps in enumerate(zip(*ranks, strict=False)):
             for rank, ids in enumerate(steps):
                 shared += sum(owner.setdefault(i, rank) != rank for i in ids)
-            if shared >= len(ranks) > 1:
-                look = "ranks share samples: is the sampler's seed the same on every rank, are shards cut apart?"
-                return Cause("shards-overlap", "data", look, step=start + place)
-        start += len(columns[0])
-    return None
+            if shared >= len(case.ranks) > 1:
+                yield Match(start + place, figures={"shared": shared})
 
 
-def _other_size(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    workload = analysis.workload
-    full = workload.accumulate * workload.global_batch_size(analysis.devices) // len(ranks)
-    for rank, draws in enumerate(ranks):
-        sizes = [len(ids) for ids in draws]
-        if sizes and max(sizes) != full:
-            look = f"a rank draws {max(sizes)} samples a step, not {full}: which batch size was its loader given?"
-            return Cause("batches-of-another-size", "data", look, step=0, rank=rank)
-    return None
+def _batches_of_another_size(case: SampleCase) -> Iterator[Match]:
+    workload = case.analysis.workload
+    full = workload.accumulate * workload.global_batch_size(case.analysis.devices) // len(case.ranks)
+    for rank, draws in enumerate(case.ranks):
+        largest = max(map(len, draws), default=full)
+        if largest != full:
+            yield Match(0, rank, {"largest": largest, "full": full})
 
 
-def _never_seen(ranks: Sequence[Draws], analysis: TraceAnalysis) -> Cause | None:
-    count = len(analysis.oracle.data)
-    start = 0
-    for columns in zip(*(_epochs(draws, analysis) for draws in ranks), strict=False):
-        start += len(columns[0])
-        seen = {i for draws in columns for i in _flat(draws)}
-        if len(seen) < count:
-            look = "the end of an epoch, or of a shard, is dropped"
-            return Cause("samples-never-seen", "data", look, step=start - 1)
-    return None
+def _never_seen(case: SampleCase) -> Iterator[Match]:
+    for start, ranks in case.epochs:
+        seen = {i for draws in ranks for i in _flat(draws)}
+        if len(seen) < case.dataset_size:
+            figures = {"missing": case.dataset_size - len(seen), "count": case.dataset_size}
+            yield Match(start + len(ranks[0]) - 1, figures=figures)
 
 
-def _order(analysis: TraceAnalysis) -> Cause | None:
-    if analysis.shuffles:
-        return Cause("shards-kept", "data", "shuffle the whole dataset, then cut it into shards")
-    return Cause("order-of-its-own", "data", "is something shuffled, or cut into contiguous shards?")
+_ALWAYS: Sequence[SampleHypothesis] = (
+    *RHYTHM,
+    SampleHypothesis("samples-of-another-dataset", "data", _of_another_dataset,
+        "sample {sample} was used, but the training set has {count} samples",
+        "is it the training set that is trained on?", 190),
+    SampleHypothesis("loss-of-other-samples", "data", _loss_of_others,
+        "{missing} of {seen} samples that went through the model are missing from the loss",
+        "which outputs and targets are passed to the loss?", 185),
+    SampleHypothesis("local-rank-for-rank", "launch", _nodes_alike(_local_rank),
+        "ranks with the same local rank use the same samples on every node",
+        "is LOCAL_RANK used where RANK is meant?", 180),
+    SampleHypothesis("node-rank-for-rank", "launch", _nodes_alike(_node_rank),
+        "all ranks of a node use the same samples",
+        "is the node's number used where RANK is meant?", 175),
+    SampleHypothesis("batches-of-another-size", "data", _batches_of_another_size,
+        "a rank draws {largest} samples a step, not {full}",
+        "which batch size does its loader have?", 120),
+)  # fmt: skip
+
+BY_ITERATIONS: Sequence[SampleHypothesis] = (
+    *_ALWAYS,
+    SampleHypothesis("batch-again", "data", _batch_drawn_again,
+        "a batch is used twice in a row",
+        "does the iterator move on after each batch?", 170),
+    SampleHypothesis("ranks-alike", "data", _ranks_draw_alike,
+        "ranks {first} and {second} draw the same sample in {count} of {places} places",
+        "seed each rank's generator with its rank, and do not set it to another rank's state", 165),
+)  # fmt: skip
+
+BY_EPOCHS: Sequence[SampleHypothesis] = (
+    *_ALWAYS,
+    SampleHypothesis("no-sampler", "data", _everything_on_every_rank,
+        "every rank goes through all {count} samples",
+        "is there a DistributedSampler?", 170),
+    SampleHypothesis("ranks-alike", "data", _ranks_alike,
+        "every rank uses the same samples",
+        "does the sampler get the rank?", 165),
+    SampleHypothesis("batch-again", "data", _batch_again,
+        "a batch is used twice in a row",
+        "does the loop fetch a new batch for each step?", 160),
+    SampleHypothesis("never-shuffled", "data", _never_shuffled,
+        "samples come in the order of the dataset in every epoch",
+        "is shuffle=True passed to the sampler or the loader?", 155),
+    SampleHypothesis("set-epoch-never-called", "data", _set_epoch_never_called,
+        "each epoch has the order of the first",
+        "is sampler.set_epoch called, or is a loader's output kept?", 150),
+    SampleHypothesis("drawn-twice-by-a-rank", "data", _drawn_twice_by_a_rank,
+        "a rank draws {repeats} samples again within an epoch",
+        "where does its sampler start? A trainer that has no epochs declares data='iterations'", 145),
+    SampleHypothesis("last-batch-filled-up", "data", _last_batch_filled_up,
+        "the last batch of an epoch is filled up with {short} samples that were used already",
+        "leave the last batch short", 140),
+    SampleHypothesis("shards-overlap", "data", _shards_overlap,
+        "ranks share {shared} samples within an epoch",
+        "is the sampler's seed the same on every rank, and are shards disjoint?", 130),
+    SampleHypothesis("samples-never-seen", "data", _never_seen,
+        "{missing} of {count} samples are not used in an epoch",
+        "is the end of an epoch, or of a shard, dropped?", 110),
+    SampleHypothesis("shards-kept", "data", holds(lambda case: case.analysis.shuffles),
+        "each rank keeps the same samples in every epoch",
+        "shuffle the whole dataset first, then cut it into shards", 105),
+    SampleHypothesis("order-of-its-own", "data", holds(lambda case: not case.analysis.shuffles),
+        "samples do not come in the order of the dataset",
+        "is something shuffled, or is the dataset cut into contiguous shards?", 104),
+)  # fmt: skip

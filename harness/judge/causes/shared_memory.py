@@ -1,8 +1,8 @@
-"""Do ranks share their parameters' memory? Then each rank's weights are moved by the other ranks' steps as well.
+"""Finds ranks that share their parameters' memory: each rank's weights are moved by the other ranks' steps as well.
 
-Each rank makes the right update, and each lands on all of them: whole, late, or torn in the middle of a tensor. What
-stays, whatever the order was: between two looks every single weight moved by a whole number of right updates, and over
-a whole training by the updates of all ranks.
+Each rank makes the right update, and each is applied on all of them: whole, late, or to a part of a tensor. In
+whatever order this happens, every weight moves by a whole number of right updates between two recordings, and over the
+whole training by the updates of all ranks.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 
 from harness.evidence.trace import RankTrace, Tensors
-from harness.judge.causes.cause import Cause
-from harness.judge.oracle.training import Oracle
-from harness.judge.oracle.update_replay import stepped
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis, same
 
 _NEAR = 0.01
-"""A weight moved k times by its update if it is no further from that than this part of one update."""
+"""A weight moved k times by its update if it is this near to that, as a part of one update."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Move:
-    """Where weights were, and where at the next look; which update was right there, and which at the step before.
+    """The weights at two consecutive recordings, the right update between them, and that of the step before.
 
     ``apart``: no optimizer of this rank stepped in between.
     """
@@ -47,14 +47,14 @@ class _Count:
     apart: bool
 
 
-def moved_by_others(analysis: TraceAnalysis) -> Cause | None:
-    """Return that ranks share their parameters' memory, None where the evidence says something else or nothing.
+def moved_by_others(analysis: TraceAnalysis) -> Match | None:
+    """Return a match where ranks share their parameters' memory, None where the evidence refutes it or cannot tell.
 
     The evidence for it has three parts, and all of them must be there:
-    every rank is handed the same gradients, or another rank's update could not be told from its own;
+    every rank has the same gradients, or another rank's update could not be told from its own;
     on every rank every weight moved by whole updates;
     and over the training every rank's weights moved by the updates of all ranks, but for those of the last step that
-    had not landed yet. Ranks that merely parted move by their own updates alone.
+    had not been applied yet. Ranks that merely diverged move by their own updates alone.
     """
     world = analysis.cell.processes
     if world == 1 or not _same_gradients(analysis):
@@ -67,24 +67,38 @@ def moved_by_others(analysis: TraceAnalysis) -> Cause | None:
             if counted is None:
                 return None
             counts.append(counted)
-        if not _all_landed(counts, world):
+        if not _all_applied(counts, world):
             return None
         by_others = by_others or any(_is_anothers(count, world) for count in counts)
         once = once or any(bool((count.times == 1).any()) for count in counts)
-    if not by_others and once:
+    if by_others:
+        return Match(figures={"observed": "a rank's weights are moved by the other ranks' steps too", "or_else": ""})
+    if once:
         return None
-    if not by_others:
-        # Every weight moved by as many updates at once as there are ranks.
-        look = (
-            f"the update was applied {world} times in every step: do ranks share the parameters' memory, or step again?"
-        )
-        return Cause("applied-once-a-rank", "averaging", look)
-    look = "ranks are moved by each other's steps: do they share the parameters' memory?"
-    return Cause("applied-once-a-rank", "averaging", look)
+    # Every weight moved by as many updates at once as there are ranks, which a rank that steps so often does as well.
+    return Match(
+        figures={"observed": f"the update was applied {world} times in every step", "or_else": ", or step again"}
+    )
+
+
+def _shared(case: TraceCase) -> Iterator[Match]:
+    if (match := moved_by_others(case.analysis)) is not None:
+        yield match
+
+
+SHARED_MEMORY: Hypothesis[TraceCase, Match] = Hypothesis(
+    "applied-once-a-rank", "averaging", _shared,
+    "{observed}",
+    "do ranks share the parameters' memory{or_else}?", 150,
+)  # fmt: skip
 
 
 def _same_gradients(analysis: TraceAnalysis) -> bool:
-    return all(same(step.gradients, moment.ranks[0].gradients) for moment in analysis.moments for step in moment.ranks)
+    return all(
+        same(step.gradients, global_step.ranks[0].gradients)
+        for global_step in analysis.steps
+        for step in global_step.ranks
+    )
 
 
 def _is_anothers(count: _Count, world: int) -> bool:
@@ -98,10 +112,10 @@ def _is_anothers(count: _Count, world: int) -> bool:
     return bool((count.late > 0).any()) or bool(((count.times != 1) & (count.times != world))[known].any())
 
 
-def _all_landed(counts: list[_Count], world: int) -> bool:
-    """Say whether weights have moved by ``world`` updates for each step, but for what is still on its way.
+def _all_applied(counts: list[_Count], world: int) -> bool:
+    """Say whether weights have moved by ``world`` updates for each step, except for updates not applied yet.
 
-    The median weight has to: where two updates happen to be multiples of each other, a weight is counted wrongly.
+    The median weight decides: where two updates happen to be multiples of each other, a weight is counted wrongly.
     """
     taken = [count for count in counts if not count.apart and not bool(count.times.isnan().all())]
     if not taken:
@@ -113,7 +127,7 @@ def _all_landed(counts: list[_Count], world: int) -> bool:
 
 
 def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
-    """Yield what became of the weights in each step, and from there to the next."""
+    """Yield how the weights moved in each step, and from there to the next."""
     oracle = Oracle(analysis.workload, analysis.devices)
     optimizer = oracle.optimizer()
     none = {name: torch.zeros_like(value) for name, value in oracle.weights().items()}
@@ -122,7 +136,7 @@ def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
         assert step is not None
         update = none
         if not step.skipped:
-            weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+            weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
             update = {name: value - step.before[name].double() for name, value in weights.items()}
         # Where a step computes its own gradients, as closures do, it begins before the others' last steps have ended.
         yield _Move(step.before, step.after, update, earlier, apart=False)
@@ -134,7 +148,7 @@ def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
 def _counted(move: _Move, world: int, epsilon: float) -> _Count | None:
     """Return by how many updates each weight moved; None where by no whole number.
 
-    It cannot be told for weights whose update drowns in their rounding.
+    It cannot be told for weights whose update is smaller than their rounding.
     """
     every_times, every_late = [], []
     for name in sorted(move.update.keys() & move.before.keys() & move.after.keys()):

@@ -2,88 +2,83 @@
 
 from __future__ import annotations
 
-from harness.core.finding import Finding
-from harness.judge.causes.cause import Cause, explained
+from collections.abc import Iterator
+
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis
 
-
-def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding about the number of steps with a cause."""
-    return explained(finding, pace(analysis), _other_number(analysis))
+Counted = Hypothesis[TraceCase, Match]
 
 
-def explain_vacuous(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding that has nothing to look at with the reason why there is nothing, if it is one of these."""
-    return explained(finding, pace(analysis))
+class StepCountCase(TraceCase):
+    """A trace with another number of optimizer steps than the workload's."""
 
 
-def pace(analysis: TraceAnalysis) -> Cause | None:
-    """Return what is wrong with the rhythm of batches and steps, None if nothing is that these counts could tell."""
-    counts = [len(trace.steps) for trace in analysis.trace.ranks]
-    if not any(counts):
-        return Cause("never-stepped", "optimizer", "is optimizer.step() ever called?")
-    if 0 in counts:
-        rank = counts.index(0)
-        return Cause("some-ranks-never-stepped", "launch", "do all ranks know that they take part?", rank=rank)
-    return _steps_without_a_batch(analysis) or _windows(analysis)
+class VacuousCase(TraceCase):
+    """A trace in which a check found nothing to judge."""
 
 
-def _steps_without_a_batch(analysis: TraceAnalysis) -> Cause | None:
-    world = analysis.cell.processes
-    idle = [moment for moment in analysis.moments if not any(step.micro_batches for step in moment.ranks)]
-    if not idle:
+def _step_counts(case: TraceCase) -> list[int]:
+    return [len(trace.steps) for trace in case.analysis.trace.ranks]
+
+
+def _some_ranks_never_stepped(case: TraceCase) -> Iterator[Match]:
+    counts = _step_counts(case)
+    if 0 in counts and any(counts):
+        yield Match(rank=counts.index(0), figures={"idle": counts.index(0)})
+
+
+def _without_batch(analysis: TraceAnalysis) -> list[GlobalStep]:
+    """Return the steps before which no rank had a batch since the step before."""
+    return [global_step for global_step in analysis.steps if not any(step.micro_batches for step in global_step.ranks)]
+
+
+def _steps_per_batch(case: TraceCase) -> tuple[float, GlobalStep | None]:
+    """Return how many steps there are for each step with a batch, and the first step without one."""
+    without = _without_batch(case.analysis)
+    with_batch = len(case.analysis.steps) - len(without)
+    return len(case.analysis.steps) / with_batch if with_batch else 0.0, without[0] if without else None
+
+
+def _stepped_by_several_optimizers(case: TraceCase) -> Iterator[Match]:
+    """A step without a batch moved other parameters than the step before it, and some of the same."""
+    _, first = _steps_per_batch(case)
+    if first is not None and first.index:
+        before = case.analysis.steps[first.index - 1].ranks[0].gradients.keys()
+        moved = first.ranks[0].gradients.keys()
+        if moved != before and moved & before:
+            yield Match(first.index, figures={"shared": len(moved & before)})
+
+
+def _once_a_rank(case: TraceCase) -> Iterator[Match]:
+    """Every batch is followed by as many steps as there are ranks; with two ranks that could be twice as well."""
+    times, first = _steps_per_batch(case)
+    if first is not None and times == case.analysis.cell.processes > 2:
+        yield Match(first.index, figures={"times": round(times)})
+
+
+def _stepped_without_a_batch(case: TraceCase) -> Iterator[Match]:
+    times, first = _steps_per_batch(case)
+    if first is not None:
+        unclear = times == case.analysis.cell.processes == 2
+        more = " (twice, or once a rank? Three ranks would tell)" if unclear else ""
+        figures = {"count": len(_without_batch(case.analysis)), "total": len(case.analysis.steps), "more": more}
+        yield Match(first.index, figures=figures)
+
+
+def _windows(case: TraceCase) -> tuple[list[int], list[int]] | None:
+    """Return how many micro-batches each step of the first rank had, and how many it should have had.
+
+    None where these are the same, or where micro-batches are no batches of the loader: those of a device, or parts.
+    """
+    analysis = case.analysis
+    if analysis.workload.max_steps is not None:
         return None
-    busy = len(analysis.moments) - len(idle)
-    times, rest = divmod(len(analysis.moments), busy) if busy else (0, 1)
-    step = idle[0].index
-    if _is_anothers(idle[0], analysis):
-        look = "a parameter is stepped more than once for each batch: is it in several optimizers?"
-        return Cause("parameter-in-several-optimizers", "optimizer", look, step=step)
-    if rest == 0 and times == world > 2:  # of two ranks nobody can tell whether it is twice, or once a rank
-        look = f"the optimizer steps {times} times for every batch: once a rank?"
-        return Cause("applied-once-a-rank", "averaging", look, step=step)
-    look = "the optimizer steps several times for one batch"
-    if rest == 0 and times == world == 2:
-        look += ": twice, or once a rank? On three ranks it shows"
-    return Cause("stepped-without-a-batch", "optimizer", look, step=step)
-
-
-def _is_anothers(idle: GlobalStep, analysis: TraceAnalysis) -> bool:
-    """Say whether a step without a batch moved other parameters than the one before it: an optimizer of their own."""
-    if not idle.index:
-        return False
-    before = analysis.moments[idle.index - 1].ranks[0].gradients.keys()
-    return idle.ranks[0].gradients.keys() != before and bool(idle.ranks[0].gradients.keys() & before)
-
-
-def _windows(analysis: TraceAnalysis) -> Cause | None:
-    """Compare the number of batches that went into each step with the workload's windows."""
-    workload = analysis.workload
-    window, batches, epochs = workload.accumulate, analysis.epochs.batches, analysis.epochs.count
-    if workload.max_steps is not None:
-        return None
-    first = analysis.trace.ranks[0]
-    taken = [len(step.micro_batches) for step in first.steps]
+    taken = [len(step.micro_batches) for step in analysis.trace.ranks[0].steps]
     expected = list(analysis.epochs.lengths)
-    if taken == expected or not _one_batch_a_micro_batch(analysis):
+    if not taken or taken == expected or not _one_batch_a_micro_batch(analysis):
         return None
-    step = next((i for i, (a, b) in enumerate(zip(taken, expected, strict=False)) if a != b), len(expected) - 1)
-    if window > 1:
-        if set(taken) == {1} and len(taken) == sum(expected):
-            look = "the optimizer steps for every micro-batch"
-            return Cause("stepped-every-micro-batch", "accumulation", look, step=step)
-        if len(taken) == epochs * (batches // window):
-            look = "the short window at the end of an epoch is never stepped"
-            return Cause("short-last-window-dropped", "accumulation", look, step=step)
-        if len(taken) == epochs * batches // window and set(taken) == {window}:
-            look = "micro-batches are counted on from one epoch into the next"
-            return Cause("window-over-the-end-of-the-epoch", "accumulation", look, step=step)
-        look = f"steps consumed {_list(taken)} micro-batches, not {_list(expected)}"
-        return Cause("windows-of-another-length", "accumulation", look, step=step)
-    if max(taken) > 1 and sum(taken) <= sum(expected) and len(taken) < len(expected):
-        look = "several batches make one step, although nobody asked for accumulation"
-        return Cause("accumulates-unasked", "accumulation", look, step=step)
-    return None
+    return taken, expected
 
 
 def _one_batch_a_micro_batch(analysis: TraceAnalysis) -> bool:
@@ -98,18 +93,113 @@ def _one_batch_a_micro_batch(analysis: TraceAnalysis) -> bool:
     return bool(sizes) and max(sizes) == full
 
 
-def _other_number(analysis: TraceAnalysis) -> Cause | None:
-    counts = [len(trace.steps) for trace in analysis.trace.ranks]
-    if len(set(counts)) > 1:
-        return Cause("ranks-differ-in-steps", "data", "have all ranks the same number of batches?")
-    if analysis.behavior.by_iterations:
-        look = "job.steps says how many optimizer steps there are, each of job.accumulate batches"
-        return Cause("another-number-of-steps", "optimizer", look)
-    more = counts[0] > analysis.workload.epochs * analysis.workload.steps_per_epoch
-    if more:
-        return Cause("too-many-batches", "data", "is the data divided among the ranks?")
-    return Cause("too-few-batches", "data", "which batches of an epoch are left out, or made larger?")
+def _window_match(taken: list[int], expected: list[int]) -> Match:
+    """Return a match at the first step with another number of micro-batches."""
+    step = next((i for i, (a, b) in enumerate(zip(taken, expected, strict=False)) if a != b), len(expected) - 1)
+    return Match(step, figures={"taken": _listed(taken), "expected": _listed(expected)})
 
 
-def _list(counts: list[int]) -> str:
+def _every_micro_batch(case: TraceCase) -> Iterator[Match]:
+    if case.analysis.workload.accumulate > 1 and (windows := _windows(case)):
+        taken, expected = windows
+        if set(taken) == {1} and len(taken) == sum(expected):
+            yield _window_match(taken, expected)
+
+
+def _short_last_window_dropped(case: TraceCase) -> Iterator[Match]:
+    window, epochs = case.analysis.workload.accumulate, case.analysis.epochs
+    if window > 1 and (windows := _windows(case)) and len(windows[0]) == epochs.count * (epochs.batches // window):
+        yield _window_match(*windows)
+
+
+def _window_over_the_end(case: TraceCase) -> Iterator[Match]:
+    window, epochs = case.analysis.workload.accumulate, case.analysis.epochs
+    if window > 1 and (windows := _windows(case)):
+        taken, expected = windows
+        if len(taken) == epochs.count * epochs.batches // window and set(taken) == {window}:
+            yield _window_match(taken, expected)
+
+
+def _other_windows(case: TraceCase) -> Iterator[Match]:
+    if case.analysis.workload.accumulate > 1 and (windows := _windows(case)):
+        yield _window_match(*windows)
+
+
+def _accumulates_unasked(case: TraceCase) -> Iterator[Match]:
+    if case.analysis.workload.accumulate == 1 and (windows := _windows(case)):
+        taken, expected = windows
+        if max(taken) > 1 and sum(taken) <= sum(expected) and len(taken) < len(expected):
+            yield _window_match(taken, expected)
+
+
+def _listed(counts: list[int]) -> str:
     return ", ".join(map(str, counts[:8])) + (", …" if len(counts) > 8 else "")
+
+
+RHYTHM = (
+    Counted("never-stepped", "optimizer", holds(lambda case: not any(_step_counts(case))),
+        "no rank made an optimizer step",
+        "is optimizer.step() called?", 290),
+    Counted("some-ranks-never-stepped", "launch", _some_ranks_never_stepped,
+        "rank {idle} made no optimizer step, but others did",
+        "do all ranks take part in the training?", 280),
+    Counted("parameter-in-several-optimizers", "optimizer", _stepped_by_several_optimizers,
+        "{shared} tensors were stepped more than once for a batch",
+        "is a parameter in several optimizers?", 270),
+    Counted("applied-once-a-rank", "averaging", _once_a_rank,
+        "the optimizer stepped {times} times for every batch, as often as there are ranks",
+        "is every rank's step applied on all ranks?", 260),
+    Counted("stepped-without-a-batch", "optimizer", _stepped_without_a_batch,
+        "{count} of {total} optimizer steps came without a new batch{more}",
+        "is optimizer.step() called several times for one batch?", 250),
+    Counted("stepped-every-micro-batch", "accumulation", _every_micro_batch,
+        "the optimizer stepped after every micro-batch",
+        "step after windows of {expected} micro-batches", 240),
+    Counted("short-last-window-dropped", "accumulation", _short_last_window_dropped,
+        "the short window at the end of an epoch was never stepped",
+        "step after an epoch's last micro-batch too", 230),
+    Counted("window-over-the-end-of-the-epoch", "accumulation", _window_over_the_end,
+        "the count of micro-batches continued from one epoch into the next",
+        "step at the end of each epoch and start to count again", 220),
+    Counted("windows-of-another-length", "accumulation", _other_windows,
+        "steps used {taken} micro-batches, not {expected}",
+        "when does the trainer decide that a window is complete?", 210),
+    Counted("accumulates-unasked", "accumulation", _accumulates_unasked,
+        "steps used {taken} batches, although the workload does not accumulate",
+        "does the trainer accumulate by default?", 200),
+)  # fmt: skip
+"""How batches and steps follow each other; also why other checks find nothing, or the wrong samples."""
+
+
+def _ranks_differ(case: TraceCase) -> Iterator[Match]:
+    counts = _step_counts(case)
+    if len(set(counts)) > 1:
+        yield Match(figures={"counts": _listed(counts)})
+
+
+def _too_many(case: TraceCase) -> Iterator[Match]:
+    workload, counts = case.analysis.workload, _step_counts(case)
+    due = workload.epochs * workload.steps_per_epoch
+    if counts[0] > due:
+        yield Match(figures={"due": due})
+
+
+def _too_few(case: TraceCase) -> Iterator[Match]:
+    yield Match(figures={"due": case.analysis.steps_due})
+
+
+STEP_COUNT = (
+    *RHYTHM,
+    Counted("ranks-differ-in-steps", "data", _ranks_differ,
+        "ranks took {counts} steps, by rank",
+        "have all ranks the same number of batches?", 90),
+    Counted("another-number-of-steps", "optimizer", holds(lambda case: case.analysis.behavior.by_iterations),
+        "the subject declares that it trains by iterations",
+        "take job.steps optimizer steps, each of job.accumulate batches", 80),
+    Counted("too-many-batches", "data", _too_many,
+        "there were more batches than the {due} of all epochs",
+        "is the data divided among the ranks?", 70),
+    Counted("too-few-batches", "data", _too_few,
+        "the batches of all epochs make {due} steps",
+        "which batches of an epoch are left out, or made larger?", 60),
+)  # fmt: skip

@@ -1,82 +1,146 @@
-"""Finds the explanation of a wrong update: the gradient was right, or at least its own, and the weights are not."""
+"""Why an update is wrong although the optimizer's gradient is known: hypotheses about the first step that is wrong."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from harness.core.finding import Finding
-from harness.evidence.trace import Tensors
-from harness.judge.causes.shared_memory import moved_by_others
+from harness.evidence.trace import Step, Tensors
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
+from harness.judge.causes.shared_memory import SHARED_MEMORY
 from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import Oracle
-from harness.judge.oracle.update_replay import stepped
+from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis
 
+KNOWN_TO = 1e-3
+"""Rounding of the weights limits how well an update is known, as a part of its length."""
 
-def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return the finding with a cause, if the update is a multiple of the right one, or nothing moved."""
+
+@dataclass(frozen=True, eq=False)
+class UpdateCase(TraceCase):
+    """One step of one rank, with the weights that the workload's optimizer makes of the rank's own gradients."""
+
+    index: int
+    rank: int
+
+    @property
+    def step(self) -> Step:
+        """What the rank recorded."""
+        return self.analysis.trace.ranks[self.rank].steps[self.index]
+
+    @cached_property
+    def right(self) -> Tensors:
+        """The right weights after the step, in float64, by a replay of all steps until then."""
+        oracle = Oracle(self.analysis.workload, self.analysis.devices)
+        optimizer = oracle.optimizer()
+        weights: Tensors = {}
+        for step in self.analysis.trace.ranks[self.rank].steps[: self.index + 1]:
+            if not step.skipped:
+                weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+        return weights
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every entry of the gradients is a number."""
+        return all(bool(value.isfinite().all()) for value in self.step.gradients.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters of the workload's model that the rank recorded."""
+        return [name for name in self.step.after if name in self.analysis.oracle.parameters]
+
+    @cached_property
+    def due(self) -> torch.Tensor:
+        """The right update, all tensors in one."""
+        return self._update(self.right)
+
+    @cached_property
+    def made(self) -> torch.Tensor:
+        """The update that was made, all tensors in one."""
+        return self._update(self.step.after)
+
+    def _update(self, after: Tensors) -> torch.Tensor:
+        before = self.step.before
+        return torch.cat([(after[name].double() - before[name].double()).flatten() for name in self.names])
+
+    @property
+    def factor(self) -> float:
+        """The number by which the right update comes nearest to the one that was made."""
+        return float(self.made @ self.due / (self.due @ self.due))
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the update that was made is the right one times a number."""
+        return not norm(self.made - self.factor * self.due) > KNOWN_TO * norm(self.made)
+
+
+UpdateHypothesis = Hypothesis[UpdateCase, Match]
+
+
+def update_case(finding: Finding, analysis: TraceAnalysis) -> UpdateCase | None:
+    """Return the case of the finding's step; None where none is named, or where the right update is zero."""
     if finding.step is None:
-        return finding
-    trace = analysis.trace.ranks[finding.rank or 0]
-    oracle = Oracle(analysis.workload, analysis.devices)
-    optimizer = oracle.optimizer()
-    for index, step in enumerate(trace.steps[: finding.step + 1]):
-        if step.skipped:
-            continue
-        weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
-        if index != finding.step:
-            continue
-        if not all(bool(value.isfinite().all()) for value in step.gradients.values()):
-            look = "the step was taken on a gradient that is not finite: were infinities looked for on every rank?"
-            return _caused(finding, "not-finite", "amp", look)
-        names = [name for name in step.after if name in oracle.parameters]
-        right = torch.cat([(weights[n] - step.before[n].double()).flatten() for n in names])
-        made = torch.cat([(step.after[n].double() - step.before[n].double()).flatten() for n in names])
-        if norm(made) == 0:
-            return _caused(finding, "no-update", "optimizer", "the weights did not move: was the step undone?")
-        if norm(right) == 0:
-            return finding
-        if analysis.cell.arithmetic.storage == "float64" and all(_fits_float32(step.after[name]) for name in names):
-            look = "the weights hold no more bits than float32 has: is the model cast?"
-            return _caused(finding, "stored-in-lower-precision", "amp", look)
-        factor = float(made @ right / (right @ right))
-        part = _only_its_share(analysis, index, finding.rank or 0, weights)
-        if part is not None:
-            return _caused(finding, "stepped-in-part", "sync", part)
-        if (shared := moved_by_others(analysis)) is not None:
-            return shared.explain(finding)
-        # Rounding of the weights limits how well the factor is known.
-        if norm(made - factor * right) > 1e-3 * norm(made):
-            return _caused(
-                finding, "another-optimizer", "optimizer", "no multiple of the right update: its rule or state"
-            )
-        look = f"the update is {factor:.4g} × the right one: another learning rate, or several steps for one batch"
-        return _caused(finding, "scaled-update", "optimizer", look)
-    return finding
+        return None
+    case = UpdateCase(analysis, finding.step, finding.rank or 0)
+    nothing_due = case.step.skipped or (case.is_finite and norm(case.made) and not norm(case.due))
+    return None if nothing_due else case
 
 
-def _fits_float32(value: torch.Tensor) -> bool:
-    return torch.equal(value.float().double(), value.double())
+def _stored_in_float32(case: UpdateCase) -> Iterator[Match]:
+    """In a 64-bit training every weight is a float32 number."""
+    weights = [case.step.after[name] for name in case.names]
+    if case.analysis.cell.arithmetic.storage == "float64" and all(
+        torch.equal(value.float().double(), value.double()) for value in weights
+    ):
+        yield Match()
 
 
-def _only_its_share(analysis: TraceAnalysis, index: int, rank: int, right: Tensors) -> str | None:
-    """Return what to look at where a rank moved some of the weights, as it should, and other ranks moved the rest."""
-    steps = analysis.moments[index].ranks
-    before, after = steps[rank].before, steps[rank].after
+def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
+    """A rank moved some of the weights, as it should, and other ranks moved the rest."""
+    steps = case.analysis.steps[case.index].ranks
+    before, after, right = case.step.before, case.step.after, case.right
     due = {name for name in right if name in after and norm(right[name] - before[name].double())}
     moved = [{name for name in due if not torch.equal(step.before[name], step.after[name])} for step in steps]
-    if not 0 < len(moved[rank]) < len(due) or set().union(*moved) != due:
-        return None
-    for name in moved[rank]:
-        if norm(after[name].double() - right[name]) > 1e-3 * norm(right[name] - before[name].double()):
-            return None
-    return (
-        f"it moved {len(moved[rank])} of {len(due)} parameters and other ranks the others: "
-        "does each rank broadcast its share of the weights when it has stepped?"
-    )
+    own = moved[case.rank]
+    if (
+        0 < len(own) < len(due)
+        and set().union(*moved) == due
+        and all(
+            norm(after[name].double() - right[name]) <= KNOWN_TO * norm(right[name] - before[name].double())
+            for name in own
+        )
+    ):
+        yield Match(figures={"own": len(own), "all": len(due)})
 
 
-def _caused(finding: Finding, cause: str, family: str, look: str) -> Finding:
-    return replace(finding, cause=cause, family=family, message=f"{finding.message}: {look}")
+def _scaled(case: UpdateCase) -> Iterator[Match]:
+    if case.is_multiple:
+        yield Match(figures={"factor": f"{case.factor:.4g}"})
+
+
+HYPOTHESES = (
+    UpdateHypothesis("not-finite", "amp", holds(lambda case: not case.is_finite),
+        "the optimizer stepped with a gradient that is not finite",
+        "does every rank look for infinities before the step?", 190),
+    UpdateHypothesis("no-update", "optimizer", holds(lambda case: norm(case.made) == 0),
+        "the weights did not move",
+        "was the step undone?", 180),
+    UpdateHypothesis("stored-in-lower-precision", "amp", _stored_in_float32,
+        "every weight is a float32 number, although the training is in float64",
+        "is the model cast?", 170),
+    UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
+        "the rank moved {own} of {all} parameters and other ranks the others",
+        "does each rank broadcast its part of the weights after the step?", 160),
+    SHARED_MEMORY,
+    UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: not case.is_multiple),
+        "the update is no multiple of the right one",
+        "are the optimizer's class, its options and its state those of the workload?", 120),
+    UpdateHypothesis("scaled-update", "optimizer", _scaled,
+        "the update is {factor} × the right one",
+        "is there another learning rate, or are there several steps for one batch?", 110),
+)  # fmt: skip

@@ -1,128 +1,209 @@
-"""Why an evaluation is not what was due: hypotheses about when it happened, and about what was drawn."""
+"""Why an evaluation is not the one that was due: hypotheses about when it happened, and which samples were used."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import cached_property
 
-from harness.core.finding import Finding
 from harness.evidence.trace import Evaluation
-from harness.judge.batch_positions import Place, after_batch, due, place
-from harness.judge.causes.cause import Cause, explained
-from harness.judge.trace_analysis import TraceAnalysis
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
+from harness.judge.oracle.epochs import Position, evaluations_due, position_of
+
+Places = list[tuple[Position, ...]]
+"""Where evaluations happen: for each of them all places that mean the same, such as before and after a step."""
 
 
-def explain(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding about evaluations with a cause: the first hypothesis that the evidence does not refute."""
-    every = [trace.evaluations for trace in analysis.trace.ranks]
-    return explained(
-        finding,
-        _never(every),
-        _in_training_mode(analysis),
-        _other_rhythm(analysis),
-        _other_samples(analysis),
-        _only_some_ranks(analysis),
-        _ranks_alike(every, analysis),
-        _tail_dropped(analysis),
-    )
+class EvaluationCase(TraceCase):
+    """A trace whose evaluations are not those that were due."""
+
+    @cached_property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations of all ranks, in the order of their places."""
+        every = [evaluation for trace in self.analysis.trace.ranks for evaluation in trace.evaluations]
+        return sorted(every, key=lambda evaluation: (evaluation.step, evaluation.micro_batches))
+
+    @cached_property
+    def places(self) -> set[Position]:
+        """Where some rank evaluated."""
+        return {
+            position_of(self.analysis, evaluation.step, evaluation.micro_batches, trace.rank)
+            for trace in self.analysis.trace.ranks
+            for evaluation in trace.evaluations
+        }
+
+    @property
+    def on_time(self) -> bool:
+        """Whether there is an evaluation wherever one is due."""
+        return all(self.places & set(where) for where in evaluations_due(self.analysis))
+
+    @cached_property
+    def held_out_size(self) -> int:
+        """The number of held-out samples."""
+        return len(self.analysis.workload.val_dataset(self.analysis.devices))
+
+    @property
+    def every(self) -> int:
+        """After how many batches an evaluation is due."""
+        return self.analysis.workload.validate_every or 1
 
 
-def _never(ranks: Sequence[Sequence[Evaluation]]) -> Cause | None:
-    if any(ranks):
-        return None
-    look = "job.validate_every says after how many batches val_dataset is to be evaluated"
-    return Cause("never-evaluated", "metrics", look)
+EvaluationHypothesis = Hypothesis[EvaluationCase, Match]
 
 
-def _in_training_mode(analysis: TraceAnalysis) -> Cause | None:
-    """Where there are running statistics it is these that suffer, and else the figures."""
-    for evaluation in _all(analysis):
-        if evaluation.training:
-            family = "buffers" if analysis.oracle.buffers else "metrics"
-            look = "call model.eval() before it and model.train() after it"
-            return Cause("evaluated-in-training-mode", family, look, step=evaluation.step)
-    return None
+def _in_training_mode(with_buffers: bool) -> Callable[[EvaluationCase], Iterator[Match]]:
+    """Return the prediction for a model with running statistics, which suffer, or without, where the metrics do."""
+
+    def predict(case: EvaluationCase) -> Iterator[Match]:
+        first = next((evaluation for evaluation in case.evaluations if evaluation.training), None)
+        if first is not None and bool(case.analysis.oracle.buffers) == with_buffers:
+            yield Match(first.step)
+
+    return predict
 
 
-def _other_rhythm(analysis: TraceAnalysis) -> Cause | None:
-    found = {
-        place(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
-        for trace in analysis.trace.ranks
-        for evaluation in trace.evaluations
-    }
-    if all(found & set(where) for where in due(analysis)):
-        return None
-    for name, look, places in _rhythms(analysis):
-        if places and len(found) == len(places) and all(found & set(where) for where in places):
-            return Cause(name, "metrics", look)
-    return Cause("evaluations-missing", "metrics", "some evaluations are left out, or come at another moment")
+def _at(places_of: Callable[[EvaluationCase], Iterator[Places]]) -> Callable[[EvaluationCase], Iterator[Match]]:
+    """Return the prediction that evaluations happen at these places, and nowhere else."""
+
+    def predict(case: EvaluationCase) -> Iterator[Match]:
+        if case.on_time:
+            return
+        for places in places_of(case):
+            if places and len(case.places) == len(places) and all(case.places & set(where) for where in places):
+                yield Match()
+
+    return predict
 
 
-def _rhythms(analysis: TraceAnalysis) -> Iterator[tuple[str, str, list[tuple[Place, ...]]]]:
-    """Yield other ways to count until the next evaluation, and where it then happens."""
-    division, every = analysis.epochs, analysis.workload.validate_every or 1
-    batches, epochs, windows = division.batches, division.count, division.windows
-    ends = [after_batch(division, epoch, batches) for epoch in range(epochs)]
-    yield "evaluated-once-an-epoch", "it is due inside of epochs too", ends
-    counted = [divmod(number - 1, batches) for number in range(every, epochs * batches + 1, every)]
-    counted_on = [after_batch(division, epoch, batch + 1) for epoch, batch in counted]
-    yield "batches-counted-over-epochs", "batches are counted from the start of each epoch", counted_on
-    steps: list[tuple[Place, ...]] = [((step, 0),) for step in range(every, epochs * windows + 1, every)]
-    yield "steps-counted", "it is batches that count, not optimizer steps", steps
-    steps = [((epoch * windows + step, 0),) for epoch in range(epochs) for step in range(every, windows + 1, every)]
-    yield "steps-counted", "it is batches that count, not optimizer steps", steps
-    look = "a window is not waited for: evaluate in the middle of it"
-    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in due(analysis)}
-    yield "waits-for-the-step", look, [(where,) for where in sorted(deferred)]
-    early = [
-        after_batch(division, epoch, batch) if batch else ((epoch * windows, 0),)
-        for epoch in range(epochs)
-        for batch in range(0, batches, every)
+def _once_an_epoch(case: EvaluationCase) -> Iterator[Places]:
+    epochs = case.analysis.epochs
+    yield [epochs.after_batch(epoch, epochs.batches) for epoch in range(epochs.count)]
+
+
+def _counted_over_epochs(case: EvaluationCase) -> Iterator[Places]:
+    epochs = case.analysis.epochs
+    numbers = range(case.every, epochs.count * epochs.batches + 1, case.every)
+    counted = [divmod(number - 1, epochs.batches) for number in numbers]
+    yield [epochs.after_batch(epoch, batch + 1) for epoch, batch in counted]
+
+
+def _steps_counted(case: EvaluationCase) -> Iterator[Places]:
+    """Predict that optimizer steps are counted, over all epochs or from the start of each."""
+    epochs, every = case.analysis.epochs, case.every
+    yield [((step, 0),) for step in range(every, epochs.count * epochs.windows + 1, every)]
+    yield [
+        ((epoch * epochs.windows + step, 0),)
+        for epoch in range(epochs.count)
+        for step in range(every, epochs.windows + 1, every)
     ]
-    yield "evaluated-ahead", "it is due after so many batches, not before the first", early
-    shifted = [after_batch(division, epoch, batch) for epoch in range(epochs) for batch in range(1, batches + 1, every)]
-    yield "evaluated-ahead", "it is due after so many batches, not after the first", shifted
 
 
-def _other_samples(analysis: TraceAnalysis) -> Cause | None:
-    count = len(analysis.workload.val_dataset(analysis.devices))
-    for evaluation in _all(analysis):
-        if any(not 0 <= i < count for i in evaluation.samples):
-            look = "is it val_dataset that is evaluated?"
-            return Cause("evaluates-another-dataset", "data", look, step=evaluation.step)
-    return None
+def _after_the_step(case: EvaluationCase) -> Iterator[Places]:
+    deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in evaluations_due(case.analysis)}
+    yield [(where,) for where in sorted(deferred)]
 
 
-def _only_some_ranks(analysis: TraceAnalysis) -> Cause | None:
-    idle = [trace.rank for trace in analysis.trace.ranks if not trace.evaluations]
-    if not idle:
-        return None
-    look = f"ranks {idle} do not evaluate, and the others only their shares"
-    return Cause("only-some-ranks-evaluate", "data", look, rank=idle[0])
+def _ahead(case: EvaluationCase) -> Iterator[Places]:
+    """Predict that the first evaluation comes before the first batch, or right after it."""
+    epochs, every = case.analysis.epochs, case.every
+    yield [
+        epochs.after_batch(epoch, batch) if batch else ((epoch * epochs.windows, 0),)
+        for epoch in range(epochs.count)
+        for batch in range(0, epochs.batches, every)
+    ]
+    yield [
+        epochs.after_batch(epoch, batch)
+        for epoch in range(epochs.count)
+        for batch in range(1, epochs.batches + 1, every)
+    ]
 
 
-def _ranks_alike(ranks: Sequence[Sequence[Evaluation]], analysis: TraceAnalysis) -> Cause | None:
-    count = len(analysis.workload.val_dataset(analysis.devices))
+def _missing(case: EvaluationCase) -> Iterator[Match]:
+    places = list(evaluations_due(case.analysis))
+    if missing := [where for where in places if not case.places & set(where)]:
+        yield Match(figures={"missing": len(missing), "due": len(places)})
+
+
+def _another_dataset(case: EvaluationCase) -> Iterator[Match]:
+    for evaluation in case.evaluations:
+        for i in evaluation.samples:
+            if not 0 <= i < case.held_out_size:
+                yield Match(evaluation.step, figures={"sample": i, "count": case.held_out_size})
+
+
+def _only_some_ranks(case: EvaluationCase) -> Iterator[Match]:
+    idle = [trace.rank for trace in case.analysis.trace.ranks if not trace.evaluations]
+    if idle:
+        yield Match(rank=idle[0], figures={"idle": idle})
+
+
+def _ranks_alike(case: EvaluationCase) -> Iterator[Match]:
+    ranks = [trace.evaluations for trace in case.analysis.trace.ranks]
     drawn = {tuple(sorted(set(evaluations[0].samples))) for evaluations in ranks if evaluations}
-    if len(ranks) > 1 and len(drawn) == 1 and len(next(iter(drawn))) < count:
-        look = "all ranks evaluate the same part: was the sampler told its rank?"
-        return Cause("ranks-evaluate-alike", "data", look)
-    return None
+    if len(ranks) > 1 and len(drawn) == 1 and len(part := drawn.pop()) < case.held_out_size:
+        yield Match(figures={"part": len(part), "count": case.held_out_size})
 
 
-def _tail_dropped(analysis: TraceAnalysis) -> Cause | None:
-    count = len(analysis.workload.val_dataset(analysis.devices))
-    for evaluation in _all(analysis):
-        seen = {i for other in _all(analysis) for i in other.samples if other.step == evaluation.step}
-        if 0 < len(seen) < count:
-            tail = sorted(seen) == list(range(len(seen)))
-            look = (
-                "the last batch, or what no share has room for, is dropped" if tail else "which shares are evaluated?"
-            )
-            name = "tail-dropped" if tail else "held-out-samples-missing"
-            return Cause(name, "data", look, step=evaluation.step)
-    return None
+def _samples_missing(case: EvaluationCase) -> Iterator[tuple[list[int], Match]]:
+    """Yield what all ranks evaluated at a place, sorted, where it is not all held-out samples."""
+    for evaluation in case.evaluations:
+        seen = {i for other in case.evaluations for i in other.samples if other.step == evaluation.step}
+        if 0 < len(seen) < case.held_out_size:
+            figures = {"missing": case.held_out_size - len(seen), "count": case.held_out_size}
+            yield sorted(seen), Match(evaluation.step, figures=figures)
 
 
-def _all(analysis: TraceAnalysis) -> list[Evaluation]:
-    every = [evaluation for trace in analysis.trace.ranks for evaluation in trace.evaluations]
-    return sorted(every, key=lambda evaluation: (evaluation.step, evaluation.micro_batches))
+def _tail_dropped(case: EvaluationCase) -> Iterator[Match]:
+    first = next(_samples_missing(case), None)
+    if first is not None and first[0] == list(range(len(first[0]))):
+        yield first[1]
+
+
+def _held_out_samples_missing(case: EvaluationCase) -> Iterator[Match]:
+    yield from (match for _, match in _samples_missing(case))
+
+
+_MODE = (
+    "training mode changes running statistics, and dropout the loss",
+    "call model.eval() before it and model.train() after it",
+)
+
+HYPOTHESES = (
+    EvaluationHypothesis("never-evaluated", "metrics", holds(lambda case: not case.evaluations),
+        "no rank evaluated the model",
+        "evaluate val_dataset after every job.validate_every batches", 190),
+    EvaluationHypothesis("evaluated-in-training-mode", "buffers", _in_training_mode(True), *_MODE, 180),
+    EvaluationHypothesis("evaluated-in-training-mode", "metrics", _in_training_mode(False), *_MODE, 175),
+    EvaluationHypothesis("evaluated-once-an-epoch", "metrics", _at(_once_an_epoch),
+        "the model was evaluated once an epoch",
+        "evaluations are due within epochs too", 170),
+    EvaluationHypothesis("batches-counted-over-epochs", "metrics", _at(_counted_over_epochs),
+        "batches were counted on from one epoch into the next",
+        "count them from the start of each epoch", 165),
+    EvaluationHypothesis("steps-counted", "metrics", _at(_steps_counted),
+        "the model was evaluated after so many optimizer steps",
+        "count batches, not optimizer steps", 160),
+    EvaluationHypothesis("waits-for-the-step", "metrics", _at(_after_the_step),
+        "evaluations came only after the window's optimizer step",
+        "evaluate in the middle of the window", 155),
+    EvaluationHypothesis("evaluated-ahead", "metrics", _at(_ahead),
+        "the first evaluation came before the first batch, or right after it",
+        "evaluate after so many batches", 150),
+    EvaluationHypothesis("evaluations-missing", "metrics", _missing,
+        "{missing} of {due} evaluations are left out, or come at another time",
+        "how does the trainer count until the next evaluation?", 145),
+    EvaluationHypothesis("evaluates-another-dataset", "data", _another_dataset,
+        "sample {sample} was evaluated, but there are {count} held-out samples",
+        "is it val_dataset that is evaluated?", 140),
+    EvaluationHypothesis("only-some-ranks-evaluate", "data", _only_some_ranks,
+        "ranks {idle} do not evaluate, and the others only their shares",
+        "let every rank evaluate its share, or one rank all samples", 130),
+    EvaluationHypothesis("ranks-evaluate-alike", "data", _ranks_alike,
+        "all ranks evaluate the same {part} of {count} samples",
+        "does the sampler get the rank?", 120),
+    EvaluationHypothesis("tail-dropped", "data", _tail_dropped,
+        "the last {missing} of {count} held-out samples are not evaluated",
+        "is the last batch dropped, or the samples that do not fill every rank's share?", 115),
+    EvaluationHypothesis("held-out-samples-missing", "data", _held_out_samples_missing,
+        "{missing} of {count} held-out samples are not evaluated",
+        "which shares are evaluated, and by which ranks?", 110),
+)  # fmt: skip

@@ -2,124 +2,165 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 
-from harness.core.finding import Finding
 from harness.evidence.trace import Step, Tensors
-from harness.judge.causes.cause import Cause, explained
-from harness.judge.causes.shared_memory import moved_by_others
-from harness.judge.causes.step_count import pace
+from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
+from harness.judge.causes.shared_memory import SHARED_MEMORY
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.trace_analysis import TraceAnalysis, same
 
-
-def explain_initial(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding about the weights before the first step with a cause."""
-    return explained(finding, pace_of_nothing(analysis), _moved_by_other_ranks(analysis), _start(analysis))
+WeightHypothesis = Hypothesis[TraceCase, Match]
 
 
-def explain_agreement(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding about ranks that hold different weights with a cause: where they parted first."""
-    return explained(finding, moved_by_others(analysis), _parted(analysis))
+class InitialWeightsCase(TraceCase):
+    """A trace whose ranks do not begin with the job's weights."""
 
 
-def explain_stillness(finding: Finding, analysis: TraceAnalysis) -> Finding:
-    """Return a finding about weights that changed apart from any step with a cause."""
-    return explained(finding, moved_by_others(analysis), _between_steps(analysis), _after_the_last(analysis))
+class DivergedRanksCase(TraceCase):
+    """A trace whose ranks hold different weights after some step."""
 
 
-def pace_of_nothing(analysis: TraceAnalysis) -> Cause | None:
-    """Return why there is nothing to look at, where there is not."""
-    return pace(analysis) if not analysis.moments else None
+class ChangedWeightsCase(TraceCase):
+    """A trace whose weights changed apart from the optimizer's steps."""
 
 
-def _moved_by_other_ranks(analysis: TraceAnalysis) -> Cause | None:
-    """A rank begins as many updates from the start as ranks before it have stepped: they share their memory."""
-    for rank, step in enumerate(analysis.moments[0].ranks):
-        if _updates_between(analysis.start, step.before, step, analysis):
-            look = f"rank {rank} begins where others have stepped already: do ranks share the parameters' memory?"
-            return Cause("applied-once-a-rank", "averaging", look, step=0, rank=rank)
-    return None
+def _moved_by_earlier_ranks(case: TraceCase) -> Iterator[Match]:
+    """A rank begins as many updates from the start as ranks before it have stepped."""
+    for rank, step in enumerate(case.analysis.steps[0].ranks):
+        if times := _updates_between(case.analysis.start, step.before, step, case.analysis):
+            yield Match(0, rank, {"first": rank, "times": times})
 
 
-def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceAnalysis) -> bool:
-    """Say whether ``found`` is ``left`` and so many of the step's own update as other ranks may have made."""
+def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceAnalysis) -> int:
+    """Return how many of the step's own update lie between two sets of weights; 0 where no whole number of ranks'."""
     names = [name for name in left if name in found and name in step.before]
     if not names:
-        return False
+        return 0
     moved, made = _difference(found, left, names), _difference(step.after, step.before, names)
     if not norm(moved) or not norm(made):
-        return False
+        return 0
     times = round(float(moved @ made / (made @ made)))
     # Rounding of the weights limits how well the multiple is known.
-    return 1 <= times < analysis.cell.processes and norm(moved - times * made) <= 1e-3 * norm(made)
+    return times if 1 <= times < analysis.cell.processes and norm(moved - times * made) <= 1e-3 * norm(made) else 0
 
 
-def _start(analysis: TraceAnalysis) -> Cause | None:
-    ranks = [step.before for step in analysis.moments[0].ranks]
-    if any(analysis.start.keys() - before.keys() for before in ranks):
-        return Cause("parameters-missing", "sync", "is it the job's model that is trained?", step=0)
-    if all(same(before, ranks[0]) for before in ranks[1:]):
-        look = "all ranks begin with the same weights, which are not job.model()'s: were they initialised anew?"
-        return Cause("initialised-anew", "sync", look, step=0)
-    first = ranks[0]
-    differing = {n for before in ranks[1:] for n in before if n in first and not torch.equal(before[n], first[n])}
-    which = "weights" if differing == first.keys() else f"{len(differing)} of {len(first)} parameters"
-    look = f"{which} differ between the ranks: are they broadcast, all of them, at the start?"
-    return Cause("not-broadcast", "sync", look, step=0)
+def _difference(left: Tensors, right: Tensors, names: Sequence[str]) -> torch.Tensor:
+    return torch.cat([(left[name].double() - right[name].double()).flatten() for name in names])
 
 
-def _parted(analysis: TraceAnalysis) -> Cause | None:
-    for moment in analysis.moments:
-        first = moment.ranks[0]
-        for rank, step in enumerate(moment.ranks):
-            place = {"step": moment.index, "rank": rank}
+def _parameters_missing(case: TraceCase) -> Iterator[Match]:
+    for step in case.analysis.steps[0].ranks:
+        if missing := sorted(case.analysis.start.keys() - step.before.keys()):
+            yield Match(0, figures={"count": len(missing), "all": len(case.analysis.start), "name": missing[0]})
+
+
+def _initialised_anew(case: TraceCase) -> Iterator[Match]:
+    first, *others = [step.before for step in case.analysis.steps[0].ranks]
+    if all(same(before, first) for before in others):
+        yield Match(0)
+
+
+def _not_broadcast(case: TraceCase) -> Iterator[Match]:
+    first, *others = [step.before for step in case.analysis.steps[0].ranks]
+    differing = {n for before in others for n in before if n in first and not torch.equal(before[n], first[n])}
+    which = "all weights" if differing == first.keys() else f"{len(differing)} of {len(first)} parameters"
+    yield Match(0, figures={"which": which})
+
+
+INITIAL_WEIGHTS = (
+    WeightHypothesis("applied-once-a-rank", "averaging", _moved_by_earlier_ranks,
+        "rank {first} begins {times} updates after the job's weights, as if other ranks had stepped already",
+        "do ranks share the parameters' memory?", 190),
+    WeightHypothesis("parameters-missing", "sync", _parameters_missing,
+        "{count} of {all} parameters are missing ({name})",
+        "is it the job's model that is trained?", 180),
+    WeightHypothesis("initialised-anew", "sync", _initialised_anew,
+        "all ranks begin with the same weights, which are not those of job.model()",
+        "were the weights initialised again?", 170),
+    WeightHypothesis("not-broadcast", "sync", _not_broadcast,
+        "{which} differ between the ranks",
+        "are they broadcast, all of them, at the start?", 160),
+)  # fmt: skip
+
+
+def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
+    """Return in what a rank differs first from rank 0, and where."""
+    for global_step in analysis.steps:
+        first = global_step.ranks[0]
+        for rank, step in enumerate(global_step.ranks):
+            here = Match(global_step.index, rank)
             if not same(step.before, first.before):
-                if moment.index == 0:
-                    return Cause("not-broadcast", "sync", "ranks begin with different weights", **place)
-                return Cause("changed-between-steps", "sync", "a rank's weights changed apart from a step", **place)
+                return "weights before a step" if global_step.index else "weights before the first step", here
             if same(step.after, first.after):
                 continue
             if step.learning_rates != first.learning_rates:
-                look = "ranks step with different learning rates"
-                return Cause("rates-differ", "optimizer", look, **place)
-            if not same(step.gradients, first.gradients):
-                look = "ranks step with different gradients, which must be averaged, all of them, before the step"
-                return Cause("not-synchronised", "sync", look, **place)
-            look = "the same gradient moves ranks differently: have their optimizers the same state?"
-            return Cause("updates-differ", "optimizer", look, **place)
+                return "learning rates", here
+            return "update" if same(step.gradients, first.gradients) else "gradients", here
     return None
 
 
-def _between_steps(analysis: TraceAnalysis) -> Cause | None:
-    for before, moment in zip(analysis.moments, analysis.moments[1:], strict=False):
-        for rank, step in enumerate(moment.ranks):
-            left = before.ranks[rank].after
-            if same(step.before, left):
-                continue
-            place = {"step": before.index, "rank": rank}
-            if before.ranks[rank].skipped:
-                look = "a step that was skipped must leave the weights still"
-                return Cause("moved-when-skipped", "amp", look, **place)
-            if _is_mean(step.before, [other.after for other in before.ranks]):
-                look = "weights were averaged over the ranks where gradients should have been"
-                return Cause("weights-averaged", "sync", look, **place)
-            look = "weights change apart from the optimizer's steps"
-            return Cause("changed-between-steps", "optimizer", look, **place)
-    return None
+def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
+    def predict(case: TraceCase) -> Iterator[Match]:
+        found = _first_difference(case.analysis)
+        if found is not None and found[0] == what:
+            yield found[1]
+
+    return predict
 
 
-def _after_the_last(analysis: TraceAnalysis) -> Cause | None:
-    ranks = [(trace.steps[-1], trace.final) for trace in analysis.trace.ranks if trace.steps and trace.final]
-    if any(final and step.skipped and not same(step.after, final) for step, final in ranks):
-        return Cause("moved-when-skipped", "amp", "a step that was skipped must leave the weights still")
-    return Cause("changed-after-the-last-step", "optimizer", "what is left at the end is not what the last step left")
+DIVERGED_RANKS = (
+    SHARED_MEMORY,
+    WeightHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
+        "ranks begin with different weights",
+        "are all weights broadcast at the start?", 130),
+    WeightHypothesis("changed-between-steps", "sync", _differs_first_in("weights before a step"),
+        "a rank's weights changed apart from a step",
+        "what writes to the parameters besides the optimizer?", 120),
+    WeightHypothesis("rates-differ", "optimizer", _differs_first_in("learning rates"),
+        "ranks step with different learning rates",
+        "does the schedule depend on something that differs between ranks?", 118),
+    WeightHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
+        "ranks step with different gradients",
+        "average all gradients over the ranks before the step", 116),
+    WeightHypothesis("updates-differ", "optimizer", _differs_first_in("update"),
+        "the same gradient moves ranks differently",
+        "does the optimizer have the same state on all ranks?", 114),
+)  # fmt: skip
+
+
+def _changes(case: TraceCase) -> Iterator[tuple[int, int]]:
+    """Yield the step and the rank where weights change before the next step begins."""
+    for before, after in pairwise(case.analysis.steps):
+        for rank, step in enumerate(after.ranks):
+            if not same(step.before, before.ranks[rank].after):
+                yield before.index, rank
+
+
+def _moved_when_skipped(case: TraceCase) -> Iterator[Match]:
+    """The first change between steps follows a skipped step; if there is none, some change after the last step does."""
+    if (first := next(_changes(case), None)) is not None:
+        if case.analysis.steps[first[0]].ranks[first[1]].skipped:
+            yield Match(*first)
+        return
+    for trace in case.analysis.trace.ranks:
+        if trace.steps and trace.final and trace.steps[-1].skipped and not same(trace.steps[-1].after, trace.final):
+            yield Match()
+
+
+def _weights_averaged(case: TraceCase) -> Iterator[Match]:
+    if (first := next(_changes(case), None)) is not None:
+        index, rank = first
+        ranks = [step.after for step in case.analysis.steps[index].ranks]
+        if _is_mean(case.analysis.steps[index + 1].ranks[rank].before, ranks):
+            yield Match(*first)
 
 
 def _is_mean(value: Tensors, ranks: Sequence[Tensors]) -> bool:
-    """Say whether ranks that had parted meet in their mean: a thousand times nearer to it than they were."""
+    """Say whether diverged ranks meet in their mean: a thousand times nearer to it than they were."""
     for name, met in value.items():
         mean = torch.stack([rank[name].double() for rank in ranks]).mean(0)
         if distance(met, mean) > 1e-3 * max(distance(rank[name], mean) for rank in ranks):
@@ -127,5 +168,28 @@ def _is_mean(value: Tensors, ranks: Sequence[Tensors]) -> bool:
     return len(ranks) > 1
 
 
-def _difference(left: Tensors, right: Tensors, names: Sequence[str]) -> torch.Tensor:
-    return torch.cat([(left[name].double() - right[name].double()).flatten() for name in names])
+def _changed_between_steps(case: TraceCase) -> Iterator[Match]:
+    if (first := next(_changes(case), None)) is not None:
+        yield Match(*first)
+
+
+def _changed_after_the_last(case: TraceCase) -> Iterator[Match]:
+    if next(_changes(case), None) is None:
+        yield Match()
+
+
+CHANGED_WEIGHTS = (
+    SHARED_MEMORY,
+    WeightHypothesis("moved-when-skipped", "amp", _moved_when_skipped,
+        "weights moved although the GradScaler skipped the step",
+        "a skipped step must leave the weights unchanged", 130),
+    WeightHypothesis("weights-averaged", "sync", _weights_averaged,
+        "the new weights are the mean over the ranks",
+        "average gradients before the step instead", 120),
+    WeightHypothesis("changed-between-steps", "optimizer", _changed_between_steps,
+        "weights change between two optimizer steps",
+        "what writes to the parameters besides the optimizer?", 118),
+    WeightHypothesis("changed-after-the-last-step", "optimizer", _changed_after_the_last,
+        "the weights at the end are not those that the last step left",
+        "what writes to the parameters after the training loop?", 116),
+)  # fmt: skip

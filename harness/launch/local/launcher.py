@@ -14,8 +14,7 @@ import torch.distributed
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError
 from harness.core.training_behavior import TrainingBehavior
-from harness.evidence.join_shards import put_together
-from harness.evidence.read import read_rank
+from harness.evidence.read import join_shards, read_rank
 from harness.evidence.trace import Exit, RankTrace, Trace
 from harness.launch.exit_reason import explain
 from harness.launch.hung_ranks import take_so_far, without_unfinished
@@ -77,7 +76,7 @@ class Launched:
         for rank in trace.exits:
             # What was written too late, or before a rank hung in the middle, is not to be found and judged one day.
             Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
-        return put_together(trace)
+        return join_shards(trace)
 
     @property
     def _due(self) -> int:

@@ -1,0 +1,144 @@
+"""Gradients that the oracle computes for hypotheses: of other samples, other layouts, other modes and precisions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from harness.core.precision import Precision
+from harness.evidence.trace import Tensors
+from harness.judge.causes.combinations import fit, flat, length, total_distance
+from harness.judge.oracle import epochs as positions
+from harness.judge.oracle.layout import Layout, draws
+from harness.judge.oracle.noise import norm
+from harness.judge.oracle.oracle import Oracle, mean_gradient
+from harness.judge.trace_analysis import TraceAnalysis
+from harness.workloads import Columns
+
+Parts = list[list[Tensors]]
+"""The gradient of each group alone, by micro-batch."""
+
+
+class Counterfactuals:
+    """Computes what other computations of a step would have observed, in float64 unless another precision is asked for.
+
+    The oracle's weights and buffers are set anew for each computation, and its mode is restored.
+    """
+
+    def __init__(self, analysis: TraceAnalysis) -> None:
+        self.workload = analysis.workload
+        self.cell = analysis.cell
+        self.analysis = analysis
+        self._parts: dict[tuple[int, Layout], Parts] = {}
+
+    def layout(self, index: int) -> Layout:
+        """Return which samples each group and device computed at a step."""
+        return self.analysis.layouts[index]
+
+    @contextmanager
+    def at(self, index: int) -> Iterator[Oracle]:
+        """Give the oracle with the weights and the buffers that rank 0 had before the step."""
+        oracle = self.analysis.oracle
+        self.analysis.load_step(oracle, self.analysis.steps[index])
+        try:
+            yield oracle
+        finally:
+            oracle.model.train()
+
+    def parts(self, index: int, layout: Layout) -> Parts:
+        """Return the gradient of each group of ``layout``, at the weights before the step."""
+        if (index, layout) not in self._parts:
+            with self.at(index) as oracle:
+                self._parts[index, layout] = oracle.group_gradients(layout)
+        return self._parts[index, layout]
+
+    def passes(self, index: int) -> list[Tensors]:
+        """Return the gradient of each optimizer's own backward at a step, for all parameters; mostly there is one."""
+        with self.at(index) as oracle:
+            return [mean_gradient(parts) for parts in oracle.passes(self.layout(index))]
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """How many optimizer steps an epoch has."""
+        return self.analysis.epochs.windows
+
+    def evaluations(self) -> list[tuple[int, int]]:
+        """Return where the model was evaluated or should have been: (steps, micro-batches) done before it."""
+        due = [where[0] for where in positions.evaluations_due(self.analysis)]
+        made = [(one.step, one.micro_batches) for trace in self.analysis.trace.ranks for one in trace.evaluations]
+        return [*due, *made]
+
+    def skipped_before(self, index: int) -> bool:
+        """Say whether a GradScaler skipped the step before."""
+        return index > 0 and self.analysis.steps[index - 1].skipped
+
+    def parameters_of_optimizers(self) -> list[frozenset[str]]:
+        """Return the parameters of each of the workload's optimizers."""
+        oracle = self.analysis.oracle
+        names = {id(parameter): name for name, parameter in oracle.parameters.items()}
+        return [
+            frozenset(names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"])
+            for optimizer in oracle.optimizer().every
+        ]
+
+    def each_sample(self, index: int) -> list[Tensors]:
+        """Return the gradient of each sample of the step alone; none where no sample can be alone."""
+        try:
+            (parts,) = self.parts(index, (tuple(((i,),) for i in draws(self.layout(index))),))
+        except ValueError:  # a layer that needs more than one sample
+            return []
+        return parts
+
+    def nearest_loss_gradient(self, index: int, observed: Tensors) -> Tensors | None:
+        """Return the gradient nearest to ``observed`` that any loss of the right outputs could have.
+
+        None where every gradient could be one. Whatever a loss is, its gradient is a weighted sum of the outputs' own
+        gradients: one for each number that the model returns for the step's samples.
+        """
+        rows: list[torch.Tensor] = []
+        with self.at(index) as oracle:
+            parameters = list(oracle.trained.values())
+            size = sum(parameter.numel() for parameter in parameters)
+            for share in (share for groups in self.layout(index) for group in groups for share in group if share):
+                outputs = oracle.forward(share)
+                if not isinstance(outputs, torch.Tensor) or len(rows) + outputs.numel() >= size:
+                    return None
+                for entry in outputs.flatten():
+                    made = torch.autograd.grad(entry, parameters, retain_graph=True, allow_unused=True)
+                    every = [torch.zeros_like(p) if g is None else g for g, p in zip(made, parameters, strict=True)]
+                    rows.append(torch.cat([gradient.to_dense().flatten() for gradient in every]))
+            names = list(oracle.trained)
+        if not rows:
+            return None
+        directions, sizes, _ = torch.linalg.svd(torch.stack(rows, dim=1), full_matrices=False)
+        kept = directions[:, sizes > 1e-12 * sizes[0]]
+        if not all(name in observed for name in names):
+            return None
+        wanted = flat(observed, observed, names)
+        near = kept @ (kept.T @ wanted)
+        # The small directions are known to some digits only; numbers that are no loss's gradient are far away.
+        near = wanted if norm(near - wanted) <= 1e-6 * norm(wanted) else near
+        pieces = near.split([observed[name].numel() for name in names])
+        return {name: piece.view_as(observed[name]) for name, piece in zip(names, pieces, strict=True)}
+
+    def is_coupled(self, index: int) -> bool:
+        """Say whether samples depend on each other: the right gradient is no weighted sum of each sample's own."""
+        truth = self.analysis.expected[index]
+        each = self.each_sample(index)
+        if not each:
+            return True
+        fitted = fit(each, truth.raw, list(truth.raw))
+        # Both sides are float64: what is not one part in a million away is the same.
+        return fitted is not None and total_distance(fitted, truth.raw) > 1e-6 * length(truth.raw)
+
+    def held_out(self, oracle: Oracle) -> Columns:
+        """Return the samples of the validation set."""
+        return self.workload.val_dataset(self.cell.topology.devices, oracle.dtype)
+
+    def in_precision(self, index: int, precision: Precision) -> Tensors:
+        """Return the step's gradient computed in another precision."""
+        oracle = Oracle(self.workload, self.cell.topology.devices, precision)
+        self.analysis.load_step(oracle, self.analysis.steps[index])
+        return oracle.gradient(self.layout(index))

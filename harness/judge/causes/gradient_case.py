@@ -1,0 +1,147 @@
+"""One rank's gradient at one step: everything that a hypothesis about a wrong gradient may predict from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from harness.evidence.trace import Step, Tensors
+from harness.judge.causes.counterfactuals import Counterfactuals, Parts
+from harness.judge.causes.hypothesis import Hypothesis
+from harness.judge.trace_analysis import ExpectedGradients, same
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """What the wrong gradients of all steps and ranks have in common.
+
+    ``factor`` is the one number by which the right gradients would have to be multiplied, ``clip_limit`` the one norm
+    to which they would have to be clipped, and ``clip_limits`` the same for each rank's share (empty where shares
+    cannot be told apart). ``every_step``: all gradients are wrong. ``only_scaled``: with several ranks, each of them
+    is a multiple of the right one, so that no share weighs more against the others than it should.
+    """
+
+    factor: float = 1.0
+    clip_limit: float = 0.0
+    clip_limits: tuple[float, ...] = ()
+    every_step: bool = False
+    only_scaled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class GradientCase:
+    """One rank at one step.
+
+    ``index`` counts steps, ``step`` is what the rank recorded and ``ranks`` what all of them recorded. ``truth`` is
+    what is right at this step, and ``earlier_truths`` what was right at the steps before, the latest first.
+    ``accumulate`` and ``clip_norm`` are the workload's. ``trained`` names the parameters that are not frozen.
+    ``previous`` is this rank's gradient of the step before, None at the first step.
+    """
+
+    index: int
+    rank: int
+    step: Step
+    ranks: tuple[Step, ...]
+    truth: ExpectedGradients
+    earlier_truths: tuple[ExpectedGradients, ...]
+    previous: Tensors | None
+    trained: frozenset[str]
+    counterfactuals: Counterfactuals
+    pattern: Pattern = Pattern()
+
+    @classmethod
+    def of(cls, counterfactuals: Counterfactuals, index: int, rank: int) -> GradientCase:
+        """Return the case of one rank at a step that was taken."""
+        analysis = counterfactuals.analysis
+        ranks = analysis.steps[index].ranks
+        return cls(
+            index=index,
+            rank=rank,
+            step=ranks[rank],
+            ranks=ranks,
+            truth=analysis.expected[index],
+            earlier_truths=tuple(truth for other, truth in reversed(analysis.expected.items()) if other < index),
+            previous=analysis.steps[index - 1].ranks[rank].gradients if index else None,
+            trained=frozenset(analysis.oracle.trained),
+            counterfactuals=counterfactuals,
+        )
+
+    @property
+    def accumulate(self) -> int:
+        """How many micro-batches a full window of the workload has."""
+        return self.counterfactuals.workload.accumulate
+
+    @property
+    def clip_norm(self) -> float | None:
+        """The norm to which the workload clips, None where it does not clip."""
+        return self.counterfactuals.workload.clip_norm
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches this step had."""
+        return len(self.truth.parts)
+
+    @property
+    def location(self) -> str:
+        """Step and rank in words."""
+        return f"step {self.index}" + (f" on rank {self.rank}" if self.world > 1 else "")
+
+    @cached_property
+    def observed(self) -> Tensors:
+        """The gradient that the optimizer used, in float64; a tensor that is absent counts as zero."""
+        return {
+            name: self.step.gradients[name].double() if name in self.step.gradients else torch.zeros_like(right)
+            for name, right in self.truth.contract.items()
+        }
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every entry of the gradient is a number."""
+        return all(bool(value.isfinite().all()) for value in self.observed.values())
+
+    def own_parts(self, rank: int) -> Parts:
+        """Return one rank's own part of each micro-batch; empty where it had none."""
+        return [[groups[rank]] for groups in self.truth.parts if rank < len(groups)]
+
+    @cached_property
+    def shares(self) -> list[Tensors]:
+        """The gradient of each group of samples alone, over all micro-batches."""
+        return [part for groups in self.truth.parts for part in groups]
+
+    @property
+    def unused(self) -> frozenset[str]:
+        """The trained parameters on which the loss of some group does not depend."""
+        return frozenset(name for name in self.trained if any(name not in part for part in self.shares))
+
+    @cached_property
+    def ranks_agree(self) -> bool:
+        """Whether all ranks had the same gradient at the same weights."""
+        return all(
+            same(step.gradients, self.step.gradients) and same(step.before, self.step.before) for step in self.ranks
+        )
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the texts of a hypothesis are filled with."""
+        return {
+            "world": self.world,
+            "micro_batches": self.micro_batches,
+            "scale": self.step.scale,
+            "rank": self.rank,
+            "factor": f"{self.pattern.factor:.4g}",
+        }
+
+
+GradientHypothesis = Hypothesis[GradientCase, Tensors]
+"""Predicts gradients as the optimizer would have received them, in float64."""
+
+Gradients = Iterator[Tensors]
+"""What a hypothesis about gradients predicts, variant by variant."""

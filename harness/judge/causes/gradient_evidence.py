@@ -1,0 +1,215 @@
+"""Tries hypotheses on wrong gradients: a hypothesis has to predict the gradient of every step and rank."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from harness.core.finding import UNEXPLAINED, Finding
+from harness.evidence.trace import Tensors
+from harness.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, length, scaled
+from harness.judge.causes.counterfactuals import Counterfactuals
+from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Pattern
+from harness.judge.causes.hypothesis import OCCASIONAL, Evidence, Match
+from harness.judge.causes.occasions import occasion
+from harness.judge.causes.registry import explain
+from harness.judge.findings import times
+from harness.judge.oracle.noise import distance, norm
+from harness.judge.trace_analysis import TraceAnalysis, same
+
+
+@dataclass(frozen=True, eq=False)
+class GradientEvidence(Evidence):
+    """The gradients of a trace: the ``wrong`` ones, the ``right`` ones, and all that can be predicted (``every``)."""
+
+    wrong: Sequence[GradientCase]
+    right: Sequence[GradientCase]
+    every: Sequence[GradientCase]
+    analysis: TraceAnalysis
+
+    @classmethod
+    def of(
+        cls, wrong: Sequence[GradientCase], every: Sequence[GradientCase], analysis: TraceAnalysis
+    ) -> GradientEvidence:
+        """Return the evidence, each case with the pattern of all wrong gradients."""
+        pattern = Pattern(
+            factor=_common_factor(wrong),
+            clip_limit=statistics.median(clip_limit_of(length(one.observed), length(one.truth.raw)) for one in wrong),
+            clip_limits=_common_clip_limits(wrong),
+            every_step=len(wrong) == len(every),
+            only_scaled=all(_is_multiple(one, analysis) for one in wrong),
+        )
+        accused = [replace(one, pattern=pattern) for one in wrong]
+        judged = [replace(one, pattern=pattern) for one in every]
+        right = [one for one in judged if not any(one.step is other.step for other in wrong)]
+        return cls(accused, right, judged, analysis)
+
+    @property
+    def kind(self) -> type:
+        """Hypotheses predict from one case at a time."""
+        return GradientCase
+
+    def match(self, hypothesis: GradientHypothesis) -> Match | None:
+        """Return how a hypothesis fits all wrong gradients.
+
+        Where the mistake has no effect, its prediction is what is right. One that happens at some steps only needs an
+        occasion: something else in the evidence that tells these steps, or ranks, from the others. A hypothesis that
+        is fitted to the wrong steps has to fit the right ones too, because an occasion could be found for anything.
+        """
+        limit = self.analysis.limit
+        error = _misfit(hypothesis, self.wrong, self.analysis)
+        if error > limit:
+            return None
+        refuting = [one for one in self.right if _misfit(hypothesis, [one], self.analysis, without=0.0) > limit]
+        when = occasion(self.wrong, refuting, self.every) if refuting else ""
+        if when is None or (when and hypothesis.specificity < OCCASIONAL):
+            return None
+        return Match(figures=self.wrong[0].figures, error=error, when=when)
+
+    def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
+        """Return where the gradients are wrong, by how much, and how near the hypothesis comes."""
+        errors = f"{times(match.error or 0.0)} from that; {times(finding.error_x_noise or 0.0)} from right"
+        when = f"; it happens {match.when}" if match.when else ""
+        return f"gradients at {self.wrong[0].location} are {description} ({errors}): {hint}{when}"
+
+
+def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
+    """Return the finding with the cause of the wrong gradient, pointing to the first step at which it is wrong."""
+    cases = _cases(analysis)
+    wrong = [one for one in cases if not _is_right(one, analysis)]
+    if not wrong:
+        return _slightly_scaled(finding, cases)
+    # Once ranks hold different weights, or weights that are not finite, there is no common gradient to predict.
+    predictable = [one for one in cases if _is_predictable(one)]
+    wrong = [one for one in wrong if one in predictable] or wrong
+    first = wrong[0]
+    finding = replace(
+        finding,
+        step=first.index,
+        rank=first.rank,
+        parameter=_worst_parameter(first, analysis),
+        parameters=tuple((name, _least_error(first, name, analysis)) for name in first.truth.units),
+    )
+    if not first.is_finite:
+        return replace(
+            finding,
+            cause="not-finite",
+            family="amp",
+            message=f"gradients at {first.location} are not finite ({finding.parameter}), and the optimizer stepped "
+            "all the same: does every rank look for infinities, after the average?",
+        )
+    if first in predictable:
+        evidence = GradientEvidence.of([one for one in wrong if one.is_finite], predictable, analysis)
+        explained = explain(finding, evidence)
+        if explained.cause != UNEXPLAINED:
+            return explained
+    return replace(finding, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {_figures(first)}")
+
+
+def _cases(analysis: TraceAnalysis) -> list[GradientCase]:
+    counterfactuals = Counterfactuals(analysis)
+    different = analysis.differing_ranks("gradients")
+    return [GradientCase.of(counterfactuals, global_step.index, rank) for global_step, rank, _ in different]
+
+
+def _slightly_scaled(finding: Finding, cases: Sequence[GradientCase]) -> Finding:
+    """Explain gradients none of which is wrong by itself, but all of them in the same direction."""
+    return replace(
+        finding,
+        cause="slightly-scaled",
+        family="loss-normalisation",
+        message=f"gradients are {_common_factor(cases):.4f} × the right ones: in each tensor alone rounding could "
+        f"explain the difference, in all of them together it cannot ({times(finding.error_x_noise or 0.0)}): what is "
+        "the loss multiplied by, or weighted with?",
+    )
+
+
+def _is_predictable(case: GradientCase) -> bool:
+    weights = case.ranks[0].before
+    return all(same(step.before, weights) for step in case.ranks[1:]) and all(
+        bool(value.isfinite().all()) for value in weights.values()
+    )
+
+
+def _is_right(case: GradientCase, analysis: TraceAnalysis) -> bool:
+    limit = 0.0 if analysis.exact else analysis.limit
+    return any(_error(case, truth, analysis) <= limit for truth in (case.truth.contract, *case.truth.one_device))
+
+
+def _is_multiple(case: GradientCase, analysis: TraceAnalysis) -> bool:
+    """Say whether the gradient of several ranks is the right one times some number."""
+    multiple = scaled(_common_factor([case]), case.truth.raw)
+    return case.world > 1 and _error(case, multiple, analysis) <= analysis.limit
+
+
+def _common_factor(cases: Sequence[GradientCase]) -> float:
+    """Return the median of the cases' own factors."""
+    return statistics.median(factor_between(one.truth.raw, one.observed) for one in cases)
+
+
+def _common_clip_limits(cases: Sequence[GradientCase]) -> tuple[float, ...]:
+    """Return the median norm to which each rank's share would have to be clipped; empty where they are not known."""
+    limits = []
+    for one in cases:
+        parts = one.truth.parts[0]
+        weights = fit_weights(parts, one.observed, list(one.observed))
+        if one.micro_batches > 1 or weights is None or len(parts) != one.world:
+            return ()
+        lengths = [length(part) for part in parts]
+        limits.append([clip_limit_of(w * own * len(parts), own) for w, own in zip(weights, lengths, strict=True)])
+    return tuple(map(statistics.median, zip(*limits, strict=True)))
+
+
+def _misfit(
+    hypothesis: GradientHypothesis, cases: Sequence[GradientCase], analysis: TraceAnalysis, without: float = math.inf
+) -> float:
+    """Return the largest error over cases, each with its nearest prediction; ``without`` where there is none."""
+    worst = 0.0
+    for case in cases:
+        worst = max(worst, min((_error(case, one, analysis) for one in hypothesis.predict(case)), default=without))
+        if worst > analysis.limit:
+            break
+    return worst
+
+
+def _error(case: GradientCase, predicted: Tensors, analysis: TraceAnalysis) -> float:
+    """Return the largest error of any tensor, in × noise."""
+    return max((_error_of(case, name, predicted, analysis) for name in case.truth.units), default=0.0)
+
+
+def _error_of(case: GradientCase, name: str, predicted: Tensors, analysis: TraceAnalysis) -> float:
+    """Return the error of one tensor, in × noise; the noise of a larger prediction is larger."""
+    right = case.truth.contract[name]
+    expected = predicted.get(name, torch.zeros_like(right))
+    size = norm(right)
+    growth = max(1.0, norm(expected) / size) if size else 1.0
+    noise = analysis.noise.at(name, case.truth.units[name]) * growth
+    error = distance(case.observed[name], expected)
+    return error / noise if noise else (float("inf") if error else 0.0)
+
+
+def _least_error(case: GradientCase, name: str, analysis: TraceAnalysis) -> float:
+    """Return the distance of a tensor from the nearest that is right, in × noise."""
+    rights = (case.truth.contract, *case.truth.one_device)
+    return min(_error_of(case, name, right, analysis) for right in rights)
+
+
+def _worst_parameter(case: GradientCase, analysis: TraceAnalysis) -> str | None:
+    return max(
+        case.truth.units,
+        key=lambda name: _error_of(case, name, case.truth.contract, analysis),
+        default=None,
+    )
+
+
+def _figures(case: GradientCase) -> str:
+    """Describe the wrong gradient relative to the right one: its length and its direction."""
+    names = list(case.truth.contract)
+    right, observed = (flat(gradient, case.truth.contract, names) for gradient in (case.truth.contract, case.observed))
+    cosine = float(torch.nn.functional.cosine_similarity(observed, right, dim=0))
+    ratio = norm(observed) / norm(right) if norm(right) else float("inf")
+    return f"at {case.location} it is {ratio:.4g} × as long as the right one, cosine {cosine:.4f}"

@@ -1,0 +1,128 @@
+"""Clipping at the wrong time, or by the wrong norm."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.judge.causes.combinations import factor_between, mean, scaled
+from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from harness.judge.oracle.oracle import clipped, mean_gradient
+
+
+def _not_clipped(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None:
+        yield case.truth.raw
+
+
+def _before_unscaling(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.step.scale:
+        yield clipped(case.truth.raw, case.clip_norm / case.step.scale)
+
+
+def _before_averaging(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.world > 1:
+        ranks = [
+            clipped(mean_gradient(own), case.clip_norm) for rank in range(case.world) if (own := case.own_parts(rank))
+        ]
+        yield mean_gradient([ranks])
+
+
+def _every_micro_batch(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None and case.micro_batches > 1:
+        yield mean_gradient([[clipped(mean_gradient([groups]), case.clip_norm)] for groups in case.truth.parts])
+        yield mean_gradient([[clipped(part, case.clip_norm) for part in groups] for groups in case.truth.parts])
+
+
+def _tensor_by_tensor(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None:
+        yield {
+            name: value for n, v in case.truth.raw.items() for name, value in clipped({n: v}, case.clip_norm).items()
+        }
+
+
+def _shard_by_shard(case: GradientCase) -> Gradients:
+    """Predict that each rank scaled its rows of every tensor, as fully_shard divides them, each by any factor."""
+    if case.clip_norm is None or case.world == 1:
+        return
+    right = {name: value.chunk(case.world) for name, value in case.truth.raw.items() if value.dim()}
+    observed = {name: case.observed[name].chunk(case.world) for name in right}
+    made: dict[str, list[torch.Tensor]] = {name: [] for name in right}
+    for rank in range(case.world):
+        names = [name for name, rows in right.items() if rank < len(rows)]
+        square = sum(float((right[name][rank] ** 2).sum()) for name in names)
+        along = sum(float((right[name][rank] * observed[name][rank]).sum()) for name in names)
+        if along < 0:
+            return
+        for name in names:
+            made[name].append(right[name][rank] * (along / square if square else 0.0))
+    yield case.truth.raw | {name: torch.cat(rows) for name, rows in made.items()}
+
+
+def _by_value(case: GradientCase) -> Gradients:
+    if case.clip_norm is not None:
+        limit = case.clip_norm
+        yield {name: value.clamp(-limit, limit) for name, value in case.truth.raw.items()}
+
+
+def _to_another_length(case: GradientCase) -> Gradients:
+    """Predict the right direction with the length that was observed."""
+    factor = factor_between(case.truth.raw, case.observed, default=0.0)
+    if case.clip_norm is not None and factor > 0:
+        yield scaled(factor, case.truth.raw)
+
+
+def _some_tensors(case: GradientCase) -> Gradients:
+    """Predict the right direction of each tensor with the length that was observed."""
+    if case.clip_norm is None:
+        return
+    total = {}
+    for name, right in case.truth.raw.items():
+        square = float((right * right).sum())
+        factor = float((case.observed[name] * right).sum()) / square if square else 0.0
+        if factor < 0:
+            return
+        total[name] = factor * right
+    yield total
+
+
+def _unasked(case: GradientCase) -> Gradients:
+    """Predict one clipping limit for every gradient that is wrong, or one for each rank's share in it."""
+    if case.clip_norm is None:
+        yield clipped(case.truth.raw, case.pattern.clip_limit)
+        if case.pattern.clip_limits and min(case.pattern.clip_limits) > 0:
+            (parts,) = case.truth.parts
+            yield mean([clipped(part, limit) for part, limit in zip(parts, case.pattern.clip_limits, strict=True)])
+
+
+HYPOTHESES = (
+    GradientHypothesis("clipped-before-unscaling", "clipping", _before_unscaling,
+        "clipped while they were still multiplied by the loss scale of {scale}",
+        "call scaler.unscale_(optimizer) before clipping", 990),
+    GradientHypothesis("not-clipped", "clipping", _not_clipped,
+        "not clipped",
+        "clipping is missing, or comes after the step", 580),
+    GradientHypothesis("clipped-before-averaging", "clipping", _before_averaging,
+        "the mean of gradients that each rank clipped by itself",
+        "clip after the all-reduce", 570),
+    GradientHypothesis("clipped-every-micro-batch", "clipping", _every_micro_batch,
+        "the mean of micro-batches that were clipped one by one",
+        "clip once, when the window is complete", 560),
+    GradientHypothesis("clipped-to-another-length", "clipping", _to_another_length,
+        "right in direction but not in length",
+        "compare the norm, limit and tensors that clipping uses with the workload's, on every rank", 550),
+    GradientHypothesis("clipped-tensor-by-tensor", "clipping", _tensor_by_tensor,
+        "clipped tensor by tensor",
+        "clip by the norm of all gradients together", 540),
+    GradientHypothesis("clipped-shard-by-shard", "clipping", _shard_by_shard,
+        "right in direction shard by shard, but each rank's shard is scaled by a factor of its own",
+        "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors", 530),
+    GradientHypothesis("clipped-by-value", "clipping", _by_value,
+        "clipped entry by entry",
+        "clip by norm (clip_grad_norm_), not by value (clip_grad_value_)", 520),
+    GradientHypothesis("clipped-in-groups", "clipping", _some_tensors,
+        "right in direction tensor by tensor, but each tensor is scaled by a factor of its own",
+        "clip by the norm of all gradients together, so that one factor scales them all", 510),
+    GradientHypothesis("clipped-although-nobody-asked", "clipping", _unasked,
+        "clipped to a norm, although the workload does not clip",
+        "does the trainer clip by default?", 95),
+)  # fmt: skip

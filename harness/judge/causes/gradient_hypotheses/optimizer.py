@@ -1,0 +1,48 @@
+"""Gradients that are absent, zero or negated when the optimizer steps."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.judge.causes.combinations import scaled
+from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from harness.judge.oracle.noise import norm
+from harness.judge.oracle.oracle import clipped
+
+
+def _zero(case: GradientCase) -> Gradients:
+    if case.step.gradients and all(norm(value) == 0 for value in case.step.gradients.values()):
+        yield {name: torch.zeros_like(value) for name, value in case.truth.contract.items()}
+
+
+def _absent(case: GradientCase) -> Gradients:
+    right, observed = case.truth.contract, case.step.gradients
+    if any(name not in observed for name in right):
+        yield {name: value for name, value in right.items() if name in observed}
+
+
+def _some_zero(case: GradientCase) -> Gradients:
+    right = case.truth.contract
+    zero = {name for name, value in case.observed.items() if norm(value) == 0 and norm(right[name])}
+    if zero:
+        yield {name: torch.zeros_like(value) if name in zero else value for name, value in right.items()}
+
+
+def _flipped(case: GradientCase) -> Gradients:
+    yield clipped(scaled(-1.0, case.truth.raw), case.clip_norm)
+
+
+HYPOTHESES = (
+    GradientHypothesis("parameter-not-in-optimizer", "optimizer", _absent,
+        "right, but some parameters had none when the optimizer stepped",
+        "are all parameters in the optimizer's groups, and do all of them have a gradient at the step?", 940),
+    GradientHypothesis("zero", "optimizer", _zero,
+        "all zero",
+        "they were zeroed, or the loss detached, before the optimizer stepped", 935),
+    GradientHypothesis("some-zero", "optimizer", _some_zero,
+        "right for some parameters and zero for others",
+        "is something between these parameters and the loss detached, frozen or zeroed?", 930),
+    GradientHypothesis("sign-flipped", "optimizer", _flipped,
+        "the right ones with the opposite sign",
+        "is the loss negated, or the optimizer created with maximize=True?", 925),
+)  # fmt: skip

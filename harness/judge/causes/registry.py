@@ -1,0 +1,98 @@
+"""Every hypothesis, by the kind of case that it predicts from. A new file of hypotheses costs one line here.
+
+from harness.judge.causes import GradientCase, Hypothesis, register
+register(GradientCase, Hypothesis("my-cause", "sync", predict, "…", "…", specificity=600))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from harness.core.finding import Finding
+from harness.judge.causes import (
+    launch,
+    learning_rate,
+    metric_hypotheses,
+    optimizer_state,
+    resumed_progress,
+    resumed_state,
+    rng,
+    samples,
+    step_count,
+    update,
+    validation,
+    weights,
+)
+from harness.judge.causes.gradient_case import GradientCase
+from harness.judge.causes.gradient_hypotheses import (
+    accumulation,
+    amp,
+    averaging,
+    clipping,
+    coupling,
+    data,
+    normalisation,
+    optimizer,
+    several,
+    sync,
+    unused,
+)
+from harness.judge.causes.hypothesis import Evidence, Hypothesis, explained
+from harness.judge.causes.metric_case import MetricCase
+
+_KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
+    launch.LaunchCase: [launch.HYPOTHESES],
+    weights.InitialWeightsCase: [weights.INITIAL_WEIGHTS],
+    weights.DivergedRanksCase: [weights.DIVERGED_RANKS],
+    weights.ChangedWeightsCase: [weights.CHANGED_WEIGHTS],
+    samples.EpochSampleCase: [samples.BY_EPOCHS],
+    samples.IterationSampleCase: [samples.BY_ITERATIONS],
+    step_count.StepCountCase: [step_count.STEP_COUNT],
+    step_count.VacuousCase: [step_count.RHYTHM],
+    rng.NothingDrawnCase: [rng.NOTHING_DRAWN],
+    rng.RedrawnCase: [rng.REDRAWN],
+    rng.KeptShareCase: [rng.KEPT_SHARE],
+    rng.StreamCase: [rng.STREAMS],
+    rng.AlikeMasksCase: [rng.ALIKE_MASKS],
+    GradientCase: [
+        accumulation.HYPOTHESES,
+        amp.HYPOTHESES,
+        averaging.HYPOTHESES,
+        clipping.HYPOTHESES,
+        coupling.HYPOTHESES,
+        data.HYPOTHESES,
+        normalisation.HYPOTHESES,
+        optimizer.HYPOTHESES,
+        several.HYPOTHESES,
+        sync.HYPOTHESES,
+        unused.HYPOTHESES,
+    ],
+    learning_rate.LearningRateCase: [learning_rate.HYPOTHESES],
+    update.UpdateCase: [update.HYPOTHESES],
+    validation.EvaluationCase: [validation.HYPOTHESES],
+    MetricCase: [metric_hypotheses.HYPOTHESES],
+    resumed_state.StopCase: [resumed_state.STOP],
+    resumed_state.OrderCase: [resumed_state.ORDER],
+    resumed_state.ResumedWeightsCase: [resumed_state.WEIGHTS],
+    resumed_state.ResumedBuffersCase: [resumed_state.BUFFERS],
+    resumed_state.ScaleCase: [resumed_state.SCALE],
+    resumed_progress.ProgressCase: [resumed_progress.PROGRESS],
+    resumed_progress.ResumedRatesCase: [resumed_progress.RATES],
+    optimizer_state.OptimizerStateCase: [optimizer_state.HYPOTHESES],
+}
+
+HYPOTHESES: dict[type, list[Hypothesis[Any, Any]]] = {
+    kind: [one for file in files for one in file] for kind, files in _KNOWN.items()
+}
+"""The hypotheses about each kind of case, in any order: their specificities decide which is tried first."""
+
+
+def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
+    """Add hypotheses about a kind of case; its own kind of case may be new."""
+    HYPOTHESES.setdefault(kind, []).extend(hypotheses)
+
+
+def explain(finding: Finding, evidence: Evidence) -> Finding:
+    """Return the finding with the cause that the most specific fitting hypothesis names, else ``unexplained``."""
+    return explained(finding, HYPOTHESES.get(evidence.kind, ()), evidence)

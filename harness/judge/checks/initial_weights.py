@@ -1,0 +1,24 @@
+"""Does training start from the job's weights, on every rank?"""
+
+from __future__ import annotations
+
+from harness.core.finding import Finding
+from harness.judge.causes import explain
+from harness.judge.causes.weights import InitialWeightsCase
+from harness.judge.findings import Vacuous, failed, passed
+from harness.judge.trace_analysis import TraceAnalysis
+
+
+def initial_weights(analysis: TraceAnalysis) -> Finding:
+    """The weights before the first step equal ``job.model()``'s bit for bit."""
+    if not analysis.steps:
+        raise Vacuous("no optimizer step was seen")
+    for rank, step in enumerate(analysis.steps[0].ranks):
+        for name, parameter in analysis.start.items():
+            value = step.before.get(name)
+            if value is None or not value.equal(parameter):
+                message = "a parameter is missing" if value is None else "a parameter is not the job's"
+                message += " before the first step"
+                finding = failed("initial-weights", message, family="sync", rank=rank, parameter=name)
+                return explain(finding, InitialWeightsCase(analysis))
+    return passed("initial-weights", "every rank starts from the job's weights")

@@ -1,0 +1,166 @@
+"""Every hypothesis can be used in a report, the most specific one wins, and one from outside works like the others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.causes import HYPOTHESES, GradientCase, Hypothesis, Match, explain, register
+from harness.judge.causes.hypothesis import OCCASIONAL, CountedCase, Evidence
+from harness.judge.judge import judge
+from harness.judge.oracle.oracle import Oracle
+from harness.subjects.load import load
+from harness.workloads import WORKLOADS
+
+FAMILIES = {
+    "averaging", "sync", "data", "batch-coupling", "rng", "amp", "clipping", "accumulation", "unused-params", "buffers",
+    "checkpoint", "loss-normalisation", "launch", "metrics", "optimizer",
+}  # fmt: skip
+"""DESIGN section 6: fixed."""
+
+ROOT = Path(__file__).parents[2]
+SUITE = ROOT / "suites" / "detection"
+KINDS = list(HYPOTHESES)
+EVERY = [(kind, hypothesis) for kind, hypotheses in HYPOTHESES.items() for hypothesis in hypotheses]
+
+
+def of_kind(kind):
+    return kind.__name__
+
+
+@pytest.mark.parametrize(("kind", "hypothesis"), EVERY, ids=[f"{k.__name__}-{h.name}-{h.family}" for k, h in EVERY])
+def test_a_hypothesis_has_a_name_a_known_family_and_two_texts(kind, hypothesis):
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", hypothesis.name)
+    assert hypothesis.family in FAMILIES
+    assert hypothesis.description
+    assert hypothesis.hint
+    if kind is GradientCase:
+        figures = dict.fromkeys(("world", "micro_batches", "scale", "rank", "factor"), 2)
+        assert hypothesis.description.format(**figures)
+        assert hypothesis.hint.format(**figures)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=of_kind)
+def test_a_cause_is_described_in_one_way_within_a_family(kind):
+    named = [(one.name, one.family, one.description) for one in HYPOTHESES[kind]]
+    assert len(named) == len(set(named))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=of_kind)
+def test_no_two_hypotheses_about_a_case_are_equally_specific(kind):
+    """So the order in which files are registered decides nothing."""
+    numbers = [one.specificity for one in HYPOTHESES[kind]]
+    assert len(numbers) == len(set(numbers))
+    assert OCCASIONAL not in numbers
+
+
+def test_the_judge_never_asks_who_the_trainer_is():
+    """Where it did, it could recognise mistakes by name, and not understand them."""
+    for file in (ROOT / "harness" / "judge").rglob("*.py"):
+        assert ".subject" not in file.read_text(), file
+
+
+def test_every_family_has_a_known_bad_trainer():
+    told = {family for subject in load(str(SUITE / "everybody.py")) for family in subject.train.expectation.families}
+    assert told == FAMILIES
+
+
+@dataclass(frozen=True)
+class NumberCase(CountedCase):
+    number: int
+
+
+def multiple_of(divisor, specificity):
+    def predict(case):
+        if case.number % divisor == 0:
+            yield Match(step=divisor, figures={"quotient": case.number // divisor})
+
+    texts = f"{{quotient}} × {divisor}", f"look at {divisor}"
+    return Hypothesis(f"multiple-of-{divisor}", "data", predict, *texts, specificity)
+
+
+@pytest.fixture
+def registry():
+    """Forget what a test registers."""
+    kept = {kind: [*hypotheses] for kind, hypotheses in HYPOTHESES.items()}
+    yield
+    HYPOTHESES.clear()
+    HYPOTHESES.update(kept)
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(("number", "cause"), [(12, "multiple-of-6"), (9, "multiple-of-3"), (7, "unexplained")])
+def test_the_most_specific_hypothesis_that_fits_is_the_cause(number, cause):
+    register(NumberCase, multiple_of(3, 30), multiple_of(6, 60), multiple_of(2, 20))
+    found = explain(Finding("numbers", Outcome.FAILED, "it is wrong"), NumberCase(number))
+    assert found.cause == cause
+    if number == 12:
+        assert (found.message, found.step) == ("it is wrong: 2 × 6; look at 6", 6)
+
+
+@dataclass(frozen=True)
+class Occasions(Evidence):
+    """Fits a hypothesis always if its number is in ``always``, and on some occasions otherwise."""
+
+    always: tuple[float, ...]
+
+    def match(self, hypothesis):
+        return Match(when="" if hypothesis.specificity in self.always else "now and then")
+
+
+@pytest.mark.usefixtures("registry")
+@pytest.mark.parametrize(("always", "specificity"), [((300, 200, 50), 300), ((200, 50), 200), ((50,), 300)])
+def test_what_fits_always_comes_before_what_fits_now_and_then_and_this_before_what_is_fitted(always, specificity):
+    register(Occasions, *(Hypothesis(f"of-{n}", "data", lambda case: (), "", "", n) for n in (50, 200, 300)))
+    found = explain(Finding("numbers", Outcome.FAILED, "it is wrong"), Occasions(always))
+    assert found.cause == f"of-{specificity}"
+
+
+def rows_reversed(gradients):
+    return {name: value.flip(0) for name, value in gradients.items()}
+
+
+def trace_with_reversed_rows(cell, workload):
+    """One device trains rightly, except that the rows of every gradient come in the reverse order."""
+    oracle = Oracle(workload, 1, cell.arithmetic)
+    optimizer, size = oracle.optimizer(), workload.global_batch_size(1)
+    steps = []
+    for start in range(0, len(oracle.data), size):
+        ids = tuple(range(start, min(start + size, len(oracle.data))))
+        before = {name: p.detach().clone() for name, p in oracle.parameters.items()}
+        gradients = rows_reversed(oracle.gradient((((ids,),),)))
+        oracle.set_gradients(gradients)
+        optimizer.step()
+        after = {name: p.detach().clone() for name, p in oracle.parameters.items()}
+        rates = tuple(group["lr"] for group in optimizer.param_groups)
+        steps.append(Step((MicroBatch((ids,), ids),), before, gradients, after, rates, False, None))
+    return Trace((RankTrace(0, 1, tuple(steps)),))
+
+
+@pytest.mark.usefixtures("registry", "one_thread")
+def test_a_hypothesis_from_outside_the_package_names_the_cause():
+    cell = Cell("somebody", "mlp", "none", Topology(1, 1), "64", "cpu")
+    trace = trace_with_reversed_rows(cell, WORKLOADS["mlp"])
+
+    def gradients():
+        return next(one for one in judge(trace, WORKLOADS["mlp"], cell) if one.check == "gradients")
+
+    assert gradients().cause == "unexplained"
+    reversed_rows = Hypothesis(
+        "rows-reversed", "data", lambda case: [rows_reversed(case.truth.contract)],
+        "the right ones with their rows reversed, on each of {world} ranks", "is a tensor flipped?", specificity=600,
+    )  # fmt: skip
+    register(GradientCase, reversed_rows)
+    found = gradients()
+    assert (found.cause, found.family) == ("rows-reversed", "data")
+    assert "with their rows reversed, on each of 1 ranks" in found.message
+    register(GradientCase, replace(reversed_rows, name="more-specific", specificity=601))
+    assert gradients().cause == "more-specific"
