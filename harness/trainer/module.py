@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.trainer.backends import split
 from harness.trainer.environments.roll_call import meet
+from harness.trainer.strategies import split
 
 _connections = itertools.count()
 

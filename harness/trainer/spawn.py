@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
 
-from harness.trainer.checkpoint import read
+from harness.trainer.checkpoint_file import read
 from harness.trainer.errors import MisconfigurationError, RankError
 from harness.trainer.module import Module
-from harness.trainer.session import drawn_seed, run_rank
+from harness.trainer.rank_training import drawn_seed, run_rank
 
 
 def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:

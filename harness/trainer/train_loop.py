@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.trainer.backends import split
 from harness.trainer.connector import one_of, whole
-from harness.trainer.data import batch_length
+from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
-from harness.trainer.precision import map_tensors
+from harness.trainer.precision_plugins import map_tensors
+from harness.trainer.strategies import split
 from harness.trainer.trainer import Trainer
 
 

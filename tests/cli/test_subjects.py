@@ -14,8 +14,8 @@ from rich.console import Console
 
 from harness.cli.main import main
 from harness.cli.subjects import Shipped, shipped, show
-from harness.subjects.environments import LIBRARIES, InstallError, environments, install, pip_command, wanted
 from harness.subjects.load import SHORT_NAMES, load
+from harness.subjects.virtual_environments import LIBRARIES, InstallError, environments, install, pip_command, wanted
 
 
 @pytest.fixture(autouse=True)

@@ -12,10 +12,10 @@ from torch.distributed.rendezvous import rendezvous
 
 from harness.trainer.errors import MisconfigurationError
 
-PATIENCE = timedelta(minutes=10)
+JOIN_TIMEOUT = timedelta(minutes=10)
 """How long nodes may start one after another."""
 
-LOOPBACK_PATIENCE = timedelta(minutes=2)
+LOOPBACK_JOIN_TIMEOUT = timedelta(minutes=2)
 """How long where the main address is every host's own: its ranks start together, and those of others never come."""
 
 
@@ -26,7 +26,7 @@ def meet(rank: int, world_size: int, num_nodes: int) -> Store:
         MisconfigurationError: not all came in time.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    patience = LOOPBACK_PATIENCE if num_nodes > 1 and is_loopback(address) else default_pg_timeout
+    patience = LOOPBACK_JOIN_TIMEOUT if num_nodes > 1 and is_loopback(address) else default_pg_timeout
     try:
         store, _, _ = next(rendezvous("env://", rank, world_size, timeout=patience))
     except (DistNetworkError, DistStoreError) as error:
@@ -37,7 +37,7 @@ def meet(rank: int, world_size: int, num_nodes: int) -> Store:
 
 def patience_at(address: str) -> timedelta:
     """Return how long the ranks of several nodes wait for each other at ``address``."""
-    return LOOPBACK_PATIENCE if is_loopback(address) else PATIENCE
+    return LOOPBACK_JOIN_TIMEOUT if is_loopback(address) else JOIN_TIMEOUT
 
 
 def is_loopback(address: str) -> bool:

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 
-class Precision:
+class PrecisionPlugin:
     """O0, 32 bits: what torch does by itself. The other classes change a part of this.
 
     Args:
@@ -64,7 +64,7 @@ class Precision:
         """Take over ``state_dict`` of the same class."""
 
 
-class Converted(Precision):
+class Converted(PrecisionPlugin):
     """O3, or 64 bits: weights, gradients and floating batches have one dtype; nothing is scaled."""
 
     casts_batches = True
@@ -74,7 +74,7 @@ class Converted(Precision):
         module.to(self.dtype)
 
 
-class Autocast(Precision):
+class Autocast(PrecisionPlugin):
     """O1: float32 weights, the forward pass under autocast; float16 has its loss scaled.
 
     Ranks need not agree on found infs: the scaler looks at gradients after the all-reduce, and the mean of
@@ -133,7 +133,7 @@ class MasterWeights(Autocast):
 
     autocasts = False
     casts_batches = True
-    autocast = Precision.autocast
+    autocast = PrecisionPlugin.autocast
 
     def convert(self, module: nn.Module) -> None:
         """Convert all floating parameters and buffers outside BatchNorm layers."""

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from harness.trainer.errors import MisconfigurationError
 
 
-class Shard(Sampler):
+class ShardedSampler(Sampler):
     """Every ``world``-th item of another sampler's order, beginning with item ``rank``.
 
     Args:
@@ -98,14 +98,14 @@ def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: boo
     if whole_batches:
         if world == 1:
             return loader
-        return rebuilt(loader, batch_sampler=Shard(loader.batch_sampler, world, rank, rest, agree=True))
+        return rebuilt(loader, batch_sampler=ShardedSampler(loader.batch_sampler, world, rank, rest, agree=True))
     shuffles = type(own) is RandomSampler and not own.replacement and own.num_samples == samples
     if world == 1 and not (shuffles and training):
         return loader
     if not shuffles and type(own) is not SequentialSampler:
-        return rebuilt(loader, sampler=Shard(own, world, rank, rest, agree=True))
+        return rebuilt(loader, sampler=ShardedSampler(own, world, rank, rest, agree=True))
     if not training:
-        return rebuilt(loader, sampler=Shard(range(samples), world, rank, rest, agree=False))
+        return rebuilt(loader, sampler=ShardedSampler(range(samples), world, rank, rest, agree=False))
     options = {"shuffle": shuffles, "seed": seed, "drop_last": loader.drop_last}
     return rebuilt(loader, sampler=DistributedSampler(loader.dataset, world, rank, **options))
 
