@@ -7,7 +7,7 @@ import traceback
 
 _AROUND = (
     ("worker", "rank.py"),
-    ("worker", "first.py"),
+    ("worker", "node_leader.py"),
     ("multiprocessing", "process.py"),
     ("multiprocessing", "spawn.py"),
 )

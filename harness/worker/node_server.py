@@ -15,13 +15,13 @@ from typing import Any
 TOKEN = "PLUMBLINE_TOKEN"
 """The variable with the secret by which a launcher knows its own nodes."""
 
-PATIENCE = 30.0
+CONNECT_TIMEOUT_S = 30.0
 """Seconds in which the launcher must answer a connection."""
 
-SILENCE = 15
+KEEPALIVE_TIMEOUT_S = 15
 """Seconds after which a connection whose other end does not even answer the kernel's probes is given up."""
 
-FORSAKEN = 3
+EXIT_DISCONNECTED = 3
 """The exit code of a server whose launcher went without a farewell. torchrun takes it for a reason to start again."""
 
 _SIOCGIFADDR = 0x8915
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     events = os.dup(commands)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    return 0 if Server(options.subject, commands, events, describe=_software_and_devices).serve() else FORSAKEN
+    return 0 if Server(options.subject, commands, events, describe=_software_and_devices).serve() else EXIT_DISCONNECTED
 
 
 def notice_silence(connection: socket.socket) -> None:
@@ -76,10 +76,10 @@ def notice_silence(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", SILENCE // 3),
-        ("TCP_KEEPINTVL", SILENCE // 3),
+        ("TCP_KEEPIDLE", KEEPALIVE_TIMEOUT_S // 3),
+        ("TCP_KEEPINTVL", KEEPALIVE_TIMEOUT_S // 3),
         ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", 1000 * SILENCE),
+        ("TCP_USER_TIMEOUT", 1000 * KEEPALIVE_TIMEOUT_S),
     ):
         if hasattr(socket, name):  # Linux has them all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -112,12 +112,12 @@ def interface_of(address: str) -> str:
 
 def _connect(places: Sequence[tuple[str, int]]) -> tuple[socket.socket, str]:
     """Return a connection to the first place that answers, and its host; a launcher may come a little later than we."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
         refused = False
         for place in places:
             try:
-                return socket.create_connection(place, PATIENCE / len(places)), place[0]
+                return socket.create_connection(place, CONNECT_TIMEOUT_S / len(places)), place[0]
             except ConnectionRefusedError as error:
                 refused, last = True, error
             except OSError as error:

@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import PlumblineError
-from harness.worker import descendants
+from harness.worker import processes
 from harness.worker.child_registry import Child, Registry
 from harness.worker.connectivity import ConnectivityProbe
-from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
 from harness.worker.large_pages import gather_in_large_pages
 from harness.worker.log import Log
 from harness.worker.preload import preload
+from harness.worker.processes import die_with, is_stopped, kills_for_memory, signal_session
 from harness.worker.recording.late_evidence import QUESTION
 from harness.worker.scratch import NODE, Scratch
 
@@ -41,10 +41,10 @@ class ParentDisconnected(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Forked:
+class RankProcess:
     """A rank of a launch. ``done`` is memory that it shares with the server: how many steps it has done.
 
-    ``kills`` is how often the kernel had killed for want of memory when it was forked. ``scratch`` is the folder for
+    ``kills`` is how often the kernel had killed for want of memory when it was process. ``scratch`` is the folder for
     temporary files where the subject starts the ranks of the node below this one, None where it does not.
     """
 
@@ -78,7 +78,7 @@ class Server:
         self._commands = commands
         self._events = events
         self._pipe = os.fstat(events).st_ino
-        self._ranks: dict[int, Forked] = {}  # by pid
+        self._ranks: dict[int, RankProcess] = {}  # by pid
         self._registry: Registry | None = None
         self._selector = selectors.DefaultSelector()
         self._spared: frozenset[int] = frozenset()
@@ -87,7 +87,7 @@ class Server:
     def serve(self) -> bool:
         """Announce the subjects, then follow commands until they end; return whether that was said before."""
         parent = os.getppid()
-        descendants.adopt()
+        processes.adopt()
         die_with(parent)  # while it imports it hears of nobody's end
         try:
             self._subjects = preload(self._locator)
@@ -98,7 +98,7 @@ class Server:
             self._announce({"event": "refused", "message": traceback.format_exc()[-3000:]})
             return True
         die_with(parent, number=0)
-        self._spared = descendants.present()  # a library may have begun something when it was imported
+        self._spared = processes.present()  # a library may have begun something when it was imported
         declared = [found.declaration() for found in self._subjects]
         self._announce({"event": "ready", "subjects": declared, "pid": os.getpid(), **self._describe()})
         wake, wake_write = os.pipe()
@@ -118,9 +118,9 @@ class Server:
         finally:
             for pid in self._ranks:
                 signal_session(pid, signal.SIGKILL)
-            descendants.end_all(self._spared)
-            for forked in self._ranks.values():
-                forked.tidy_up()
+            processes.end_all(self._spared)
+            for process in self._ranks.values():
+                process.tidy_up()
 
     def _obey(self, wake: int) -> bool:
         """Follow commands until they end; return whether that was said before."""
@@ -160,13 +160,13 @@ class Server:
             for values in command["assignments"]:
                 self._fork(command["subject"], values)
         elif command["command"] == "signal":
-            for pid, forked in self._ranks.items():
-                if forked.launch == command["launch"]:
-                    self._tell(pid, forked, command["signal"])
+            for pid, process in self._ranks.items():
+                if process.launch == command["launch"]:
+                    self._tell(pid, process, command["signal"])
         else:
             self._announce(self._ways.answer(command))
 
-    def _tell(self, pid: int, forked: Forked, number: int) -> None:
+    def _tell(self, pid: int, process: RankProcess, number: int) -> None:
         """Signal a rank; one that was stopped goes on, or it could not say where it is.
 
         Whoever is asked where it is, is also asked for the evidence that there is so far.
@@ -178,8 +178,8 @@ class Server:
             return
         below = [child.pid for child in self._registry.below(pid)] if self._registry else []
         stopped = is_stopped(pid)
-        place = {"launch": forked.launch, "rank": forked.rank}
-        self._announce({"event": "late", **place, "steps": forked.steps, "stopped": stopped})
+        place = {"launch": process.launch, "rank": process.rank}
+        self._announce({"event": "late", **place, "steps": process.steps, "stopped": stopped})
         question = () if QUESTION is None else (QUESTION,)
         for one in (*below, pid):
             for sent in (number, *question, signal.SIGCONT):
@@ -198,7 +198,7 @@ class Server:
         if pid:
             os.close(log.sink)
             self._selector.register(log.source, selectors.EVENT_READ, log)
-            self._ranks[pid] = Forked(
+            self._ranks[pid] = RankProcess(
                 values["launch"], values["rank"], values["evidence"], log, done, kills_for_memory(), scratch
             )
             return
@@ -243,25 +243,25 @@ class Server:
             self._end_below(pid)
             # What the rank left in its session goes with it.
             signal_session(pid, signal.SIGKILL)
-            forked = self._ranks.pop(pid)
+            process = self._ranks.pop(pid)
             event = {
                 "event": "exit",
-                "launch": forked.launch,
-                "rank": forked.rank,
+                "launch": process.launch,
+                "rank": process.rank,
                 "code": os.waitstatus_to_exitcode(status),
-                "steps": forked.steps,
+                "steps": process.steps,
                 # A rank that has lost its descriptors cannot announce what it has written; one below writes there too.
-                "evidence": forked.scratch is None and os.path.exists(forked.evidence),
-                "out_of_memory": kills_for_memory() > forked.kills,
+                "evidence": process.scratch is None and os.path.exists(process.evidence),
+                "out_of_memory": kills_for_memory() > process.kills,
                 "at": time.monotonic(),
             }
             if not self._ranks:
-                descendants.end_all(self._spared)  # also what has a session of its own
-            forked.tidy_up()
-            if forked.log.source in self._selector.get_map():
-                self._selector.unregister(forked.log.source)
-            forked.log.close()
-            forked.done.close()
+                processes.end_all(self._spared)  # also what has a session of its own
+            process.tidy_up()
+            if process.log.source in self._selector.get_map():
+                self._selector.unregister(process.log.source)
+            process.log.close()
+            process.done.close()
             self._announce(event)
 
     def _end_below(self, pid: int) -> None:
@@ -272,7 +272,7 @@ class Server:
         for child in self._registry.below(pid):
             child.killed = True
             signal_session(child.pid, signal.SIGKILL)
-        self._registry.see_off(pid, descendants.PATIENCE)
+        self._registry.see_off(pid, processes.KILL_TIMEOUT_S)
 
     def _hear(self, child: Child, ended: bool) -> None:
         """Announce that a process which a subject has started left evidence, or ended."""

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from harness.core.errors import TraceError
 from harness.evidence.sketch import SKETCH_ABOVE
 from harness.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
-from harness.worker.recording.optimizer_parts import Part, belongs, joined
+from harness.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
 from harness.worker.recording.passes import Forward, Passes
 from harness.worker.recording.tensor_copies import copied, is_flattened, is_still, is_zero, kept
 
@@ -53,7 +53,7 @@ class Recorder:
         self._scale: float | None = None
         self._buffers: Tensors = {}
         self._nested = 0
-        self._parts: list[Part] = []
+        self._parts: list[OptimizerPart] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
         """Return this recorder: a copy of the model (an average of weights, say) brings its hooks along."""
@@ -212,7 +212,7 @@ class Recorder:
             scale=self._scale,
             buffers=self._buffers,
         )
-        part = Part(id(optimizer), tuple(filter(None, self._names_of(optimizer))), step)
+        part = OptimizerPart(id(optimizer), tuple(filter(None, self._names_of(optimizer))), step)
         if belongs(part, self._parts):
             self._parts.append(part)
             self.steps[-1] = joined(self._parts)

@@ -17,7 +17,7 @@ REPORT = b"r"
 """Report what there is, and train on unwatched."""
 
 
-class Gate:
+class RoundBarrier:
     """The connection of one rank."""
 
     def __init__(self, path: str, rank: int) -> None:

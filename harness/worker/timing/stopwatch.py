@@ -29,7 +29,7 @@ from harness.worker.timing.collectives import Collectives
 from harness.worker.timing.cpu_affinity import begin_on_core
 from harness.worker.timing.device_clock import clock_of
 from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
-from harness.worker.timing.round_barrier import REPORT, Gate
+from harness.worker.timing.round_barrier import REPORT, RoundBarrier
 from harness.worker.timing.tensor_bytes import TensorBytes
 from harness.workloads import find
 from harness.workloads.performance.base import PerformanceWorkload
@@ -50,7 +50,7 @@ class Stopwatch:
         self._devices = [torch.device(name) for name in assignment.devices]
         self._on_cpu = self._devices[0].type == "cpu"
         self._extent = workload.on(assignment.cell.accelerator).extent(assignment.cell.topology.devices)
-        self._gate = Gate(assignment.gate, assignment.rank)
+        self._gate = RoundBarrier(assignment.gate, assignment.rank)
         self._clock = clock_of(self._devices)
         self._boundaries = list(self._extent.boundaries)
         self._rounds: list[tuple[tuple[float, ...], int, list[Tensor]]] = []
