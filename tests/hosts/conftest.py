@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.remote.hosts import HostsPool
+from harness.launch.launchers.hosts import HostsPool
 from harness.worker.node_server import addresses
 
 INSTALL = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2"]

@@ -13,13 +13,13 @@ import pytest
 
 from harness.core.errors import LaunchError
 from harness.judge.judge import judge
-from harness.launch.local.launcher import start
-from harness.launch.remote.hosts import HostsPool
-from harness.launch.remote.pool import WORKER, RemotePool
+from harness.launch.cell_launch import start
+from harness.launch.launchers.hosts import HostsPool
+from harness.launch.remote.remote_pool import WORKER, RemotePool
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.trainer.environments.plain import free_port
-from harness.worker.node_server import FORSAKEN, SILENCE, TOKEN
+from harness.worker.node_server import EXIT_DISCONNECTED, KEEPALIVE_TIMEOUT_S, TOKEN
 from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,9 @@ def started(hosts, hosts_pool, cell_of, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("time_limit", "at_most"), [(120.0, SILENCE), (8.0, 8.0 + SILENCE)], ids=["before the limit", "at the limit"]
+    ("time_limit", "at_most"),
+    [(120.0, KEEPALIVE_TIMEOUT_S), (8.0, 8.0 + KEEPALIVE_TIMEOUT_S)],
+    ids=["before the limit", "at the limit"],
 )
 def test_a_cable_pulled_in_the_middle_names_rank_and_node(
     hosts, cable, started, tmp_path, time_limit, at_most, hosts_pool
@@ -125,13 +127,13 @@ def test_a_server_behind_a_cut_notices_by_itself_and_ends_its_ranks(hosts, cable
         assert hosts.until(lambda: all_have_stepped(tmp_path), 60)
         assert len(hosts.processes(1)) >= 3, "a server and two ranks"
         cable()
-        assert servers[1].wait(timeout=SILENCE + A_LITTLE) == FORSAKEN
+        assert servers[1].wait(timeout=KEEPALIVE_TIMEOUT_S + A_LITTLE) == EXIT_DISCONNECTED
         assert not hosts.processes(1)
         assert not launched.trace().is_whole
     finally:
         pool.close()
         codes = [server.wait(timeout=60) for server in servers]
-    assert codes == [FORSAKEN] * 2
+    assert codes == [EXIT_DISCONNECTED] * 2
 
 
 SCRIPT = """
@@ -141,7 +143,7 @@ SCRIPT = """
     from harness import Module, Trainer
     from harness.trainer.environments import roll_call
 
-    roll_call.LOOPBACK_PATIENCE = timedelta(seconds=6)
+    roll_call.LOOPBACK_JOIN_TIMEOUT = timedelta(seconds=6)
 
     class Line(Module):
         def __init__(self):

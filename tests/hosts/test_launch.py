@@ -14,8 +14,8 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.topology import Topology
 from harness.judge.judge import judge
-from harness.launch.launcher import Asked, check_devices_of_nodes, find_launcher
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
+from harness.launch.launchers import LauncherOptions, check_devices_of_nodes, find_launcher
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.workloads import WORKLOADS
@@ -128,9 +128,9 @@ def test_uneven_hosts_are_refused_with_their_counts(hosts_pool, monkeypatch):
 def test_a_command_without_the_node_s_number_leads_to_no_node():
     for command in (None, "ip netns exec somewhere"):
         with pytest.raises(PlanError, match=r"--node-command 'ip netns exec plumbline-\{node\}'"):
-            find_launcher("hosts", Asked(2, node_command=command))
+            find_launcher("hosts", LauncherOptions(2, node_command=command))
     with pytest.raises(PlanError, match="--node-command is for --launcher hosts, not for local"):
-        find_launcher("local", Asked(2, node_command="sh {node}"))
+        find_launcher("local", LauncherOptions(2, node_command="sh {node}"))
 
 
 def test_a_run_over_hosts_has_the_verdicts_of_one_machine(hosts, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.judge.judge import judge
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 

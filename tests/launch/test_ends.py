@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.core.outcome import Outcome
-from harness.launch.pool import GRACE
+from harness.launch.launch_progress import EXIT_GRACE_S
 from harness.launch.settings import Settings
 from harness.worker.log import KEPT
 
@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_is_ended_and_its_stack_shown(launched, topology):
     assert "in for_ever" in trace.exits[last].stack
     assert findings["launch"].rank == last, "those that wait for it are not named in its place"
     assert "in for_ever" in findings["launch"].message
-    assert 2 <= trace.seconds < 2 + GRACE + 5
+    assert 2 <= trace.seconds < 2 + EXIT_GRACE_S + 5
 
 
 def test_a_rank_that_hangs_after_its_evidence_is_judged_all_the_same(launched):
@@ -152,7 +152,7 @@ def test_thirty_two_ranks_on_four_nodes(launched, warm_pool):
 
 
 def test_the_launch_folder_may_be_a_name_with_spaces(ends, cell_of, tmp_path):
-    from harness.launch.local.launcher import launch
+    from harness.launch.cell_launch import launch
 
     cell = cell_of("mlp", "none", "1x1", subject="trains")
     assert launch(ends, cell, Path(tmp_path / "a b" / "ü"), Settings(30)).ranks

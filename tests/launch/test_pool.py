@@ -28,7 +28,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def test_closing_a_pool_leaves_no_process(tmp_path, cell_of):
-    from harness.launch.local.launcher import launch
+    from harness.launch.cell_launch import launch
 
     before = descendants(os.getpid())
     pool = Pool(str(Path(__file__).parent / "subjects" / "ends.py"))
@@ -51,7 +51,7 @@ import sys
 from pathlib import Path
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 cell = Cell("says-who-it-is-and-hangs", "mlp", "ddp", Topology(1, 2), "32", "cpu")

@@ -16,9 +16,9 @@ import pytest
 
 from harness.core.errors import LaunchError, PlanError
 from harness.judge.judge import judge
-from harness.launch.launcher import Asked, find_launcher
-from harness.launch.local.launcher import launch
-from harness.launch.remote.torchrun import TorchrunPool
+from harness.launch.cell_launch import launch
+from harness.launch.launchers import LauncherOptions, find_launcher
+from harness.launch.launchers.torchrun import TorchrunPool
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.trainer.environments.plain import free_port
@@ -78,7 +78,7 @@ def by_hand(monkeypatch):
     """Make pools that wait for nodes started by hand, all by one launcher; and start such nodes as they say."""
     place = ("127.0.0.1", free_port())
     said, pools, agents = [], [], []
-    launcher = find_launcher("torchrun", Asked(2, rendezvous=f"{place[0]}:{place[1]}", say=said.append))
+    launcher = find_launcher("torchrun", LauncherOptions(2, rendezvous=f"{place[0]}:{place[1]}", notify=said.append))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
     class ByHand:
@@ -171,14 +171,14 @@ def test_who_does_not_know_the_secret_is_no_node(by_hand):
 
 def test_what_cannot_be_started_by_hand_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(PlanError, match=r"2 subjects were named.*make a run for each"):
-        find_launcher("torchrun", Asked(2, subjects=2, rendezvous="127.0.0.1:29400"))
+        find_launcher("torchrun", LauncherOptions(2, subjects=2, rendezvous="127.0.0.1:29400"))
     with pytest.raises(PlanError, match="a port are wanted, as in node0:29400"):
-        find_launcher("torchrun", Asked(2, rendezvous="node0"))
+        find_launcher("torchrun", LauncherOptions(2, rendezvous="node0"))
     with pytest.raises(PlanError, match="--rendezvous is for --launcher torchrun, not for slurm"):
-        find_launcher("slurm", Asked(2, rendezvous="127.0.0.1:29400"))
+        find_launcher("slurm", LauncherOptions(2, rendezvous="127.0.0.1:29400"))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     with pytest.raises(PlanError, match="leave -n out"):
-        find_launcher("torchrun", Asked(2, rendezvous="127.0.0.1:29400"))
+        find_launcher("torchrun", LauncherOptions(2, rendezvous="127.0.0.1:29400"))
 
 
 def test_a_run_by_torchrun_has_the_verdicts_of_one_machine(tmp_path):
