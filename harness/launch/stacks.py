@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _CALL = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
-_OURS = ("worker/rank.py", "run")
+_OURS = ("worker/rank.py", "call")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _WRAPPER = "torch/nn/parallel/distributed.py"
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")

@@ -13,7 +13,7 @@ from harness.core.errors import LaunchError
 from harness.launch.remote.node_checks import Node, why_not
 from harness.launch.remote.node_processes import NodeProcesses
 from harness.launch.start_wait import StartWait
-from harness.worker.node_server import CONNECT_TIMEOUT_S, notice_silence
+from harness.worker.node_server import CONNECT_TIMEOUT_S, enable_keepalive
 
 FAREWELL = b'{"command": "end"}\n'
 """The command by which a server ends, and is not started again."""
@@ -97,7 +97,7 @@ class NodeListener:
         except (OSError, ValueError, LookupError, TypeError):
             return None
         connection.settimeout(None)
-        notice_silence(connection)
+        enable_keepalive(connection)
         return node
 
 
