@@ -96,4 +96,5 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 def read(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint onto the cpu; it holds no code, and none is run."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return checkpoint

@@ -161,14 +161,16 @@ def take_turns(state: TrainingState, work: Work) -> list[Turn]:
     """Return each optimizer's turn; several leave each other's weights alone."""
     several = len(state.optimizers) > 1
     names = inspect.signature(state.module.training_step).parameters
-    told = several and ("optimizer_idx" in names or len(names) > 2)
+    takes_number = several and ("optimizer_idx" in names or len(names) > 2)
     turns = []
     for number, (optimizer, own) in enumerate(zip(state.optimizers, work.weights, strict=True)):
         mine = {id(weight) for weight in own}
-        others = [weight for weights in work.weights for weight in weights if id(weight) not in mine]
+        others = [
+            weight for weights in work.weights for weight in weights if id(weight) not in mine
+        ]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         context = OnlyItsOwn(others) if several else NOTHING
-        turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * told))
+        turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * takes_number))
     return turns
 
 

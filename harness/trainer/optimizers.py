@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ class SchedulerConfig:
 class OnlyItsOwn:
     """A context in which the other optimizers' weights take no gradients."""
 
-    def __init__(self, others: list[Tensor]) -> None:
+    def __init__(self, others: Sequence[Tensor]) -> None:
         self.others = others
         self.frozen: list[Tensor] = []
 

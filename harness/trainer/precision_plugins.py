@@ -40,7 +40,7 @@ class PrecisionPlugin:
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Make the gradients of the optimizer's own parameters the true ones, before they are clipped."""
@@ -99,7 +99,7 @@ class Autocast(PrecisionPlugin):
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the scaled loss."""
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale."""
@@ -139,7 +139,8 @@ class MasterWeights(Autocast):
         """Convert all floating parameters and buffers outside BatchNorm layers."""
         for layer in module.modules():
             if not isinstance(layer, _BatchNorm):
-                layer._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
+                cast_layer: Any = layer._apply
+                cast_layer(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Put a float32 master in the place of each half weight in the optimizers."""

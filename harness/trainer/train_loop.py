@@ -127,6 +127,7 @@ class TrainLoop:
         )
         trainer.fit(Trained(self.model, self.criterion, self.optimizer, self.train_loader, self.val_loader))
         if not trainer.optimizers:  # processes that were started here have stepped their copies
+            assert trainer.checkpoint is not None
             self.optimizer.load_state_dict(trainer.checkpoint()["optimizers"][0])
         self.metrics = trainer.metrics
         self.epochs += num_epochs
