@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         connection, host = _connect([(host, int(port)) for host, port in places])
     except OSError as error:
-        named = " or ".join(f"{host}:{port}" for host, port in places)
-        print(f"harness.worker: {socket.gethostname()} cannot reach the launcher at {named}: {error}")
+        tried = " or ".join(f"{host}:{port}" for host, port in places)
+        print(f"harness.worker: {socket.gethostname()} cannot reach the launcher at {tried}: {error}")
         return 2
     connection.settimeout(None)
     enable_keepalive(connection)
@@ -137,19 +137,19 @@ def _way_to_others(connection: socket.socket) -> dict[str, Any]:
     It is the interface that leads to the launcher, unless GLOO_SOCKET_IFNAME names another; "" without an address.
     """
     own = connection.getsockname()[0]
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not named:
-        return {"interface": interface_of(own), "address": own, "named": False}
-    return {"interface": named, "address": addresses().get(named.split(",")[0], ""), "named": True}
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not chosen:
+        return {"interface": interface_of(own), "address": own, "chosen": False}
+    return {"interface": chosen, "address": addresses().get(chosen.split(",")[0], ""), "chosen": True}
 
 
 def _counts_from_starter() -> dict[str, int | None]:
     """Return the numbers of nodes, and of servers on this one, that torchrun or SLURM has set; None where unknown."""
-    nodes, beside = (
+    nodes, servers = (
         next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
         for names in (("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"), ("LOCAL_WORLD_SIZE",))
     )
-    return {"nodes": nodes, "beside": beside}
+    return {"nodes": nodes, "servers": servers}
 
 
 def _software_and_devices() -> dict[str, Any]:

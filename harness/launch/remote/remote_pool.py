@@ -262,7 +262,7 @@ class RemotePool(Pool):
                 raise self._lost_node(number, f"it sent an invalid message ({error})") from error
             if event["event"] == "exit":
                 self._launched.get(number, set()).discard(event["rank"])
-            self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].ahead})
+            self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].clock_offset})
 
     def _fail(self, number: int, error: OSError) -> None:
         """Report the ranks behind a broken connection as ended, where the network was cut while they trained.
