@@ -15,9 +15,9 @@ class Node:
     """One node, as it describes itself.
 
     ``launcher`` is the address at which it reached this process. ``interface`` and ``address`` are those by which other
-    nodes reach its ranks; ``chosen``: the user named that interface. ``nodes`` and ``servers`` are the numbers of nodes,
-    and of servers on this one, that torchrun or SLURM has set, None where unknown. ``clock_offset`` is how far this
-    process' monotonic clock is ahead of the node's, in seconds.
+    nodes reach its ranks; ``chosen``: the user named that interface. ``nodes`` and ``servers`` are the numbers of
+    nodes, and of servers on this one, that torchrun or SLURM has set, None where unknown. ``clock_offset`` is how far
+    this process' monotonic clock is ahead of the node's, in seconds.
     """
 
     number: int
@@ -79,13 +79,11 @@ def differing(nodes: Sequence[Node]) -> str | None:
     for node in nodes[1:]:
         both = [(one.software["torch"], one.software["python"]) for one in (nodes[0], node)]
         if both[0] != both[1]:
-            described = [
+            texts = [
                 f"{one.host} has torch {has[0]} and Python {has[1]}"
                 for one, has in zip((nodes[0], node), both, strict=True)
             ]
-            return (
-                f"{' and '.join(described)}: ranks of one training need the same, so take one environment for all nodes"
-            )
+            return f"{' and '.join(texts)}: ranks of one training need the same, so take one environment for all nodes"
     return None
 
 
