@@ -38,7 +38,7 @@ def main() -> None:
     from bench_launch import RANKS, exponents, topology
 
     from harness.core.cell import Cell
-    from harness.launch.local.launcher import launch
+    from harness.launch.cell_launch import launch
     from harness.launch.pool import Pool
     from harness.launch.settings import Settings
 

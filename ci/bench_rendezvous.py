@@ -20,9 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.launch.local import one_machine
-from harness.launch.local.launcher import new_store
+from harness.launch import this_machine
 from harness.launch.pool import SERVER_ENVIRONMENT
+from harness.launch.this_machine import new_store
 from harness.worker.assignment import Assignment
 from harness.worker.connectivity import ConnectivityProbe, reach
 
@@ -64,7 +64,7 @@ def meet(count: int) -> tuple[float, int]:
                 os._exit(0)
         below.append(pid)
     os.close(said)
-    store = new_store(one_machine.loopback())
+    store = new_store(this_machine.loopback())
     started = time.perf_counter()
     os.write(go, f"{store.port:0{_PORT}}".encode() * count)
     here = b""
@@ -83,7 +83,7 @@ def meet(count: int) -> tuple[float, int]:
 def join(port: int, count: int, said: int) -> None:
     """Join the store as a rank does, wait until all are there, say so, and stay until the end."""
     patience = timedelta(seconds=120)
-    mine = TCPStore(one_machine.loopback(), port, is_master=False, wait_for_workers=False, timeout=patience)
+    mine = TCPStore(this_machine.loopback(), port, is_master=False, wait_for_workers=False, timeout=patience)
     if mine.add("arrived", 1) == count:
         mine.set("complete", "")
     mine.wait(["complete"])
@@ -94,7 +94,7 @@ def join(port: int, count: int, said: int) -> None:
 def reach_all(count: int) -> float:
     """Return the seconds in which one node reaches ``count`` others."""
     nodes = [ConnectivityProbe() for _ in range(count)]
-    address = one_machine.loopback()
+    address = this_machine.loopback()
     ports = [node.answer({"command": "listen", "address": address})["port"] for node in nodes]
     started = time.perf_counter()
     failed = reach({str(number): (address, port) for number, port in enumerate(ports)}, 5.0)
@@ -110,7 +110,7 @@ def sent(count: int) -> int:
     cell = Cell("reference", "mlp", "ddp", Topology(max(1, count // GPUS), min(count, GPUS)), "32", "cpu")
     folder = "/a/folder/that/all/nodes/see/plumbline-run-00000000/cell-00000000"
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
-    environment = {**one_machine.ELASTIC, **dict.fromkeys(names, "100"), "MASTER_ADDR": "10.100.100.100"}
+    environment = {**this_machine.ELASTIC, **dict.fromkeys(names, "100"), "MASTER_ADDR": "10.100.100.100"}
     one = Assignment(
         1, cell, 100, "gloo", ("cpu",), environment, f"{folder}/rank-100.safetensors", f"{folder}/rank-100.log"
     )

@@ -40,7 +40,7 @@ from faults.runs import OF_MACHINES
 from faults.soak import soak
 from faults.table import OF_RANKS
 
-from harness.worker.descendants import adopt, end_all
+from harness.worker.processes import adopt, end_all
 from harness.worker.scratch import RUN, Scratch
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "faults.md"

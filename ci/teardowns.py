@@ -26,7 +26,7 @@ from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.judge.judge import judge
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.workloads import find

@@ -19,8 +19,9 @@ from harness.core.outcome import Outcome, worst
 from harness.core.topology import Topology
 from harness.evidence.trace import Trace
 from harness.judge.judge import judge
-from harness.launch.local.launcher import launch
-from harness.launch.pool import GRACE, Pool
+from harness.launch.cell_launch import launch
+from harness.launch.launch_progress import EXIT_GRACE_S
+from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.workloads import find
 
@@ -126,7 +127,7 @@ def _too_large(ended: Ended) -> str | None:
 
 
 def _too_late(ended: Ended, limit: float) -> str | None:
-    late = ended.trace.seconds is not None and ended.trace.seconds > limit + GRACE + 5
+    late = ended.trace.seconds is not None and ended.trace.seconds > limit + EXIT_GRACE_S + 5
     return f"took {ended.trace.seconds:.0f} s, the limit is {limit:.0f} s" if late else None
 
 

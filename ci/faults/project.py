@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.fault import Fault, Shot
-from harness.worker.kernel import die_with
+from harness.worker.processes import die_with
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"
 CELLS = (

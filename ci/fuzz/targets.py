@@ -29,8 +29,9 @@ from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM
 from harness.evidence.read import read_rank
 from harness.evidence.trace import RankTrace, Step, Tensors, Trace
 from harness.judge.judge import judge
-from harness.launch.local.launcher import launch
-from harness.launch.pool import Pool, Running
+from harness.launch.cell_launch import launch
+from harness.launch.launch_progress import RunningLaunch
+from harness.launch.pool import Pool
 from harness.launch.server_events import NoEventError, event_of
 from harness.launch.settings import Settings
 from harness.machine.fingerprint import Fingerprint
@@ -203,7 +204,7 @@ class Heard(Pool):
 def events(data: bytes) -> None:
     """Follow a launch of two nodes, by what their fork server says."""
     now = time.monotonic()
-    ends = Heard(data).finish(Running(1, (0, 2), now, now + 60, below=2))
+    ends = Heard(data).finish(RunningLaunch(1, (0, 2), now, now + 60, below=2))
     assert [end.rank for end in ends] == [0, 2]
 
 

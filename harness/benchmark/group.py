@@ -18,8 +18,9 @@ from harness.core.outcome import Outcome
 from harness.evidence.timing import RankTiming
 from harness.evidence.trace import Trace
 from harness.judge.checks.launch import launch as what_is_wrong
-from harness.launch.local.launcher import Launched, start
-from harness.launch.pool import GRACE, Pool
+from harness.launch.cell_launch import CellLaunch, start
+from harness.launch.launch_progress import EXIT_GRACE_S
+from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.results.records import PERFORMANCE
 
@@ -49,7 +50,7 @@ class Group:
     has one group at a time; groups of several pools may take turns, since those that wait take no time from others.
     """
 
-    def __init__(self, cell: Cell, folder: Path, gates: Gates, launched: Launched, seconds: float) -> None:
+    def __init__(self, cell: Cell, folder: Path, gates: Gates, launched: CellLaunch, seconds: float) -> None:
         self._cell = cell
         self.folder = folder
         self._gates = gates
@@ -99,7 +100,7 @@ class Group:
             return
         self._gates.close()  # those that wait there take it as the end
         with suppress(GroupError, LaunchError):
-            self._ended(GRACE)
+            self._ended(EXIT_GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait(self) -> None:
@@ -112,7 +113,7 @@ class Group:
         """Return what became of a group of which ranks are missing at a boundary."""
         if not missing.late:
             self._gates.close()  # somebody is gone: nobody need wait any longer
-        trace = self._ended(0.0 if missing.late else GRACE)
+        trace = self._ended(0.0 if missing.late else EXIT_GRACE_S)
         rank = min(missing.ranks)
         if missing.late and rank in trace.exits:
             # Those that waited for it were ended with it, and say nothing of what took too long.

@@ -170,7 +170,7 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int
 def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEvidence:
     from harness.engine.adapter_diagnosis import SmokeEvidence
     from harness.judge.judge import judge
-    from harness.launch.local.launcher import behavior_of
+    from harness.launch.cell_launch import behavior_of
     from harness.workloads import find
 
     workload = find(cell.workload, cell.seed)
@@ -185,7 +185,7 @@ def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEviden
 def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
     import torch
 
-    from harness.launch.local.launcher import launch
+    from harness.launch.cell_launch import launch
     from harness.launch.settings import Settings
 
     oversubscribe = cell.accelerator == "cuda" and torch.cuda.device_count() < cell.topology.devices

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from harness.core.errors import SubjectError
 from harness.core.invocation import command, suite_command
 from harness.report.text import printable, printable_lines, shortened
-from harness.subjects.environments import LIBRARIES, environments, install, pip_command, wanted
+from harness.subjects.virtual_environments import LIBRARIES, environments, install, parse_requirement, pip_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -121,7 +121,7 @@ def installed(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    environment = wanted(options.what)
+    environment = parse_requirement(options.what)
     console = Console(stderr=True, highlight=False)
     with console.status(f"{environment.requirement} …") as status:
 

@@ -11,11 +11,10 @@ from harness.core.errors import LaunchError, TraceError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.judge import judge
-from harness.launch.interruption import with_interruption
-from harness.launch.local.devices import devices_of
-from harness.launch.local.launcher import Launched, behavior_of, start
+from harness.launch.cell_launch import CellLaunch, behavior_of, start, with_interruption
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
+from harness.launch.this_machine import devices_of
 from harness.machine.lease import share
 from harness.workloads import find
 
@@ -40,7 +39,7 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
 
 
-def verdict(launched: Launched, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
+def verdict(launched: CellLaunch, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
     """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done.
 
     Where the workload asks for an interruption, two more launches follow.

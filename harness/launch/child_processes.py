@@ -1,4 +1,4 @@
-"""What is heard, while a launch runs, of processes that a subject has started by itself."""
+"""The processes that a subject starts by itself, from the events that arrive about them while a launch runs."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-PATIENCE = 15.0
-"""Seconds that a trainer gets to notice that one of its ranks is gone, and to end when all have left their evidence."""
+CHILD_EXIT_TIMEOUT_S = 15.0
+"""Time for a trainer to notice that one of its ranks is gone, and to end once all have written their evidence."""
 
 
 @dataclass(frozen=True)
 class ChildEnd:
     """How a process below a node's first one ended.
 
-    ``rank`` is what it was, or most probably was; None: nobody knows. ``evidence`` is the rank of the evidence that it
-    left, and ``failed`` says that there is an error in it. ``idle``: it was no rank. ``late``: it was ended with the
-    launch, or with the first process of its node. ``unwritten`` says why its evidence could not be written. ``code`` is
-    None where nobody saw how it ended.
+    ``rank`` is the rank that it was, or most probably was; None where that is unknown. ``evidence`` is the rank whose
+    evidence it wrote, and ``failed`` says that this holds an error. ``idle``: it was no rank. ``late``: it was ended
+    with the launch, or with the first process of its node. ``unwritten`` says why its evidence could not be written.
+    ``code`` is None where its exit code is unknown.
     """
 
     pid: int
@@ -39,7 +39,7 @@ class ChildEnd:
 
 
 class Children:
-    """Collects what is heard of the children of one launch, ``per_node`` of them; a node is known by its first rank."""
+    """Collects the events about one launch's children, ``per_node`` on each node; a node is named by its first rank."""
 
     def __init__(self, per_node: int) -> None:
         self._per_node = per_node
@@ -49,8 +49,8 @@ class Children:
         self._raised: set[int] = set()
         self._bad = False
 
-    def hear(self, event: Mapping[str, Any], *, late: bool) -> None:
-        """Take an event in, if it is about a child; ``late``: the launch is being ended."""
+    def update(self, event: Mapping[str, Any], *, late: bool) -> None:
+        """Take in an event, if it is about a child; ``late``: the launch is being ended."""
         if event["event"] == "left":
             self._evidence.setdefault(event["rank"], set()).add(event["trace"])
             self._bad = self._bad or event["failed"]
@@ -67,14 +67,14 @@ class Children:
         elif event["event"] == "reaped":
             self._codes[event["pid"]] = event["code"]
 
-    def leave_nothing_to_do(self, waiting: Collection[int]) -> bool:
-        """Say whether a node of ``waiting`` has only to end: somebody has failed, or all ranks have left evidence."""
+    def has_finished(self, waiting: Collection[int]) -> bool:
+        """Return whether nodes of ``waiting`` only have to end: a rank has failed, or all have written evidence."""
         if not self._per_node:
             return False
         return self._bad or all(len(self._evidence.get(first, ())) >= self._per_node for first in waiting)
 
-    def above_raised(self, first: int) -> bool:
-        """Say whether the subject's call raised on a node, while the launch was not yet being ended."""
+    def call_raised(self, first: int) -> bool:
+        """Return whether the subject's call raised on a node before the launch was being ended."""
         return first in self._raised
 
     def of(self, first: int) -> tuple[ChildEnd, ...]:

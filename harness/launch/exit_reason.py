@@ -1,4 +1,4 @@
-"""How a rank ended that left no evidence: what the system says, where its Python was, what it printed last."""
+"""How a rank without evidence ended: its exit code or signal, where its Python was, what it printed last."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Exit
-from harness.launch.pool import RankEnd
+from harness.launch.launch_progress import RankEnd
 from harness.launch.stacks import calls_of, collective_of
 from harness.worker.assignment import Assignment, stack_beside
 
-_LAST_WORDS = 1500
+_PRINTED = 1500
 _LONGEST_STACK = 12
 
 _HINTS = {
@@ -22,22 +22,22 @@ _HINTS = {
 
 
 def explain(end: RankEnd, assignment: Assignment, time_limit: float, *, hung: bool = False) -> Exit:
-    """Return what became of a rank that left no evidence, or ``hung`` when it had; ``time_limit`` is in seconds."""
+    """Return how a rank without evidence ended, or one that ``hung`` after it; ``time_limit`` is in seconds."""
     calls = calls_of(_tail(Path(stack_beside(assignment.log)), 1 << 16))
     late = end.code is None
     if end.unwritten is not None:
         place = Path(assignment.evidence).parent
-        way_out = f"make room in {place}, or name another folder with the variable TMPDIR"
-        return Exit(Outcome.ERRORED, f"its evidence cannot be written ({end.unwritten}): {way_out}", end.steps)
+        remedy = f"make room in {place}, or name another folder with the variable TMPDIR"
+        return Exit(Outcome.ERRORED, f"its evidence cannot be written ({end.unwritten}): {remedy}", end.steps)
     if end.silent is not None:
-        return Exit(Outcome.CRASHED, end.silent, end.steps, said=_tail(Path(assignment.log), _LAST_WORDS))
+        return Exit(Outcome.CRASHED, end.silent, end.steps, said=_tail(Path(assignment.log), _PRINTED))
     return Exit(
         Outcome.TIMED_OUT if late else Outcome.CRASHED,
         _late(end, time_limit, hung) if late else f"{_died(end)} before its evidence was complete",
         step=end.steps,
         waits_in=collective_of(calls) if late and assignment.cell.processes > 1 else None,
         stack="\n".join(map(str, calls[:_LONGEST_STACK])),
-        said=_tail(Path(assignment.log), _LAST_WORDS),
+        said=_tail(Path(assignment.log), _PRINTED),
     )
 
 

@@ -1,4 +1,4 @@
-"""Ranks that hung: which of them had trained to the end, and which hung in the middle of it."""
+"""Ranks that hung: which of them had trained to the end, and which hung before it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from harness.evidence.rank_file import SO_FAR
 from harness.evidence.trace import Trace
-from harness.launch.pool import RankEnd
+from harness.launch.launch_progress import RankEnd
 
 
 def take_so_far(folder: Path, ends: Sequence[RankEnd]) -> set[int]:
-    """Take, of ranks that were ended because the launch took too long, what they had recorded so far.
+    """Keep what ranks had recorded that were ended because the launch took too long.
 
-    Of a process that ended by itself without whole evidence nothing counts.
+    The incomplete evidence of a process that ended by itself is removed.
 
     Returns:
         The ranks that have no other evidence.
@@ -42,7 +42,7 @@ def without_unfinished(trace: Trace, due: int) -> Trace:
     unfinished = {rank.rank for rank in trace.ranks if rank.rank in trace.hung and len(rank.steps) < due}
     if not unfinished and not trace.exits:
         return trace
-    # Where one rank is missing the others are not judged either: then all that hung are told of alike.
+    # Where one rank is missing the others are not judged either: then all that hung are reported alike.
     return replace(
         trace,
         ranks=tuple(rank for rank in trace.ranks if rank.rank not in trace.hung),

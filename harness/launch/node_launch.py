@@ -1,6 +1,7 @@
-"""Launches of subjects that start their ranks by themselves: what became of ranks that are nobody's but the subject's.
+"""Launches of subjects that start their ranks by themselves: the traces of those ranks, or how they ended.
 
-The fork server knows a node's first process only; of those below it hears on their lines. What they left lies in files.
+The fork server has started a node's first process only. Those below it connect to the server, and write their evidence
+to files.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from harness.evidence.trace import Exit, RankTrace
 from harness.launch.child_processes import ChildEnd
 from harness.launch.exit_reason import explain
 from harness.launch.hung_ranks import take_so_far
-from harness.launch.pool import RankEnd
+from harness.launch.launch_progress import RankEnd
 from harness.worker.assignment import Assignment, stack_beside
 
 
 def gather(
     started: Sequence[Assignment], ends: Sequence[RankEnd], time_limit: float
 ) -> tuple[list[RankTrace], dict[int, Exit], dict[int, Exit]]:
-    """Return what the ranks of all nodes left, what became of those that left nothing, and of those that hung then.
+    """Return the traces of all nodes' ranks, how those without evidence ended, and those that hung after theirs.
 
-    ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. The folder is left as ranks of
-    the harness' own would have left it: what the subject's call raised, and no rank did, is the first one's error.
+    ``started`` are the first ranks of the nodes, and ``ends`` how their processes ended. The folder is left as by ranks
+    that the harness starts: an error that the subject's call raised, and no rank did, is the first rank's.
 
     Raises:
         TraceError: evidence cannot be read.

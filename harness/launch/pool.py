@@ -6,35 +6,24 @@ import json
 import os
 import secrets
 import selectors
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import harness
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
-from harness.launch.child_processes import PATIENCE, ChildEnd, Children
-from harness.launch.local import one_machine
-from harness.launch.process_tags import MARK, end_marked
+from harness.launch import this_machine
+from harness.launch.launch_progress import EXIT_GRACE_S, LaunchProgress, RankEnd, RunningLaunch
+from harness.launch.process_tags import TAG, end_tagged
 from harness.launch.server_events import NoEventError, event_of
-from harness.worker import descendants
+from harness.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, ignore
 from harness.worker.assignment import Assignment
 from harness.worker.connectivity import free_port
-
-START_LIMIT = 300.0
-"""Seconds for importing torch and the subject's library, on a machine that has other things to do."""
-
-GRACE = 3.0
-"""Seconds that ranks get to notice that one of them is gone, to end once their evidence is there, and to answer when
-they are late: to write the evidence that they have so far."""
-
-STACKS_TIME = 0.5
-"""Seconds that ranks get to write down their stacks before they are ended."""
+from harness.worker.processes import KILL_TIMEOUT_S, cpu_seconds
 
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -60,44 +49,8 @@ main()
 """
 
 
-@dataclass(frozen=True)
-class RankEnd:
-    """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
-
-    ``unwritten`` says why its evidence could not be written, and ``silent`` why nothing was heard of it any more, None
-    where that was not the matter.
-    ``steps`` is how many it had done, as far as it is known. ``limit_reached``: it was ended because the launch took
-    too long; else because others were gone. ``stopped``: it was found stopped by a signal. ``children`` are the
-    processes that the subject started by itself, in the order in which they ended, and ``raised`` says that its call,
-    above them, raised.
-    """
-
-    rank: int
-    evidence: bool
-    code: int | None
-    seconds: float
-    steps: int | None = None
-    limit_reached: bool = False
-    stopped: bool = False
-    out_of_memory: bool = False
-    unwritten: str | None = None
-    silent: str | None = None
-    raised: bool = False
-    children: tuple[ChildEnd, ...] = ()
-
-
-@dataclass(frozen=True)
-class Running:
-    """A launch that has begun. Times are of the monotonic clock.
-
-    ``below`` is how many ranks each of ``ranks`` stands for, where the subject starts them by itself.
-    """
-
-    number: int
-    ranks: tuple[int, ...]
-    started: float
-    deadline: float
-    below: int = 0
+class ServerNotStartedError(Exception):
+    """A fork server ended, or sent something else than events, before its first event."""
 
 
 class Pool:
@@ -105,23 +58,25 @@ class Pool:
 
     @property
     def listens_on(self) -> str:
-        """Where this process listens for ranks that want to meet."""
-        return one_machine.loopback()
+        """The address at which this process holds the ranks' rendezvous store."""
+        return this_machine.loopback()
 
-    def __init__(self, locator: str, python: str | None = None) -> None:
+    def __init__(self, locator: str, python: str | None = None, notify: Notify = ignore) -> None:
         self.locator = locator
+        self._python = python or sys.executable
         package = Path(harness.__file__)
         self._errors = os.memfd_create("plumbline") if hasattr(os, "memfd_create") else None
-        self._mark = secrets.token_hex(8)
+        self._tag = secrets.token_hex(8)
         self._process = subprocess.Popen(
-            [python or sys.executable, "-c", _BOOTSTRAP, str(package), str(package.parent), locator],
+            [self._python, "-c", _BOOTSTRAP, str(package), str(package.parent), locator],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **SERVER_ENVIRONMENT, MARK: self._mark},
+            env={**os.environ, **SERVER_ENVIRONMENT, TAG: self._tag},
         )
         assert self._process.stdout is not None
         self._events = self._process.stdout.fileno()
+        self._notify = notify
         self._rest = b""
         self._queue: list[dict[str, Any]] = []
         self._launches = 0
@@ -135,14 +90,27 @@ class Pool:
             SubjectError: the locator names none, or it cannot be imported.
         """
         if self._subjects is None:
-            event = self._next(time.monotonic() + START_LIMIT)
-            if event is None or event["event"] != "ready":
-                said = event["message"] if event else self._stderr_tail()
+            try:
+                event = self._first_event()
+            except ServerNotStartedError as error:
+                reason = self._stderr_tail().strip() or str(error)
                 self.close()
-                silent = f"its interpreter, {self._process.args[0]}, ended at once: is it Python?"
-                raise SubjectError(f"--subject {self.locator}: {said.strip() or silent}")
+                raise SubjectError(f"--subject {self.locator}: {reason}") from None
+            if event["event"] != "ready":
+                self.close()
+                raise SubjectError(f"--subject {self.locator}: {event['message'].strip()}")
             self._subjects = event["subjects"]
         return self._subjects
+
+    def _first_event(self) -> dict[str, Any]:
+        wait = StartWait(lambda: cpu_seconds(self._process.pid), self._notify)
+        while (event := self._next(wait.next_check)) is None:
+            if not wait.goes_on(f"{self._python} to import {self.locator}"):
+                raise ServerNotStartedError(
+                    f"{self._python} has not imported it after {wait.seconds:.0f} s, of which it used "
+                    f"{cpu_seconds(self._process.pid):.0f} s of processor time"
+                )
+        return event
 
     def settle(self) -> None:
         """Wait until the server only waits for commands, and takes no more time from whatever is to be measured.
@@ -153,7 +121,7 @@ class Pool:
         """
         assert self.subjects
         self._send({"command": "port"})  # it answers in turn
-        deadline = time.monotonic() + START_LIMIT
+        deadline = time.monotonic() + START_TIMEOUT_S
         while (event := self._next(deadline)) is not None:
             if event["event"] == "port":
                 return
@@ -171,18 +139,18 @@ class Pool:
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         """Return the environment that a rank of ``cell`` needs where it lives, beside torchrun's for every place."""
-        return one_machine.variables(cell, rank, oversubscribe)
+        return this_machine.variables(cell, rank, oversubscribe)
 
     def meeting_point(self) -> dict[str, str]:
         """Return where the ranks of a launch meet that a subject starts by itself, in torchrun's variables."""
-        return {"MASTER_ADDR": one_machine.loopback(), "MASTER_PORT": str(free_port())}
+        return {"MASTER_ADDR": this_machine.loopback(), "MASTER_PORT": str(free_port())}
 
     def next_launch(self) -> int:
         """Return a number for a launch, its own in this pool."""
         self._launches += 1
         return self._launches
 
-    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> Running:
+    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> RunningLaunch:
         """Begin one launch; it goes on while the caller does something else. One launch at a time.
 
         Raises:
@@ -193,86 +161,36 @@ class Pool:
         started = time.monotonic()
         ranks = tuple(assignment.rank for assignment in assignments)
         below = assignments[0].processes_per_node if assignments[0].whole_node else 0
-        return Running(assignments[0].launch, ranks, started, started + time_limit, below)
+        return RunningLaunch(assignments[0].launch, ranks, started, started + time_limit, below)
 
-    def finish(self, running: Running) -> list[RankEnd]:
+    def finish(self, running: RunningLaunch) -> list[RankEnd]:
         """Follow a launch to its end and say how each rank ended, soon after its deadline at the latest.
 
-        A rank has ended well when its evidence is complete in time; one that then hangs on its way out is ended. A rank
-        that is late is asked to write what it has recorded so far.
+        Ranks that are late are asked for their stacks and for what they have recorded so far, and then killed.
 
         Raises:
             LaunchError: the server itself is gone.
         """
-        waiting = set(running.ranks)
-        evidence: set[int] = set()
-        answered: set[int] = set()
-        children = Children(running.below)
-        late: dict[int, dict[str, Any]] = {}
-        unwritten: dict[int, str] = {}
-        limit_reached = False
-        ends: dict[int, RankEnd] = {}
-        deadline = running.deadline
-        stage = 0
-        while waiting:
-            event = self._next(deadline)
+        progress = LaunchProgress(running)
+        while not progress.is_complete:
+            event = self._next(progress.deadline)
             if event is None:
-                # First ask for the stacks and for the evidence so far, then make an end of it.
-                limit_reached = limit_reached or deadline == running.deadline
-                self._send({"command": "signal", "launch": running.number, "signal": _ENDINGS[stage]})
-                patience = GRACE if limit_reached else STACKS_TIME
-                deadline = time.monotonic() + (patience if stage == 0 else START_LIMIT)
-                stage = min(stage + 1, len(_ENDINGS) - 1)
-                continue
-            if event.get("launch") != running.number:
-                continue
-            rank = event["rank"]
-            children.hear(event, late=bool(stage))
-            if event["event"] == "late":
-                late[rank] = event
-            if stage and event["event"] == "so_far":
-                answered.add(rank)
-                if answered >= waiting:
-                    deadline = min(deadline, time.monotonic() + STACKS_TIME)
-            if event["event"] == "unwritten":
-                unwritten[rank] = event["why"]
-            if not stage and (event["event"] == "evidence" or event.get("evidence")):
-                evidence.add(rank)
-            if event["event"] == "exit":
-                waiting.discard(rank)
-                ends[rank] = RankEnd(
-                    rank,
-                    evidence=rank in evidence,
-                    code=None if stage else event["code"],
-                    seconds=event["at"] - running.started,
-                    steps=late.get(rank, event)["steps"],
-                    limit_reached=limit_reached,
-                    stopped=rank in late and late[rank]["stopped"],
-                    out_of_memory=event["out_of_memory"],
-                    unwritten=unwritten.get(rank),
-                    silent=event.get("silent"),
-                    raised=children.above_raised(rank),
-                    children=children.of(rank),
-                )
-            gone = event["event"] == "exit" and (event["code"] or rank not in evidence)
-            if not stage and (gone or evidence >= waiting):
-                # Somebody is gone for a bad reason, or all that is left to do is to end.
-                deadline = min(deadline, time.monotonic() + GRACE)
-            elif not stage and children.leave_nothing_to_do(waiting):
-                deadline = min(deadline, time.monotonic() + PATIENCE)
-        return [ends[rank] for rank in running.ranks]
+                self._send({"command": "signal", "launch": running.number, "signal": int(progress.escalate())})
+            elif event.get("launch") == running.number:
+                progress.update(event)
+        return progress.ends
 
     def close(self) -> None:
         """End the server and every rank of it."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
-            self._process.wait(timeout=descendants.PATIENCE + GRACE)  # it ends whoever is below it first
+            self._process.wait(timeout=KILL_TIMEOUT_S + EXIT_GRACE_S)  # it ends whoever is below it first
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.wait()
         if self._process.returncode:
-            end_marked(self._mark)  # a server that was killed ended nobody
+            end_tagged(self._tag)  # a server that was killed ended nobody
         assert self._process.stdout is not None
         self._process.stdout.close()
         if self._errors is not None:
@@ -288,7 +206,12 @@ class Pool:
             raise self._lost("is gone") from error
 
     def _next(self, deadline: float) -> dict[str, Any] | None:
-        """Return the next event, or None when the deadline passes or, before the first event, the server ends."""
+        """Return the next event, None when the deadline passes.
+
+        Raises:
+            ServerNotStartedError: the server ended before its first event.
+            LaunchError: it ended afterwards.
+        """
         while not self._queue:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._events, selectors.EVENT_READ)
@@ -297,26 +220,26 @@ class Pool:
             chunk = os.read(self._events, 1 << 16)
             if not chunk:
                 if self._subjects is None:
-                    return None
+                    raise ServerNotStartedError(f"its interpreter, {self._python}, ended at once: is it Python?")
                 raise self._lost("died")
             *whole, self._rest = (self._rest + chunk).split(b"\n")
             try:
                 self._queue.extend(map(event_of, whole))
             except NoEventError as error:
                 if self._subjects is None:
-                    return None  # what was started is no Python, or not ours
-                raise self._lost(f"talks nonsense ({error})") from error
+                    raise ServerNotStartedError(f"its interpreter, {self._python}, is not Python: {error}") from error
+                raise self._lost(f"sent an invalid message ({error})") from error
         return self._queue.pop(0)
 
     def _lost(self, how: str) -> LaunchError:
-        """Make an end of a server that is of no use any more, with all that it started; return what to say of it."""
+        """End a server that cannot be used any more, with all that it started; return the error."""
         try:
             self._process.wait(timeout=1)
             how = f"{how}, with exit code {self._process.returncode}"
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        end_marked(self._mark)
+        end_tagged(self._tag)
         return LaunchError(f"the fork server of {self.locator} {how}: {self._stderr_tail().strip()}".rstrip(": "))
 
     def _stderr_tail(self) -> str:
@@ -324,6 +247,3 @@ class Pool:
             return ""
         size = os.fstat(self._errors).st_size
         return os.pread(self._errors, 2000, max(0, size - 2000)).decode(errors="replace")
-
-
-_ENDINGS = (int(signal.SIGUSR1), int(signal.SIGKILL))

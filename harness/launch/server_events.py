@@ -1,4 +1,4 @@
-"""What a fork server says, a JSON object a line. Read with suspicion: whoever finds the descriptor can write there."""
+"""A fork server's events, a JSON object a line. Each is validated: any process with the descriptor can write there."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 class NoEventError(ValueError):
-    """A line says nothing that a fork server would say."""
+    """A line is no event of a fork server."""
 
 
 def event_of(line: bytes) -> dict[str, Any]:
-    """Return the event that a line says.
+    """Return the event in a line.
 
     Raises:
-        NoEventError: it says none; the sentence tells what is missing.
+        NoEventError: there is none; the message says what is missing.
     """
     try:
-        event = json.loads(line)
+        event: dict[str, Any] = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise NoEventError(f"{line[:80]!r} is no event: {error}") from None
     fields = _FIELDS.get(str(event.get("event"))) if isinstance(event, dict) else None

@@ -1,4 +1,4 @@
-"""What holds for every launch of a run."""
+"""The settings that hold for every launch of a run."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from harness.evidence.trace import SKETCH_ABOVE
 
 @dataclass(frozen=True)
 class Settings:
-    """How cells are launched, whichever they are.
+    """How every cell is launched.
 
     ``time_limit`` is in seconds, for one launch. ``oversubscribe`` lets several ranks share a CUDA device, over gloo.
-    Of weights and gradients with more than ``sketch_above`` entries a sketch is recorded.
+    A random projection is stored of weights and gradients with more than ``sketch_above`` entries.
     """
 
     time_limit: float = 120.0

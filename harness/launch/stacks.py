@@ -1,6 +1,6 @@
-"""Reads the Python stacks that a rank left when it was asked, or when it died: where it was, and whom it waited for.
+"""Reads the Python stacks that a rank dumped on request or as it died: where it was, and in which collective.
 
-Their form is that of faulthandler: a line for each thread, then its calls, the innermost first.
+The format is faulthandler's: a line for each thread, then its calls, the innermost first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 _CALL = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
-_OURS = ("worker/rank.py", "run")
+_OURS = ("worker/rank.py", "call")
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
 _WRAPPER = "torch/nn/parallel/distributed.py"
 _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
@@ -25,7 +25,7 @@ class Call:
     name: str
 
     def __str__(self) -> str:
-        # Two parts of the path tell files apart, and name nobody's home.
+        # Two parts of the path tell files apart, and show no user's home folder.
         return f"{'/'.join(self.file.split('/')[-2:])}:{self.line} in {self.name}"
 
 
@@ -41,8 +41,8 @@ def calls_of(text: str) -> tuple[Call, ...]:
             threads.append([])
             if head[1] == "Current thread":
                 current = threads[-1]
-        elif (call := _CALL.match(line)) and threads:
-            threads[-1].append(Call(call["file"], int(call["line"]), call["name"]))
+        elif (found := _CALL.match(line)) and threads:
+            threads[-1].append(Call(found["file"], int(found["line"]), found["name"]))
     for calls in threads:
         for place, call in enumerate(calls):
             if call.file.endswith(_OURS[0]) and call.name == _OURS[1]:

@@ -1,9 +1,9 @@
-"""Gives a subject up whose cells reach their time limit again and again: the others would too, and take hours."""
+"""Gives up a subject whose cells reach the time limit repeatedly: the others would too, and take hours."""
 
 from __future__ import annotations
 
 MOST_IN_A_ROW = 3
-"""Cells of one subject in a row that may reach the time limit; one that ends in time begins a new row."""
+"""Consecutive cells of one subject that may reach the time limit; a cell that ends in time resets the count."""
 
 
 class Timeouts:

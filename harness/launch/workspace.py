@@ -1,4 +1,4 @@
-"""Where evidence lies while a run goes on: a folder that goes with its run, or, if that was killed, with the next."""
+"""The folder of a run's evidence, removed when the run ends or, if it was killed, by the next run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.machine.doctor.line import Line
 from harness.machine.state import usable_cores
-from harness.worker.descendants import present
+from harness.worker.processes import present
 
 BUSY = 1.5
 """From so many times its processor time on, a computation says that others want the processors."""

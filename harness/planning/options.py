@@ -9,7 +9,7 @@ from typing import Any
 
 from harness.core.accelerator import resolve_accelerator
 from harness.core.errors import PlanError
-from harness.launch.launcher import Asked, Launcher, find_launcher
+from harness.launch.launchers import Launcher, LauncherOptions, find_launcher
 from harness.launch.settings import Settings
 from harness.planning.expectation_files import FOLDER, ExpectationsError
 from harness.planning.plan import Matrix, check_devices, plan
@@ -59,13 +59,13 @@ class Options:
         # A misspelt name is answered at once, not when every subject's library has been imported.
         plan(self.matrix, [])
 
-    def _asked_of_launcher(self, say: Callable[[str], None]) -> Asked:
-        return Asked(
+    def _asked_of_launcher(self, say: Callable[[str], None]) -> LauncherOptions:
+        return LauncherOptions(
             nodes=max(topology.num_nodes for topology in topologies(self.matrix.gpus, self.matrix.nodes)),
             subjects=len(self.interpreters),
             rendezvous=self._given["rendezvous"],
             node_command=self._given["node_command"],
-            say=say,
+            notify=say,
         )
 
     @property

@@ -21,10 +21,10 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.launch.launcher import check_devices_of_nodes, check_nodes
-from harness.launch.local.devices import devices_of
-from harness.launch.local.launcher import Launched, start
+from harness.launch.cell_launch import CellLaunch, start
+from harness.launch.launchers import check_devices_of_nodes, check_nodes
 from harness.launch.pool import Pool
+from harness.launch.this_machine import devices_of
 from harness.launch.timeouts import Timeouts
 from harness.machine.lease import Lease, share, share_now
 from harness.planning.declaration import Declaration
@@ -305,7 +305,7 @@ class Ahead:
 
     planned: Planned
     folder: Path
-    launched: Launched
+    launched: CellLaunch
     lease: Lease
 
     def drop(self) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from harness.trainer.backends import BACKENDS, Backend
 from harness.trainer.environments import ClusterEnvironment, detect_environment
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.gpus import parse_gpus
-from harness.trainer.precision import Autocast, Converted, MasterWeights, Precision
+from harness.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
+from harness.trainer.strategies import STRATEGIES, Strategy
 
-LEVELS: dict[str, type[Precision]] = {"O0": Precision, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
+LEVELS: dict[str, type[PrecisionPlugin]] = {"O0": PrecisionPlugin, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
 HALF = {"16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -30,12 +30,12 @@ class Plan:
     itself.
     """
 
-    backend: Backend
+    backend: Strategy
     accelerator: str
     devices: tuple[int, ...]
     num_nodes: int
     environment: ClusterEnvironment
-    precision: type[Precision]
+    precision: type[PrecisionPlugin]
     dtype: torch.dtype
     start_method: str | None
     accumulate: int
@@ -138,7 +138,7 @@ def connect(
         raise MisconfigurationError("checkpoint_every needs to know where: give checkpoint_path, as 'last.ckpt'.")
     environment = detect_environment(variables)
     plan = Plan(
-        backend=BACKENDS[name],
+        backend=STRATEGIES[name],
         accelerator="cuda" if on_cuda else "cpu",
         devices=devices,
         num_nodes=num_nodes,
@@ -168,7 +168,7 @@ def connect(
     return plan
 
 
-def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Precision], torch.dtype]:
+def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[PrecisionPlugin], torch.dtype]:
     """Return the class and dtype of ``precision``, ``use_amp`` and ``amp_level``."""
     bits = None if precision is None else str(precision)
     if isinstance(precision, bool) or bits not in (None, "64", "32", "16", "bf16"):
@@ -188,7 +188,7 @@ def _precision(precision: Any, use_amp: bool, amp_level: Any) -> tuple[type[Prec
         )
     if bits in HALF:
         return LEVELS[amp_level or "O1"], HALF[bits]
-    return (Converted, torch.float64) if bits == "64" else (Precision, torch.float32)
+    return (Converted, torch.float64) if bits == "64" else (PrecisionPlugin, torch.float32)
 
 
 def one_of(option: str, value: Any, choices: tuple[str | None, ...]) -> None:

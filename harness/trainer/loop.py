@@ -17,12 +17,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from harness.trainer.checkpoint import State, capture, write
-from harness.trainer.data import batch_length, set_epoch
+from harness.trainer.checkpoint_file import TrainingState, capture, write
+from harness.trainer.data_sharding import batch_length, set_epoch
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
 from harness.trainer.optimizers import OnlyItsOwn, zeroing
-from harness.trainer.precision import map_tensors
+from harness.trainer.precision_plugins import map_tensors
 from harness.trainer.step import end_takes_batch, loss_function
 
 NOTHING = nullcontext()
@@ -55,7 +55,7 @@ class Turn:
     arguments: tuple[int, ...]
 
 
-def train(trainer: Any, state: State, work: Work) -> None:
+def train(trainer: Any, state: TrainingState, work: Work) -> None:
     """Train until ``max_epochs`` or ``max_steps``."""
     state.module.zero_grad()
     if not state.module.training:
@@ -72,7 +72,7 @@ def train(trainer: Any, state: State, work: Work) -> None:
         state.batches = 0
 
 
-def train_epoch(trainer: Any, state: State, work: Work) -> bool:
+def train_epoch(trainer: Any, state: TrainingState, work: Work) -> bool:
     """Train the rest of this epoch; return False if ``max_steps`` cut it short."""
     plan, precision, forward = trainer.plan, state.precision, work.forward
     clip_norm, checkpoint_every = plan.clip_norm, plan.checkpoint_every
@@ -157,18 +157,18 @@ def uneven(loader: Any, world: int) -> bool:
     return world > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
-def take_turns(state: State, work: Work) -> list[Turn]:
+def take_turns(state: TrainingState, work: Work) -> list[Turn]:
     """Return each optimizer's turn; several leave each other's weights alone."""
     several = len(state.optimizers) > 1
     names = inspect.signature(state.module.training_step).parameters
-    told = several and ("optimizer_idx" in names or len(names) > 2)
+    takes_number = several and ("optimizer_idx" in names or len(names) > 2)
     turns = []
     for number, (optimizer, own) in enumerate(zip(state.optimizers, work.weights, strict=True)):
         mine = {id(weight) for weight in own}
         others = [weight for weights in work.weights for weight in weights if id(weight) not in mine]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         context = OnlyItsOwn(others) if several else NOTHING
-        turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * told))
+        turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * takes_number))
     return turns
 
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.trainer.backends import split
 from harness.trainer.environments.roll_call import meet
+from harness.trainer.strategies import split
 
 _connections = itertools.count()
 
@@ -74,7 +74,8 @@ class Module(nn.Module):
         """Open the process group; MASTER_ADDR and MASTER_PORT are set."""
         store = meet(proc_rank, world_size, self.trainer.plan.num_nodes)
         # torchrun's store outlives a process group: a second fit that read the first one's keys would hang.
-        store = dist.PrefixStore(f"connection-{next(_connections)}", store)
+        prefixed: Any = dist.PrefixStore  # type: ignore[attr-defined]
+        store = prefixed(f"connection-{next(_connections)}", store)
         dist.init_process_group(self.trainer.plan.comm, store=store, rank=proc_rank, world_size=world_size)
 
     def configure_dp(self, model: nn.Module, devices: list[torch.device]) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ TORCHS_ZERO_GRAD = Optimizer.zero_grad
 
 
 @dataclass(frozen=True)
-class Schedule:
+class SchedulerConfig:
     """A scheduler and when it steps; ``monitor`` is the metric it is given, if any."""
 
     scheduler: Any
@@ -38,7 +38,7 @@ class Schedule:
 class OnlyItsOwn:
     """A context in which the other optimizers' weights take no gradients."""
 
-    def __init__(self, others: list[Tensor]) -> None:
+    def __init__(self, others: Sequence[Tensor]) -> None:
         self.others = others
         self.frozen: list[Tensor] = []
 
@@ -68,7 +68,7 @@ def zeroing(optimizer: Optimizer) -> Callable[[], None]:
     return zero_grad
 
 
-def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer], list[Schedule]]:
+def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedules in what ``configure_optimizers`` returned.
 
     Raises:
@@ -93,13 +93,13 @@ def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer],
     return optimizers, [_schedule(entry) for entry in schedulers]
 
 
-def _schedule(entry: Any) -> Schedule:
+def _schedule(entry: Any) -> SchedulerConfig:
     options = dict(entry) if isinstance(entry, dict) else {"scheduler": entry}
     if "scheduler" not in options or options.keys() - {"scheduler", "interval", "monitor"}:
         raise MisconfigurationError(
             f"The scheduler entry has the keys {sorted(options)}: it takes 'scheduler', 'interval' and 'monitor'."
         )
-    schedule = Schedule(**options)
+    schedule = SchedulerConfig(**options)
     if schedule.interval not in ("epoch", "step"):
         raise MisconfigurationError(f"A scheduler's interval is 'epoch' or 'step', not {schedule.interval!r}.")
     if isinstance(schedule.scheduler, ReduceLROnPlateau) and schedule.monitor is None:

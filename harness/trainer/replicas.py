@@ -26,7 +26,8 @@ class Replicas(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Return the gathered outputs of ``module(*inputs)`` over the chunks of the inputs."""
         shares = scatter(inputs, self.count)
-        replicas = replicate(self._modules["module"], len(shares))  # self.module would cost 1 µs
+        module: Any = self._modules["module"]  # self.module would cost 1 µs
+        replicas = replicate(module, len(shares))
         return gather([replica(*share) for replica, share in zip(replicas, shares, strict=True)])
 
 
@@ -54,8 +55,9 @@ def _note_changeable(layer: nn.Module, found: list[nn.Module], seen: dict[int, b
     known = seen.get(key)
     if known is None:
         own = layer.__dict__
+        kind: Any = type(layer)
         known = bool(
-            _may_assign(type(layer))
+            _may_assign(kind)
             or own["_buffers"]
             or own["_forward_hooks"]
             or own["_forward_pre_hooks"]
@@ -72,13 +74,13 @@ def _note_changeable(layer: nn.Module, found: list[nn.Module], seen: dict[int, b
 
 
 @cache
-def _may_assign(kind: type[nn.Module]) -> bool:
+def _may_assign(kind: Any) -> bool:
     return not kind.__module__.startswith("torch.nn.modules.") or _replicates_by_itself(kind)
 
 
 @cache
-def _replicates_by_itself(kind: type[nn.Module]) -> bool:
-    return kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel
+def _replicates_by_itself(kind: Any) -> bool:
+    return bool(kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel)
 
 
 def _replica(module: nn.Module, layers: list[nn.Module], copies: dict[int, Tensor]) -> nn.Module:
@@ -86,8 +88,10 @@ def _replica(module: nn.Module, layers: list[nn.Module], copies: dict[int, Tenso
     made: dict[int, nn.Module] = {}
     for layer in layers:
         theirs = layer.__dict__
-        if _replicates_by_itself(type(layer)):
-            replica = layer._replicate_for_data_parallel()  # recurrent layers keep their weights in a list as well
+        kind: Any = type(layer)
+        if _replicates_by_itself(kind):
+            # Recurrent layers keep their weights in a list as well.
+            replica = layer._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
             own = replica.__dict__
         else:
             # What that does, without asking of each attribute what kind of thing it is: 1 µs a layer, not 12.

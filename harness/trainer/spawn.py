@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, start_processes
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, start_processes
 
-from harness.trainer.checkpoint import read
+from harness.trainer.checkpoint_file import read
 from harness.trainer.errors import MisconfigurationError, RankError
 from harness.trainer.module import Module
-from harness.trainer.session import drawn_seed, run_rank
+from harness.trainer.rank_training import drawn_seed, run_rank
 
 
 def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
         result = str(Path(folder) / "result.ckpt")
         arguments = (trainer, module, ckpt_path, meeting, result, drawn_seed())
         try:
-            context = start_processes(
+            context: Any = start_processes(  # type: ignore[no-untyped-call]
                 _rank, arguments, plan.processes_per_node, join=False, start_method=plan.start_method
             )
         except (pickle.PicklingError, AttributeError, TypeError) as error:

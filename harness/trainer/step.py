@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.trainer.data import batch_length
+from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
-from harness.trainer.precision import Precision, cast
+from harness.trainer.precision_plugins import PrecisionPlugin, cast
 
 
 class StepModule(nn.Module):
@@ -22,7 +22,7 @@ class StepModule(nn.Module):
     replica.
     """
 
-    def __init__(self, module: Module, precision: Precision) -> None:
+    def __init__(self, module: Module, precision: PrecisionPlugin) -> None:
         super().__init__()
         self.module = module
         self.precision = precision
@@ -66,7 +66,7 @@ def scalar_loss(outputs: Any) -> Tensor:
     )
 
 
-def loss_function(module: Module, precision: Precision, splits: bool) -> Callable[[Any, Any], Tensor]:
+def loss_function(module: Module, precision: PrecisionPlugin, splits: bool) -> Callable[[Any, Any], Tensor]:
     """Return what turns the gathered outputs of a training step, and its whole batch, into the loss."""
     if not ends_itself(module):
         return lambda outputs, batch: outputs.mean() if splits else outputs
@@ -78,7 +78,7 @@ def loss_function(module: Module, precision: Precision, splits: bool) -> Callabl
     return in_precision(end, precision)
 
 
-def in_precision(end: Callable[[Any, Any], Any], precision: Precision) -> Callable[[Any, Any], Tensor]:
+def in_precision(end: Callable[[Any, Any], Any], precision: PrecisionPlugin) -> Callable[[Any, Any], Tensor]:
     """Return a function of outputs and batch: the loss in what ``end`` returns, under autocast where that is due."""
     if not precision.autocasts:
         return lambda outputs, batch: scalar_loss(end(outputs, batch))

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.trainer.backends import split
 from harness.trainer.connector import one_of, whole
-from harness.trainer.data import batch_length
+from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
-from harness.trainer.precision import map_tensors
+from harness.trainer.precision_plugins import map_tensors
+from harness.trainer.strategies import split
 from harness.trainer.trainer import Trainer
 
 
@@ -127,6 +127,7 @@ class TrainLoop:
         )
         trainer.fit(Trained(self.model, self.criterion, self.optimizer, self.train_loader, self.val_loader))
         if not trainer.optimizers:  # processes that were started here have stepped their copies
+            assert trainer.checkpoint is not None
             self.optimizer.load_state_dict(trainer.checkpoint()["optimizers"][0])
         self.metrics = trainer.metrics
         self.epochs += num_epochs

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.trainer import checkpoint as checkpoints
+from harness.trainer import checkpoint_file as checkpoints
 from harness.trainer.connector import Plan, connect
-from harness.trainer.data import check_loader
+from harness.trainer.data_sharding import check_loader
 from harness.trainer.environments import SlurmEnvironment
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.gpus import driver_started, make_visible
 from harness.trainer.module import Module
-from harness.trainer.session import run_rank
+from harness.trainer.rank_training import run_rank
 from harness.trainer.spawn import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""The arithmetic of CUDA devices, where it is recorded: that of the precision's name.
+"""Makes CUDA devices compute in the precision that the cell names, while they are recorded.
 
 By default torch computes float32 convolutions in TF32 on a CUDA device (10 bits of mantissa), and lets cuBLAS reduce
 16-bit products in 16 bits. Both are less exact than what the judge measures as the rounding noise of the precision, so

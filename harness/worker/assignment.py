@@ -1,4 +1,4 @@
-"""What a rank is told: which cell, which rank of it, and where its evidence goes. Travels as one JSON object."""
+"""A rank's assignment: which cell, which rank of it, and where its evidence goes. It is sent as one JSON object."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Assignment:
 
     ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets
     (torchrun's). ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None where
-    nothing is saved: there the launch stops after ``stop_after_step`` steps, or ``resume`` asks it to go on. Of tensors
-    with more than ``sketch_above`` entries a sketch is recorded. Where there is a ``gate``, the path of a socket, the
+    nothing is saved: there the launch stops after ``stop_after_step`` steps, or, with ``resume``, goes on. Of tensors
+    with more than ``sketch_above`` entries a random projection is recorded. With a ``gate``, the path of a socket, the
     launch is timed instead of recorded. ``whole_node``: no other process is started on this rank's node; the subject
     starts the node's ranks, and ``devices`` are those of all of them.
     """

@@ -1,4 +1,4 @@
-"""The fork server's ear for processes that subjects start by themselves: each has a line to it that ends as it ends."""
+"""The fork server's registry of processes that subjects start by themselves: each keeps a connection to it."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 Address = str | list[Any]
 """Where a registry is found: a name, or host and port. It travels as JSON."""
 
-_SAID = ("below", "pid", "rank", "steps", "evidence", "failed", "idle", "unwritten")
+_REPORTED = ("below", "pid", "rank", "steps", "evidence", "failed", "idle", "unwritten")
 
 
 @dataclass
 class Child:
-    """A process below a node's first one, and what it has said of itself.
+    """A process below a node's first one, and what it has reported about itself.
 
     ``below`` is the process id of that first one. ``rank`` is the one that it is, or most probably is. ``idle``: it
     ended without having been a rank. ``unwritten`` says why its evidence could not be written. ``killed``: it did not
-    end by itself, the server has ended it.
+    end by itself, the server has killed it.
     """
 
     line: socket.socket
@@ -40,8 +40,8 @@ class Child:
     unwritten: str | None = None
     killed: bool = False
 
-    def hear(self) -> bool:
-        """Take in what it has said since; return whether it still lives."""
+    def receive(self) -> bool:
+        """Take in what it has reported since; return whether it still lives."""
         try:
             chunk = self.line.recv(1 << 16)
         except BlockingIOError:
@@ -51,16 +51,16 @@ class Child:
         *lines, self.rest = (self.rest + chunk).split(b"\n")
         for line in lines:
             for name, value in json.loads(line).items():
-                if name in _SAID:
+                if name in _REPORTED:
                     setattr(self, name, value)
         return bool(chunk)
 
 
 def listen() -> tuple[socket.socket, Address]:
-    """Return a socket on which a process hears others of its node, and where they find it.
+    """Return a socket that listens to other processes of this node, and its address.
 
-    It is a name that no file stands for, where there are such names: a node may be a network namespace, or a container,
-    in which nobody has brought up the loopback interface.
+    On Linux the address is an abstract name of a Unix socket: a node may be a network namespace, or a container,
+    whose loopback interface is down.
     """
     if sys.platform != "linux":
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -72,7 +72,7 @@ def listen() -> tuple[socket.socket, Address]:
 
 
 def connect(address: Address) -> socket.socket:
-    """Return a line to the registry at ``address``."""
+    """Return a connection to the registry at ``address``."""
     if not isinstance(address, str):
         return socket.create_connection((address[0], address[1]))
     line = socket.socket(socket.AF_UNIX)
@@ -81,35 +81,35 @@ def connect(address: Address) -> socket.socket:
 
 
 class Registry:
-    """Hears of children in the order in which things happen to them, and passes it on."""
+    """Receives the reports of children in the order in which they are sent, and passes them on."""
 
-    def __init__(self, tell: Callable[[Child, bool], None]) -> None:
-        """``tell`` is called with a child that left evidence or, and then with True, has ended."""
-        self._tell = tell
+    def __init__(self, notify: Callable[[Child, bool], None]) -> None:
+        """``notify`` is called with a child that wrote evidence or, and then with True, has ended."""
+        self._notify = notify
         self._listener, self.address = listen()
         self._listener.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def fileno(self) -> int:
-        """Return a descriptor that is ready where there is something to follow."""
+        """Return a descriptor that is readable where there is something to read."""
         return self._selector.fileno()
 
     def read(self) -> bool:
-        """Take in all there is; there may always be more one day."""
+        """Read all there is; return True, because there may be more later."""
         while self._follow(0):
             pass
         return True
 
-    def see_off(self, first: int, seconds: float) -> None:
-        """Take in what there is, and wait until all children of a node have ended, at most for so many seconds."""
+    def wait_for_ends(self, first: int, seconds: float) -> None:
+        """Read what there is, and wait, at most ``seconds``, until all children of a node have ended."""
         deadline = time.monotonic() + seconds
         self.read()
         while self.below(first) and (left := deadline - time.monotonic()) > 0:
             self._follow(left)
 
     def close(self) -> None:
-        """Let go of everything: this process has nothing to do with any of it."""
+        """Close every connection, in a forked process, which does not need them."""
         for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
@@ -125,7 +125,7 @@ class Registry:
             if key.data is None:
                 self._accept()
             else:
-                self._hear(key.data)
+                self._receive(key.data)
         return bool(ready)
 
     def _accept(self) -> None:
@@ -133,16 +133,16 @@ class Registry:
         line.setblocking(False)
         self._selector.register(line, selectors.EVENT_READ, Child(line))
 
-    def _hear(self, child: Child) -> None:
+    def _receive(self, child: Child) -> None:
         had = child.evidence
         try:
-            alive = child.hear()
+            alive = child.receive()
         except (ValueError, AttributeError):
-            alive = False  # nobody of ours
+            alive = False  # it is no child of a subject
         if child.evidence != had:
-            self._tell(child, False)
+            self._notify(child, False)
         if not alive:
             self._selector.unregister(child.line)
             child.line.close()
             if child.below:
-                self._tell(child, True)
+                self._notify(child, True)

@@ -1,4 +1,4 @@
-"""The ways between nodes, as one of them finds them: which of the others can be reached, and a port that is free."""
+"""Which other nodes this one can reach, and a port that is free here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class ConnectivityProbe:
-    """Answers what the launcher asks of the ways between its nodes."""
+    """Answers the launcher's commands about the connections between its nodes."""
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
@@ -22,7 +22,7 @@ class ConnectivityProbe:
     def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Return the event that answers ``command``: ``listen``, ``reach`` or ``port``.
 
-        Where this node listens, whoever connects has reached it: nobody needs to accept.
+        A node that connects where this one listens has reached it: the connection need not be accepted.
 
         Raises:
             OSError: this node has no such address.
@@ -44,7 +44,7 @@ class ConnectivityProbe:
 
 
 def reach(peers: Mapping[str, Sequence[str | int]], seconds: float) -> dict[str, str]:
-    """Connect to every (address, port) at once; return why those cannot be reached that cannot, by their keys."""
+    """Connect to every (address, port) at once; return, by key, why those that fail cannot be reached."""
     failed: dict[str, str] = {}
     deadline = time.monotonic() + seconds
     with selectors.DefaultSelector() as selector:
@@ -73,7 +73,7 @@ def reach(peers: Mapping[str, Sequence[str | int]], seconds: float) -> dict[str,
 def free_port() -> int:
     """Return a TCP port of this node on which a process of the subject's can listen soon.
 
-    Nobody holds it until then. It is none of those that the system gives to whoever asks for any, and a random one.
+    It is not reserved until then: a random one, and outside of the range from which the system assigns ports.
     """
     while True:
         port = random.SystemRandom().randrange(10_000, 32_768)

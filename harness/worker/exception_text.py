@@ -1,4 +1,4 @@
-"""What a trainer raised, in words."""
+"""What a trainer raised, as text: its message, and the trainer's calls that led there."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import traceback
 
 _AROUND = (
     ("worker", "rank.py"),
-    ("worker", "first.py"),
     ("multiprocessing", "process.py"),
     ("multiprocessing", "spawn.py"),
 )
@@ -18,7 +17,7 @@ _LONGEST_SOURCE = 100
 
 
 def in_words(raised: BaseException) -> str:
-    """Return the error in a line or more; some raise when they are asked what they are."""
+    """Return the error's type and message; some errors raise when they are converted to text."""
     try:
         return f"{type(raised).__name__}: {raised}".strip()
     except Exception as error:

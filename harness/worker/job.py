@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from harness.worker.assignment import Assignment
-from harness.worker.recording.recorder import Recorder
-from harness.worker.timing.stopwatch import Stopwatch
-from harness.worker.with_loss import ModelWithLoss
+from harness.worker.step_hooks import StepHooks
 from harness.workloads import Columns, Problem, find
+
+IGNORED = -100
+"""The label that ``torch.nn.CrossEntropyLoss`` and transformers leave out of a loss."""
 
 
 class Job:
@@ -44,7 +45,7 @@ class Job:
         comm: ``"gloo"`` or ``"nccl"``, for ``init_process_group``.
     """
 
-    def __init__(self, assignment: Assignment, recorder: Recorder | Stopwatch) -> None:
+    def __init__(self, assignment: Assignment, recorder: StepHooks) -> None:
         cell = assignment.cell
         workload: Problem = find(cell.workload, cell.seed).on(cell.accelerator)
         self._workload = workload
@@ -149,3 +150,30 @@ class Job:
         ``val_loss`` is the mean over ``val_dataset``, each sample once, in evaluation mode at the present weights.
         """
         self._recorder.on_log(name, value)
+
+
+class WithLoss(NamedTuple):
+    """What the forward returns. A named tuple, because wrappers look into tuples for tensors."""
+
+    loss: Tensor
+    logits: Any
+
+
+class ModelWithLoss(nn.Module):
+    """``model`` with ``loss`` inside of its forward: ``forward(**batch)`` returns ``.loss`` and ``.logits``.
+
+    Where there are labels, transformers' Trainer passes ``num_items_in_batch``, the number of labels in all that one
+    optimizer step sees, and then divides by nothing else: as with its own models, the loss is divided by that number.
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, dict[str, Tensor]], Tensor]) -> None:
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, return_loss: bool = True, num_items_in_batch: Any = None, **batch: Tensor) -> WithLoss:
+        """Return the loss of ``batch`` and the model's outputs; ``return_loss`` is only there to be found."""
+        outputs = self.model(batch)
+        loss = self.loss(outputs, batch)
+        if num_items_in_batch is not None:  # so far it is a mean over this batch's labels
+            loss = loss * (batch["labels"] != IGNORED).sum() / num_items_in_batch
+        return WithLoss(loss, outputs)

@@ -14,8 +14,8 @@ _ENOUGH = 1 << 22
 class Log:
     """Takes what a rank prints from a pipe, and writes it to ``path``.
 
-    A rank that prints never waits for a disk, and a flood fills none: what is between the beginning and the end is
-    counted and left out. A log that cannot be written is not worth a cell: it stays as it is.
+    A rank that prints never waits for a disk, and cannot fill one: what is between the beginning and the end is counted
+    and left out. A log that cannot be written does not fail the cell.
     """
 
     def __init__(self, path: str) -> None:
@@ -30,7 +30,7 @@ class Log:
             self._file = os.open(os.devnull, os.O_WRONLY)
 
     def read(self) -> bool:
-        """Take what is there, within reason; return whether there may be more one day."""
+        """Read what is there, up to a limit; return whether there may be more later."""
         for _ in range(_ENOUGH // _AT_ONCE):
             try:
                 chunk = os.read(self.source, _AT_ONCE)
@@ -42,7 +42,7 @@ class Log:
         return True
 
     def close(self) -> None:
-        """Take what is still there, and write the end down. Who prints after that is told so by SIGPIPE."""
+        """Read what is still there, and write the end. A process that prints after that gets SIGPIPE."""
         self.read()
         os.close(self.source)
         if self._left_out:
@@ -50,8 +50,8 @@ class Log:
         self._write(bytes(self._end))
         os.close(self._file)
 
-    def let_go(self) -> None:
-        """Let go of it in a process that was forked, and has nothing to do with it."""
+    def close_in_fork(self) -> None:
+        """Close it in a forked process, which does not need it."""
         os.close(self.source)
         os.close(self._file)
 

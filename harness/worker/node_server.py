@@ -1,4 +1,4 @@
-"""The fork server of a node that is not the launcher's own: its commands and events travel over one connection."""
+"""The fork server of a node: it connects to the launcher, whose commands and its events use that connection."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ from typing import Any
 TOKEN = "PLUMBLINE_TOKEN"
 """The variable with the secret by which a launcher knows its own nodes."""
 
-PATIENCE = 30.0
-"""Seconds in which the launcher must answer a connection."""
+CONNECT_TIMEOUT_S = 30.0
+"""Time in which the launcher must be reached, and in which it must get a node's first message."""
 
-SILENCE = 15
-"""Seconds after which a connection whose other end does not even answer the kernel's probes is given up."""
+_ATTEMPT_TIMEOUT_S = 5.0
+_RETRY_INTERVAL_S = 0.2
 
-FORSAKEN = 3
-"""The exit code of a server whose launcher went without a farewell. torchrun takes it for a reason to start again."""
+KEEPALIVE_TIMEOUT_S = 15
+"""Seconds after which a connection is closed whose other end does not answer the kernel's probes."""
+
+EXIT_DISCONNECTED = 3
+"""The exit code of a server that lost its launcher's connection. torchrun starts such a server again."""
 
 _SIOCGIFADDR = 0x8915
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Connect, say who this is, then serve until the connection ends; return the exit code."""
+    """Connect, introduce this node, then serve until the connection ends; return the exit code."""
     options = _options(arguments)
     places = [os.path.expandvars(place).rpartition(":")[::2] for place in options.connect]
     node = os.path.expandvars(options.as_node)
     token = os.environ.pop(TOKEN, "")
     if not (all(host and port.isdecimal() for host, port in places) and node.isdecimal() and token):
         at = " ".join(f"--connect {host}:{port}" for host, port in places)
-        said = f"{at} --as-node {node}, {TOKEN} {'set' if token else 'not set'}"
-        print(f"harness.worker: a launcher's address, a node's number and a token are needed, not {said}")
+        given = f"{at} --as-node {node}, {TOKEN} {'set' if token else 'not set'}"
+        print(f"harness.worker: a launcher's address, a node's number and a token are needed, not {given}")
         return 4
     try:
         connection, host = _connect([(host, int(port)) for host, port in places])
     except OSError as error:
-        named = " or ".join(f"{host}:{port}" for host, port in places)
-        print(f"harness.worker: {socket.gethostname()} cannot reach the launcher at {named}: {error}")
+        tried = " or ".join(f"{host}:{port}" for host, port in places)
+        print(f"harness.worker: {socket.gethostname()} cannot reach the launcher at {tried}: {error}")
         return 2
     connection.settimeout(None)
-    notice_silence(connection)
+    enable_keepalive(connection)
     hello = {
         "event": "hello",
         "token": token,
@@ -53,33 +56,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "launcher": host,
         **_way_to_others(connection),
-        **_told(),
+        **_counts_from_starter(),
         "at": time.monotonic(),
     }
     connection.sendall(json.dumps(hello).encode() + b"\n")
     from harness.worker.server import Server
 
-    # What anybody prints goes to standard error. Lines are short, and the launcher reads: each is one whole write.
+    # Everything that is printed goes to standard error. Events are short, and the launcher reads: each is one write.
     os.dup2(2, 1)
-    commands, events = connection.detach(), -1
+    commands = connection.detach()
     events = os.dup(commands)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    return 0 if Server(options.subject, commands, events, describe=_software_and_devices).serve() else FORSAKEN
+    return 0 if Server(options.subject, commands, events, describe=_software_and_devices).serve() else EXIT_DISCONNECTED
 
 
-def notice_silence(connection: socket.socket) -> None:
-    """See to it that a connection breaks when the other end vanished: it says no farewell.
+def enable_keepalive(connection: socket.socket) -> None:
+    """Make a connection fail when its other end vanishes without closing it.
 
-    Probes find out where nothing is under way, and where something is, the kernel's patience with it.
+    An idle connection is probed by the kernel, and data in flight has a timeout.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", SILENCE // 3),
-        ("TCP_KEEPINTVL", SILENCE // 3),
+        ("TCP_KEEPIDLE", KEEPALIVE_TIMEOUT_S // 3),
+        ("TCP_KEEPINTVL", KEEPALIVE_TIMEOUT_S // 3),
         ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", 1000 * SILENCE),
+        ("TCP_USER_TIMEOUT", 1000 * KEEPALIVE_TIMEOUT_S),
     ):
         if hasattr(socket, name):  # Linux has them all
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
@@ -111,41 +114,42 @@ def interface_of(address: str) -> str:
 
 
 def _connect(places: Sequence[tuple[str, int]]) -> tuple[socket.socket, str]:
-    """Return a connection to the first place that answers, and its host; a launcher may come a little later than we."""
-    deadline = time.monotonic() + PATIENCE
+    """Return a connection to the first place that answers, and its host.
+
+    All are tried until ``CONNECT_TIMEOUT_S`` has passed: the launcher may start later than this process, and a network
+    that has just come up, or a busy machine, may lose the first packets.
+    """
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
     while True:
-        refused = False
         for place in places:
             try:
-                return socket.create_connection(place, PATIENCE / len(places)), place[0]
-            except ConnectionRefusedError as error:
-                refused, last = True, error
+                return socket.create_connection(place, _ATTEMPT_TIMEOUT_S), place[0]
             except OSError as error:
                 last = error
-        if not refused or time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             raise last
-        time.sleep(0.2)
+        time.sleep(_RETRY_INTERVAL_S)
 
 
 def _way_to_others(connection: socket.socket) -> dict[str, Any]:
-    """Return by which interface, and at which address, the ranks of other nodes reach those of this one.
+    """Return the interface and the address at which the ranks of other nodes reach those of this one.
 
-    It is the one that leads to the launcher, unless the user named another to gloo. "" where it has no address.
+    It is the interface that leads to the launcher, unless GLOO_SOCKET_IFNAME names another; "" without an address.
     """
     own = connection.getsockname()[0]
-    named = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    if not named:
-        return {"interface": interface_of(own), "address": own, "named": False}
-    return {"interface": named, "address": addresses().get(named.split(",")[0], ""), "named": True}
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if not chosen:
+        return {"interface": interface_of(own), "address": own, "chosen": False}
+    return {"interface": chosen, "address": addresses().get(chosen.split(",")[0], ""), "chosen": True}
 
 
-def _told() -> dict[str, int | None]:
-    """Return how many there are by the word of what started this process: nodes, and servers on this one."""
-    nodes, beside = (
+def _counts_from_starter() -> dict[str, int | None]:
+    """Return the numbers of nodes, and of servers on this one, that torchrun or SLURM has set; None where unknown."""
+    nodes, servers = (
         next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), None)
         for names in (("GROUP_WORLD_SIZE", "SLURM_STEP_NUM_NODES"), ("LOCAL_WORLD_SIZE",))
     )
-    return {"nodes": nodes, "beside": beside}
+    return {"nodes": nodes, "servers": servers}
 
 
 def _software_and_devices() -> dict[str, Any]:
@@ -159,7 +163,7 @@ def _cuda_devices() -> int:
     """Return how many CUDA devices a rank of this node sees. A child counts them: CUDA does not survive a fork."""
     import torch
 
-    if not torch.backends.cuda.is_built():
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         return 0
     source, sink = os.pipe()
     pid = os.fork()
@@ -172,8 +176,8 @@ def _cuda_devices() -> int:
             os._exit(0)
     os.close(sink)
     os.waitpid(pid, 0)
-    with open(source, encoding="ascii") as told:
-        return int(told.read() or 0)
+    with open(source, encoding="ascii") as pipe:
+        return int(pipe.read() or 0)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:

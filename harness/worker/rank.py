@@ -1,4 +1,4 @@
-"""The life of one rank: set the scene, train, leave the evidence, end."""
+"""One rank: prepare the process, train, write the evidence, exit."""
 
 from __future__ import annotations
 
@@ -6,12 +6,10 @@ import faulthandler
 import os
 import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,46 +17,47 @@ from harness.evidence.rank_file import RankFile
 from harness.subjects.declare import Subject
 from harness.worker.arithmetic import compute_as_named
 from harness.worker.assignment import Assignment, stack_beside
-from harness.worker.exception_text import calls_in, in_words
 from harness.worker.job import Job
-from harness.worker.recording.child_recorder import member
-from harness.worker.recording.late_evidence import answer_question, block_question
+from harness.worker.node_member import current_member
+from harness.worker.recording.late_evidence import answer_requests, block_requests
 from harness.worker.recording.process_groups import keep_process_groups
 from harness.worker.recording.recorder import Recorder
+from harness.worker.step_hooks import StepCounter, StepHooks
 from harness.worker.timing.stopwatch import Stopwatch
 
 _current: Job | None = None
 
 
 def current_job() -> Job:
-    """Return the job of this process, for scripts that are not handed it.
+    """Return the job of this process, for scripts, which do not get it as an argument.
 
-    A process that the subject has started by itself joins its node's recording here, if it has not yet.
+    A process that the subject has started by itself joins its node's recording here, if it has not joined yet.
 
     Raises:
         RuntimeError: this process was started neither by Plumbline nor by a subject under test.
     """
-    return _current or member().job
+    return _current or current_member().job
 
 
 def run(
-    assignment: Assignment, subject: Subject, announce: Callable[[dict[str, Any]], None], done: MutableSequence[int]
-) -> None:
-    """Train one rank and leave its evidence. Does not return: the process ends here.
+    assignment: Assignment, subject: Subject, announce: Callable[[dict[str, Any]], None], done: StepCounter
+) -> NoReturn:
+    """Train one rank and write its evidence. Does not return: the process ends here.
 
-    ``done`` is memory that outlives this process: eight bytes, little-endian, for how many steps it has done.
+    ``done`` is memory that outlives this process, for the number of steps that it has done.
 
     The evidence is written and announced before anything is shut down, and the process ends without running
     destructors, because a teardown may hang: see :mod:`harness.worker.recording.process_groups`. What has been
-    recorded is also written before the subject destroys its process group, and when the launcher asks a late rank.
+    recorded is also written before the subject destroys its process group, and when the launcher requests it.
     """
-    global _current
-    status = 1
-    try:
-        set_the_scene(assignment)
+
+    def train() -> int:
+        global _current
+        prepare_process(assignment)
+        recorder: StepHooks
         recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.sketch_above, done)
         recorder.install()
-        file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank, None, None))
+        file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank))
         place = {"launch": assignment.launch, "rank": assignment.rank}
 
         def write_so_far() -> None:
@@ -67,28 +66,41 @@ def run(
                 announce({"event": "so_far", **place})
 
         def before_destruction() -> None:
-            with suppress(OSError):  # the whole evidence comes later, and says what is in the way
+            with suppress(OSError):  # the whole evidence comes later, and names the obstacle
                 write_so_far()
 
         keep_process_groups(before_destruction)
-        answer_question(write_so_far)
+        answer_requests(write_so_far)
         _current = Job(assignment, recorder)
-        error, failed_at, stack = None, None, ""
-        try:
-            subject.train(_current)
-        except BaseException as raised:
-            failed_at = time.time()
-            error, stack = in_words(raised), calls_in(raised)
-            with suppress(Exception):  # a subject may have closed what it prints to
-                traceback.print_exc()
-        trace = replace(recorder.trace(assignment.rank, error, failed_at), stack=stack)
+        raised = call(subject, _current)
+        trace = recorder.trace(assignment.rank, raised)
         try:
             file.finish(trace)
-        except OSError as broken:
-            announce({"event": "unwritten", **place, "why": str(broken)[:300]})
+        except OSError as error:
+            announce({"event": "unwritten", **place, "why": str(error)[:300]})
             raise
         announce({"event": "evidence", **place})
-        status = 0 if error is None else 1
+        return 0 if raised is None else 1
+
+    exit_after(train)
+
+
+def call(subject: Subject, job: Job) -> BaseException | None:
+    """Train ``job``; return what the subject raised, which is printed too."""
+    try:
+        subject.train(job)
+    except BaseException as error:
+        with suppress(Exception):  # a subject may have closed what it prints to
+            traceback.print_exc()
+        return error
+    return None
+
+
+def exit_after(train: Callable[[], int]) -> NoReturn:
+    """End this process with the exit code that ``train`` returns, 1 if it raises, without running destructors."""
+    status = 1
+    try:
+        status = train()
     except BaseException:
         traceback.print_exc()
     finally:
@@ -98,19 +110,19 @@ def run(
         os._exit(status)
 
 
-def set_the_scene(assignment: Assignment) -> None:
+def prepare_process(assignment: Assignment) -> None:
     """Make a forked process the rank of ``assignment``, in a session of its own."""
     os.setsid()
-    block_question()
+    block_requests()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    # Where it was when it died, or when it was asked. Not in the log, which belongs to the subject.
+    # The stacks at its death, or on request. Not in the log, which belongs to the subject.
     stack = os.open(stack_beside(assignment.log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     faulthandler.enable(file=stack)
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     os.environ.update(assignment.environment)
     torch.set_num_threads(1)
-    # Every rank another seed, on purpose: what must be equal on all ranks must be made equal by the trainer.
+    # Each rank has a seed of its own, on purpose: the trainer must make equal what has to be equal on all ranks.
     torch.default_generator.manual_seed(1 + assignment.rank)
     if assignment.cell.accelerator == "cuda":
         torch.cuda.manual_seed_all(1 + assignment.rank)

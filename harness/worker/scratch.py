@@ -1,7 +1,7 @@
-"""Temporary folders that go with whoever uses them, or, if that was killed, with the next who needs one.
+"""Temporary folders that are removed by the process that uses them or, if it was killed, by the next that needs one.
 
-Each process that uses a folder shares a lock on a file in it, which the kernel drops when the process dies. Where
-nobody shares it any more the folder is nobody's.
+Each process that uses a folder holds a shared lock on a file in it, which the kernel releases when the process dies. A
+folder whose lock is free is abandoned.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Scratch:
 
     @classmethod
     def new(cls, prefix: str, place: str | os.PathLike[str] | None = None) -> Scratch:
-        """Make one, in the temporary directory or in ``place``, after removing there what was left by the killed."""
+        """Make one, in the temporary directory or in ``place``, after removing abandoned ones there."""
         place = os.fspath(place or tempfile.gettempdir())
         for name in os.listdir(place):
             if name.startswith((RUN, NODE)):
-                _remove_if_nobodys(os.path.join(place, name))
+                _remove_if_abandoned(os.path.join(place, name))
         while True:
-            # Before it is locked somebody may take it for one that was left.
+            # Before it is locked another process may take it for an abandoned one.
             with suppress(FileNotFoundError):
                 made = cls(tempfile.mkdtemp(prefix=prefix, dir=place))
                 if made._is_there():
@@ -43,7 +43,7 @@ class Scratch:
                 made.leave(remove=False)
 
     def leave(self, *, remove: bool) -> None:
-        """Use it no longer, and remove it with all that is in it, or leave that to others who use it."""
+        """Stop using it; ``remove`` it with its contents, or leave that to the other processes that use it."""
         if remove:
             _remove(self.path)
         os.close(self._lock)
@@ -52,7 +52,7 @@ class Scratch:
         return os.path.samestat(os.fstat(self._lock), os.stat(os.path.join(self.path, _LOCK)))
 
 
-def _remove_if_nobodys(path: str) -> None:
+def _remove_if_abandoned(path: str) -> None:
     try:
         lock = os.open(os.path.join(path, _LOCK), os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -60,14 +60,14 @@ def _remove_if_nobodys(path: str) -> None:
             if os.path.basename(path).startswith(RUN):
                 os.rmdir(path)  # its maker was killed before it was locked
         return
-    with suppress(OSError):  # somebody uses it
+    with suppress(OSError):  # it is in use
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         _remove(path)
     os.close(lock)
 
 
 def _remove(path: str) -> None:
-    """Remove a folder. What tells whose it is goes last: while somebody still writes there this ends half-way."""
+    """Remove a folder, the lock file last: while another process still writes there the folder remains."""
     with suppress(OSError):
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):

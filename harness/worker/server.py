@@ -1,9 +1,9 @@
-"""The fork server: imports torch and the subject once, then forks a rank for each assignment it is given.
+"""The fork server: imports torch and the subject once, then forks a rank for each assignment it receives.
 
-It reads commands, one JSON line each, from its standard input, and answers with events on the descriptor that its
-standard output was. Ranks write their own events there too: a line is shorter than PIPE_BUF, so lines stay whole.
-When its input ends, because the parent closed it or died, or at SIGTERM, it ends every rank and itself. What ranks
-start becomes its own when they end, and goes with the launch; what they print goes through it into their logs.
+It reads commands, one JSON line each, from its standard input, and writes events to the descriptor that its standard
+output was. Ranks write their own events there too: a line is shorter than PIPE_BUF, so lines stay whole. When its input
+ends, because the parent closed it or died, or at SIGTERM, it ends every rank and itself. Processes that ranks start
+become its children when the ranks end, and end with the launch; what they print goes through it into their logs.
 
 CUDA and threads must not be touched here: neither survives a fork.
 """
@@ -11,7 +11,6 @@ CUDA and threads must not be touched here: neither survives a fork.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import selectors
 import signal
@@ -20,75 +19,51 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from harness.core.errors import PlumblineError
-from harness.worker import descendants
 from harness.worker.child_registry import Child, Registry
 from harness.worker.connectivity import ConnectivityProbe
-from harness.worker.kernel import die_with, is_stopped, kills_for_memory, signal_session
-from harness.worker.large_pages import gather_in_large_pages
-from harness.worker.log import Log
-from harness.worker.preload import preload
-from harness.worker.recording.late_evidence import QUESTION
-from harness.worker.scratch import NODE, Scratch
+from harness.worker.preload import gather_in_large_pages, preload
+from harness.worker.processes import (
+    KILL_TIMEOUT_S,
+    adopt,
+    die_with,
+    end_all,
+    is_stopped,
+    present,
+    signal_session,
+)
+from harness.worker.rank_process import RankProcess
+from harness.worker.recording.late_evidence import REQUEST
 
 
 class ParentDisconnected(Exception):  # noqa: N818
-    """There is nobody any more to be told anything."""
-
-
-@dataclass(frozen=True)
-class Forked:
-    """A rank of a launch. ``done`` is memory that it shares with the server: how many steps it has done.
-
-    ``kills`` is how often the kernel had killed for want of memory when it was forked. ``scratch`` is the folder for
-    temporary files where the subject starts the ranks of the node below this one, None where it does not.
-    """
-
-    launch: int
-    rank: int
-    evidence: str
-    log: Log
-    done: mmap.mmap
-    kills: int
-    scratch: Scratch | None = None
-
-    @property
-    def steps(self) -> int:
-        """How many steps the rank has done."""
-        return int.from_bytes(self.done[:], "little")
-
-    def tidy_up(self) -> None:
-        """Remove the folder for temporary files, when those that could write to it are gone."""
-        if self.scratch:
-            self.scratch.leave(remove=True)
+    """The launcher closed the connection."""
 
 
 class Server:
-    """Forks ranks on command and reports what becomes of them."""
+    """Forks ranks on command and reports how they end."""
 
     def __init__(self, locator: str, commands: int, events: int, describe: Callable[[], dict[str, Any]] = dict):
-        """``describe`` returns what else the parent is to know of this place, when torch has been imported."""
+        """``describe`` returns further fields of the event ``ready``, once torch has been imported."""
         self._describe = describe
-        self._ways = ConnectivityProbe()
+        self._connectivity = ConnectivityProbe()
         self._locator = locator
         self._commands = commands
         self._events = events
         self._pipe = os.fstat(events).st_ino
-        self._ranks: dict[int, Forked] = {}  # by pid
+        self._ranks: dict[int, RankProcess] = {}  # by pid
         self._registry: Registry | None = None
         self._selector = selectors.DefaultSelector()
         self._spared: frozenset[int] = frozenset()
         self._subjects: list[Any] = []
 
     def serve(self) -> bool:
-        """Announce the subjects, then follow commands until they end; return whether that was said before."""
+        """Announce the subjects, then follow commands until they end; return whether an end was commanded."""
         parent = os.getppid()
-        descendants.adopt()
-        die_with(parent)  # while it imports it hears of nobody's end
+        adopt()
+        die_with(parent)  # while it imports it reads no commands
         try:
             self._subjects = preload(self._locator)
         except PlumblineError as error:
@@ -98,7 +73,7 @@ class Server:
             self._announce({"event": "refused", "message": traceback.format_exc()[-3000:]})
             return True
         die_with(parent, number=0)
-        self._spared = descendants.present()  # a library may have begun something when it was imported
+        self._spared = present()  # a library may have started processes when it was imported
         declared = [found.declaration() for found in self._subjects]
         self._announce({"event": "ready", "subjects": declared, "pid": os.getpid(), **self._describe()})
         wake, wake_write = os.pipe()
@@ -118,12 +93,12 @@ class Server:
         finally:
             for pid in self._ranks:
                 signal_session(pid, signal.SIGKILL)
-            descendants.end_all(self._spared)
-            for forked in self._ranks.values():
-                forked.tidy_up()
+            end_all(self._spared)
+            for process in self._ranks.values():
+                process.remove_scratch()
 
     def _obey(self, wake: int) -> bool:
-        """Follow commands until they end; return whether that was said before."""
+        """Follow commands until they end; return whether an end was commanded."""
         lines = self._lines()
         while True:
             chosen = [key for key, _ in self._selector.select()]
@@ -156,58 +131,54 @@ class Server:
 
     def _follow(self, command: dict[str, Any]) -> None:
         if command["command"] == "launch":
-            self._ways.close()
+            self._connectivity.close()
             for values in command["assignments"]:
                 self._fork(command["subject"], values)
         elif command["command"] == "signal":
-            for pid, forked in self._ranks.items():
-                if forked.launch == command["launch"]:
-                    self._tell(pid, forked, command["signal"])
+            for pid, process in self._ranks.items():
+                if process.launch == command["launch"]:
+                    self._signal(pid, process, command["signal"])
         else:
-            self._announce(self._ways.answer(command))
+            self._announce(self._connectivity.answer(command))
 
-    def _tell(self, pid: int, forked: Forked, number: int) -> None:
-        """Signal a rank; one that was stopped goes on, or it could not say where it is.
+    def _signal(self, pid: int, process: RankProcess, number: int) -> None:
+        """Signal a rank and those below it.
 
-        Whoever is asked where it is, is also asked for the evidence that there is so far.
+        With any signal but SIGKILL its evidence so far is requested too, and it is continued if it was stopped: else it
+        could not dump its stacks.
         """
         if number == signal.SIGKILL:
-            # Those below first: some take the end of the first process for a reason to end well.
+            # Those below first: some end normally when the first process has ended.
             self._end_below(pid)
             signal_session(pid, number)
             return
         below = [child.pid for child in self._registry.below(pid)] if self._registry else []
         stopped = is_stopped(pid)
-        place = {"launch": forked.launch, "rank": forked.rank}
-        self._announce({"event": "late", **place, "steps": forked.steps, "stopped": stopped})
-        question = () if QUESTION is None else (QUESTION,)
+        self._announce({"event": "late", **process.place, "steps": process.steps, "stopped": stopped})
+        request = () if REQUEST is None else (REQUEST,)
         for one in (*below, pid):
-            for sent in (number, *question, signal.SIGCONT):
+            for sent in (number, *request, signal.SIGCONT):
                 with suppress(ProcessLookupError):
                     os.kill(one, sent)
 
     def _fork(self, subject: str, values: dict[str, Any]) -> None:
         server = os.getpid()
-        Path(values["evidence"]).unlink(missing_ok=True)  # nobody's but this rank's may be found there
-        log, done = Log(values["log"]), mmap.mmap(-1, 8)
-        scratch = Scratch.new(NODE) if values["whole_node"] else None
-        if scratch and self._registry is None:
-            self._registry = Registry(self._hear)
+        process = RankProcess.prepare(values)
+        if process.scratch and self._registry is None:
+            self._registry = Registry(self._announce_child)
             self._selector.register(self._registry, selectors.EVENT_READ, self._registry)
         pid = os.fork()
         if pid:
-            os.close(log.sink)
-            self._selector.register(log.source, selectors.EVENT_READ, log)
-            self._ranks[pid] = Forked(
-                values["launch"], values["rank"], values["evidence"], log, done, kills_for_memory(), scratch
-            )
+            os.close(process.log.sink)
+            self._selector.register(process.log.source, selectors.EVENT_READ, process.log)
+            self._ranks[pid] = process
             return
         try:
             for descriptor in (1, 2):
-                os.dup2(log.sink, descriptor)
-            os.close(log.sink)
-            for one in (log, *(other.log for other in self._ranks.values())):
-                one.let_go()
+                os.dup2(process.log.sink, descriptor)
+            os.close(process.log.sink)
+            for other in (process, *self._ranks.values()):
+                other.log.close_in_fork()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -218,16 +189,15 @@ class Server:
                 self._registry.close()
             die_with(server)
             from harness.core.backend import declared_for
-            from harness.worker import node_leader as first
-            from harness.worker import rank
+            from harness.worker import node_leader, rank
             from harness.worker.assignment import Assignment
 
             assignment = Assignment.from_json(values)
             declared = declared_for(subject, assignment.cell.backend, self._subjects)
-            if scratch:
-                first.run(assignment, declared, self._announce, address, scratch.path)
+            if process.scratch:
+                node_leader.run(assignment, declared, self._announce, address, process.scratch.path)
             else:
-                rank.run(assignment, declared, self._announce, done)
+                rank.run(assignment, declared, self._announce, process.done)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -241,53 +211,62 @@ class Server:
             if pid not in self._ranks:
                 continue
             self._end_below(pid)
-            # What the rank left in its session goes with it.
+            # Processes that the rank left in its session end with it.
             signal_session(pid, signal.SIGKILL)
-            forked = self._ranks.pop(pid)
+            process = self._ranks.pop(pid)
             event = {
                 "event": "exit",
-                "launch": forked.launch,
-                "rank": forked.rank,
+                **process.place,
                 "code": os.waitstatus_to_exitcode(status),
-                "steps": forked.steps,
-                # A rank that has lost its descriptors cannot announce what it has written; one below writes there too.
-                "evidence": forked.scratch is None and os.path.exists(forked.evidence),
-                "out_of_memory": kills_for_memory() > forked.kills,
+                "steps": process.steps,
+                # A rank that has closed its descriptors cannot announce that it has written evidence.
+                "evidence": process.has_evidence,
+                "out_of_memory": process.out_of_memory,
                 "at": time.monotonic(),
             }
             if not self._ranks:
-                descendants.end_all(self._spared)  # also what has a session of its own
-            forked.tidy_up()
-            if forked.log.source in self._selector.get_map():
-                self._selector.unregister(forked.log.source)
-            forked.log.close()
-            forked.done.close()
+                end_all(self._spared)  # also what has a session of its own
+            process.remove_scratch()
+            if process.log.source in self._selector.get_map():
+                self._selector.unregister(process.log.source)
+            process.log.close()
+            process.done.close()
             self._announce(event)
 
     def _end_below(self, pid: int) -> None:
-        """End what a subject has started below the first process of a node, and hear of it."""
+        """End the processes that a subject has started below the first one of a node, and announce it."""
         if self._registry is None:
             return
         self._registry.read()
         for child in self._registry.below(pid):
             child.killed = True
             signal_session(child.pid, signal.SIGKILL)
-        self._registry.see_off(pid, descendants.PATIENCE)
+        self._registry.wait_for_ends(pid, KILL_TIMEOUT_S)
 
-    def _hear(self, child: Child, ended: bool) -> None:
-        """Announce that a process which a subject has started left evidence, or ended."""
+    def _announce_child(self, child: Child, ended: bool) -> None:
+        """Announce that a process which a subject has started wrote evidence, or ended."""
         if child.below not in self._ranks:
             return
         above = self._ranks[child.below]
-        event = {"event": "gone" if ended else "left", "launch": above.launch, "rank": above.rank}
-        told = {"pid": child.pid, "as": child.rank, "trace": child.evidence, "failed": child.failed, "idle": child.idle}
-        further = {"steps": child.steps, "killed": child.killed, "unwritten": child.unwritten}
-        starved = {"out_of_memory": kills_for_memory() > above.kills}
-        self._announce({**event, **told, **further, **starved})
+        self._announce(
+            {
+                "event": "gone" if ended else "left",
+                **above.place,
+                "pid": child.pid,
+                "as": child.rank,
+                "trace": child.evidence,
+                "failed": child.failed,
+                "idle": child.idle,
+                "steps": child.steps,
+                "killed": child.killed,
+                "unwritten": child.unwritten,
+                "out_of_memory": above.out_of_memory,
+            }
+        )
 
     def _announce(self, event: dict[str, Any]) -> None:
         if os.fstat(self._events).st_ino != self._pipe:
-            raise OSError("the descriptor of the fork server's events is another file's now")
+            raise OSError("the descriptor of the fork server's events now belongs to another file")
         # The clock is the machine's: the parent may read this later than it happened.
         try:
             os.write(self._events, json.dumps({"at": time.monotonic(), **event}).encode() + b"\n")
@@ -296,7 +275,7 @@ class Server:
 
 
 def main() -> None:
-    """Serve on standard input and output; what anybody prints goes to standard error."""
+    """Serve on standard input and output; everything that is printed goes to standard error."""
     events = os.dup(1)
     os.dup2(2, 1)
     commands = os.dup(0)

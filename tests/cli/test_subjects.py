@@ -14,9 +14,16 @@ from rich.console import Console
 
 from harness.cli.main import main
 from harness.cli.subjects import Shipped, shipped, show
-from harness.subjects.environments import LIBRARIES, InstallError, environments, install, pip_command, wanted
 from harness.subjects.load import load
 from harness.subjects.short_names import SHORT_NAMES
+from harness.subjects.virtual_environments import (
+    LIBRARIES,
+    InstallError,
+    environments,
+    install,
+    parse_requirement,
+    pip_command,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +40,7 @@ def shelf(tmp_path, monkeypatch):
     """
     folder = tmp_path / "shelf"
     folder.mkdir()
-    here = wanted("lightning==9.8").torch.partition("==")[2]
+    here = parse_requirement("lightning==9.8").torch.partition("==")[2]
     versions = {"torch": here, "numpy": "9.0", "lightning": "9.8", "tqdm": "4.0", "aitoolbox": "1.8.0"}
     for name, version in versions.items():
         needs = "Requires-Dist: a-painter\n" if name == "aitoolbox" else ""
@@ -93,11 +100,11 @@ def test_the_library_is_the_one_that_the_adapter_names(name):
 def test_an_environment_has_exactly_what_was_asked_for(shelf, cache, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["subjects", "install", "lightning==9.8"]) == 0
-    python = wanted("lightning==9.8").python
+    python = parse_requirement("lightning==9.8").python
     assert f"plumbline run --subject 'lightning;python={python}'\n" in capsys.readouterr().out
     code = "import torch, numpy, lightning; print(lightning.version, torch.version)"
     said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["9.8", wanted("lightning==9.8").torch.partition("==")[2]]
+    assert said.split() == ["9.8", parse_requirement("lightning==9.8").torch.partition("==")[2]]
     assert [folder.name for folder in cache.iterdir()] == [python.parent.parent.name]
     assert environments() == [(python.parent.parent.name, python)]
     assert f"python={python}" in listing()
@@ -105,12 +112,12 @@ def test_an_environment_has_exactly_what_was_asked_for(shelf, cache, capsys, tmp
     before = python.stat()
     for file in shelf.iterdir():
         file.unlink()
-    assert install(wanted("fabric==9.8")) == python  # the same library, which is ready
+    assert install(parse_requirement("fabric==9.8")) == python  # the same library, which is ready
     assert python.stat() == before
 
 
 def test_a_library_that_asks_for_too_much_comes_alone(shelf, cache):
-    python = install(wanted("aitoolbox==1.8.0"))
+    python = install(parse_requirement("aitoolbox==1.8.0"))
     code = "import torch, numpy, tqdm, aitoolbox; print(aitoolbox.version)"
     assert subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split() == ["1.8.0"]
 
@@ -135,23 +142,23 @@ def test_nothing_is_left_of_what_cannot_be_installed(shelf, cache, capsys):
 )
 def test_what_cannot_be_installed_is_said_before_anything_is_tried(what, said, cache):
     with pytest.raises(InstallError) as raised:
-        wanted(what)
+        parse_requirement(what)
     assert said in str(raised.value)
     assert not cache.exists()
 
 
 def test_another_torch_is_a_subject_s_library_as_well():
-    environment = wanted("torch==2.9.1")
+    environment = parse_requirement("torch==2.9.1")
     assert environment.requirements == ["torch==2.9.1", "numpy"]
     assert environment.folder.name == "torch-2.9.1"
-    assert wanted("transformers==4.57.0").folder.name.startswith("transformers-4.57.0-torch-")
+    assert parse_requirement("transformers==4.57.0").folder.name.startswith("transformers-4.57.0-torch-")
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(InstallError, match="point XDG_CACHE_HOME elsewhere"):
-        install(wanted("lightning==2.5.5"))
+        install(parse_requirement("lightning==2.5.5"))
 
 
 def test_every_short_name_that_is_installed_has_one_subject():

@@ -10,7 +10,7 @@ import pytest
 from harness.core.backend import BACKENDS
 from harness.core.precision import PRECISIONS
 from harness.judge.judge import judge
-from harness.launch.local.launcher import behavior_of, launch
+from harness.launch.cell_launch import behavior_of, launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS, find
 

@@ -6,19 +6,16 @@ from contextlib import closing
 
 from harness.core.outcome import Outcome, worst
 from harness.engine.examine import examine
-from harness.launch.launcher import LAUNCHERS, find_launcher
+from harness.launch.launchers import LAUNCHERS, find_launcher
+from harness.launch.launchers.base import Launcher
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 
 
-class Marked:
+class Marked(Launcher):
     """This machine; it counts its pools."""
 
-    nodes = None
-    machines = 1
-
-    def __init__(self, asked):
-        self.pools = 0
+    pools = 0
 
     def pool(self, locator, python):
         self.pools += 1

@@ -7,7 +7,7 @@ import pytest
 from harness.launch.stacks import calls_of, collective_of
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
-HARNESS = [("/here/harness/worker/rank.py", 55, "run"), ("/here/harness/worker/server.py", 130, "_fork")]
+HARNESS = [("/here/harness/worker/rank.py", 55, "call"), ("/here/harness/worker/server.py", 130, "_fork")]
 SUBJECT = [("/home/somebody/mine.py", 7, "train"), *HARNESS]
 
 

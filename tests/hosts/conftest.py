@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.remote.hosts import HostsPool
+from harness.launch.launchers.hosts import HostsPool
 from harness.worker.node_server import addresses
 
 INSTALL = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iproute2"]
@@ -21,7 +21,7 @@ INSTALL = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", "iprout
 
 def ip(*words, check=True):
     """Call iproute2; return what it printed."""
-    done = subprocess.run(["ip", *map(str, words)], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["ip", *map(str, words)], capture_output=True, text=True, check=False)
     assert not check or done.returncode == 0, f"ip {words}: {done.stderr}"
     return done.stdout
 
@@ -45,7 +45,7 @@ def cannot_be_had():
     return None
 
 
-def until(holds, seconds):
+def until(holds, seconds=600.0):
     """Wait until ``holds()``; return whether it came to that."""
     end = time.monotonic() + seconds
     while not (true := holds()) and time.monotonic() < end:
@@ -122,7 +122,7 @@ class Hosts:
     def plug_in(self, node):
         """Plug the cable in again; both ends forget that they could not reach the other."""
         ip("link", "set", self.cable(node), "up")
-        assert until(lambda: "LOWER_UP" in self.inside(node, "link", "show", "eth0"), 10.0)
+        assert until(lambda: "LOWER_UP" in self.inside(node, "link", "show", "eth0"))
         self.inside(node, "neigh", "flush", "dev", "eth0")
         ip("neigh", "flush", "dev", self.tag)
 
@@ -151,7 +151,7 @@ def _nothing_is_left(request):
     yield
     if "hosts" in request.fixturenames:
         hosts = request.getfixturevalue("hosts")
-        assert until(lambda: not any(hosts.processes(node) for node in range(hosts.count)), 30.0)
+        assert until(lambda: not any(hosts.processes(node) for node in range(hosts.count)))
 
 
 @pytest.fixture

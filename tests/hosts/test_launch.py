@@ -14,13 +14,15 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.topology import Topology
 from harness.judge.judge import judge
-from harness.launch.launcher import Asked, check_devices_of_nodes, find_launcher
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
+from harness.launch.launchers import LauncherOptions, check_devices_of_nodes, find_launcher
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
+LONG = 600.0
+"""Seconds after which something hangs."""
 PRETENDS = Path(__file__).parent / "subjects" / "pretends.py"
 ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
 STARTERS = ROOT / "tests" / "launch" / "subjects" / "starters.py"
@@ -40,7 +42,7 @@ def test_cells_are_judged_as_on_one_machine_for_the_same_gradients(hosts_pool, w
     for backend, workload in (("ddp", "mlp"), ("ddp2", "mlp"), ("ddp2", "contrastive")):
         cell = cell_of(workload, backend, "2x2", subject="reference")
         traces = {
-            where: launch(pool, cell, tmp_path / where / backend / workload, Settings(60))
+            where: launch(pool, cell, tmp_path / where / backend / workload, Settings(LONG))
             for where, pool in pools.items()
         }
         assert all(trace.is_whole for trace in traces.values()), traces["hosts"].exits
@@ -59,7 +61,7 @@ def test_ranks_know_their_host_and_meet_at_an_address_that_all_reach(hosts, host
     pool = hosts_pool(ON_NODES)
     assert pool.hosts == ("host-0", "host-1")
     cell = cell_of("mlp", "ddp", "2x2", subject="says-what-it-was-told")
-    assert launch(pool, cell, tmp_path, Settings(60)).is_whole
+    assert launch(pool, cell, tmp_path, Settings(LONG)).is_whole
     for rank in range(4):
         said = json.loads((tmp_path / f"rank-{rank}.log").read_text().splitlines()[0])
         assert said["host"] == f"host-{rank // 2}"
@@ -70,7 +72,7 @@ def test_ranks_know_their_host_and_meet_at_an_address_that_all_reach(hosts, host
 @pytest.mark.parametrize("name", ["spawns", "script"])
 def test_a_trainer_that_starts_its_own_ranks_meets_on_the_first_host(hosts_pool, cell_of, tmp_path, name):
     cell = cell_of("mlp", "ddp", "2x2", subject=name)
-    trace = launch(hosts_pool(STARTERS), cell, tmp_path, Settings(90))
+    trace = launch(hosts_pool(STARTERS), cell, tmp_path, Settings(LONG))
     assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
     findings = findings_of(trace, cell)
     assert {finding.outcome.value for finding in findings.values()} == {"passed"}, findings
@@ -128,9 +130,9 @@ def test_uneven_hosts_are_refused_with_their_counts(hosts_pool, monkeypatch):
 def test_a_command_without_the_node_s_number_leads_to_no_node():
     for command in (None, "ip netns exec somewhere"):
         with pytest.raises(PlanError, match=r"--node-command 'ip netns exec plumbline-\{node\}'"):
-            find_launcher("hosts", Asked(2, node_command=command))
+            find_launcher("hosts", LauncherOptions(2, node_command=command))
     with pytest.raises(PlanError, match="--node-command is for --launcher hosts, not for local"):
-        find_launcher("local", Asked(2, node_command="sh {node}"))
+        find_launcher("local", LauncherOptions(2, node_command="sh {node}"))
 
 
 def test_a_run_over_hosts_has_the_verdicts_of_one_machine(hosts, tmp_path):

@@ -12,7 +12,7 @@ from harness.core.outcome import worst
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.judge import judge
 from harness.judge.oracle.oracle import Oracle, mean_gradient
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 

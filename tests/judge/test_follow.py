@@ -16,7 +16,7 @@ from harness.evidence.trace import Sketch
 from harness.judge.judge import judge
 from harness.judge.reconstruct import whole_trace
 from harness.judge.reconstruct.inverse_projection import Projection, correction, lift, sample
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import select
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.judge.judge import judge
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import start
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 
 ENDS = Path(__file__).parent / "subjects" / "ends.py"
+
+LONG = 600.0
+"""Seconds after which something hangs. Nothing here depends on how fast a machine is."""
+
+SETTLE = 3.0
+"""Seconds, once some ranks hang, for the others to wait for them."""
 
 
 @pytest.fixture(autouse=True)
@@ -31,22 +39,37 @@ def ends(warm_pool):
 def launched(ends, cell_of, tmp_path):
     """Launch a trainer of ``ends``; return its trace, its findings by the check's name, and its folder."""
 
-    def launched(subject, topology="1x2", *, backend="ddp", time_limit=30.0, pool=ends, workload="mlp"):
+    def launched(subject, topology="1x2", *, backend="ddp", pool=ends, workload="mlp", hanging=0):
+        """The time limit is long; with ``hanging`` it is reached soon after so many processes have begun to hang."""
         backend = "none" if topology == "1x1" else backend
         cell = cell_of(workload, backend, topology, subject=subject)
         folder = tmp_path / subject
-        trace = launch(pool, cell, folder, Settings(time_limit))
+        started = start(pool, cell, folder, Settings(LONG))
+        if hanging:
+            until(lambda: sum(log.read_text().count("hangs\n") for log in folder.glob("*.log")) == hanging)
+            started = replace(started, running=replace(started.running, deadline=time.monotonic() + SETTLE))
+        trace = started.trace()
+        if not hanging:
+            assert trace.seconds < LONG, "the time limit is not waited for"
         findings = {finding.check: finding for finding in judge(trace, WORKLOADS[workload], cell)}
         return trace, findings, folder
 
     return launched
 
 
+def until(holds):
+    """Wait until ``holds()``."""
+    end = time.monotonic() + LONG
+    while not holds():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.05)
+
+
 @pytest.fixture
 def is_gone():
-    """Say whether a process ends within some seconds; one that is nobody's yet counts as ended."""
+    """Return whether a process ends; one that has ended and was not waited for counts."""
 
-    def is_gone(pid: int, seconds: float = 10.0) -> bool:
+    def is_gone(pid: int, seconds: float = LONG) -> bool:
         try:
             handle = os.pidfd_open(pid)
         except ProcessLookupError:

@@ -12,8 +12,8 @@ from harness.launch.remote.node_checks import Node, cut_off, differing, too_few_
 
 
 def node(number, **values):
-    told = {"number": number, "host": f"host{number}", "launcher": "10.0.0.9", "interface": "eth0", "named": False}
-    told |= {"address": f"10.0.0.{number}", "nodes": None, "beside": None, "ahead": 0.0}
+    told = {"number": number, "host": f"host{number}", "launcher": "10.0.0.9", "interface": "eth0", "chosen": False}
+    told |= {"address": f"10.0.0.{number}", "nodes": None, "servers": None, "clock_offset": 0.0}
     software = {"torch": "2.13.0", "python": "3.11", "devices": 8}
     software |= {name: values.pop(name) for name in tuple(values) if name in software}
     return Node(**(told | values), software=software)
@@ -22,7 +22,7 @@ def node(number, **values):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"beside": 8}, "host1: 8 processes were started there .*--nproc-per-node 1"),
+        ({"servers": 8}, "host1: 8 processes were started there .*--nproc-per-node 1"),
         ({"nodes": 3}, "host1 was started as one of 3 nodes, and Plumbline was asked for 2: make --nodes 3 of it"),
         ({"number": 5}, "host1 says that it is node 5, and there are 2: count nodes from 0"),
         ({"number": 0}, r"host0 \(10.0.0.0 on eth0\) and host1 \(10.0.0.1 on eth0\) both say that they are node 0"),
@@ -31,7 +31,7 @@ def node(number, **values):
 )
 def test_a_node_that_contradicts_what_was_asked_for_is_refused(wrong, said):
     assert why_not(node(1), 2, {0: node(0)}) is None
-    assert why_not(node(1, beside=1, nodes=2), 2, {0: node(0)}) is None
+    assert why_not(node(1, servers=1, nodes=2), 2, {0: node(0)}) is None
     with pytest.raises(AssertionError, match=said):
         raise AssertionError(why_not(replace(node(1), **wrong), 2, {0: node(0)}))
 

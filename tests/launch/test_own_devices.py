@@ -6,7 +6,7 @@ import pytest
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.launch.local.one_machine import own_devices
+from harness.launch.this_machine import own_devices
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +15,9 @@ import pytest
 
 from harness.core.errors import LaunchError, PlanError
 from harness.judge.judge import judge
-from harness.launch.launcher import Asked, find_launcher
-from harness.launch.local.launcher import launch
-from harness.launch.remote.torchrun import TorchrunPool
+from harness.launch.cell_launch import launch
+from harness.launch.launchers import LauncherOptions, find_launcher
+from harness.launch.launchers.torchrun import TorchrunPool
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.trainer.environments.plain import free_port
@@ -27,6 +26,8 @@ from harness.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 ON_NODES = Path(__file__).parent / "subjects" / "on_nodes.py"
+LONG = 600.0
+"""Seconds after which something hangs."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_ranks_are_told_what_torchrun_would_tell_them(pool, cell_of, tmp_path):
     for nodes, gpus in ((2, 2), (1, 2), (2, 1)):
         folder = tmp_path / f"{nodes}x{gpus}"
         trace = launch(
-            pool, cell_of("mlp", "ddp", f"{nodes}x{gpus}", subject="says-what-it-was-told"), folder, Settings(60)
+            pool, cell_of("mlp", "ddp", f"{nodes}x{gpus}", subject="says-what-it-was-told"), folder, Settings(LONG)
         )
         assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
         for rank, told in enumerate(what_ranks_were_told(folder, nodes * gpus)):
@@ -67,10 +68,10 @@ def test_ranks_are_told_what_torchrun_would_tell_them(pool, cell_of, tmp_path):
 
 def test_a_rank_that_dies_is_named_and_the_next_cell_finds_its_nodes_ready(pool, cell_of, tmp_path, one_thread):
     cell = cell_of("mlp", "ddp", "2x2", subject="dies-on-the-second-node")
-    found = findings_of(launch(pool, cell, tmp_path / "dies", Settings(60)), cell)["launch"]
+    found = findings_of(launch(pool, cell, tmp_path / "dies", Settings(LONG)), cell)["launch"]
     assert (found.outcome.value, found.rank) == ("crashed", 2)
     cell = cell_of("mlp", "ddp", "2x2", subject="says-what-it-was-told")
-    assert launch(pool, cell, tmp_path / "next", Settings(60)).is_whole
+    assert launch(pool, cell, tmp_path / "next", Settings(LONG)).is_whole
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def by_hand(monkeypatch):
     """Make pools that wait for nodes started by hand, all by one launcher; and start such nodes as they say."""
     place = ("127.0.0.1", free_port())
     said, pools, agents = [], [], []
-    launcher = find_launcher("torchrun", Asked(2, rendezvous=f"{place[0]}:{place[1]}", say=said.append))
+    launcher = find_launcher("torchrun", LauncherOptions(2, rendezvous=f"{place[0]}:{place[1]}", notify=said.append))
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 
     class ByHand:
@@ -109,7 +110,7 @@ def by_hand(monkeypatch):
     for agent in agents:
         agent.terminate()
     for agent in agents:
-        agent.communicate(timeout=60)
+        agent.communicate(timeout=LONG)
 
 
 def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
@@ -124,15 +125,15 @@ def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
     first, second = by_hand.start(), by_hand.start()
     cell = cell_of("mlp", "ddp", "2x2", subject="takes-its-node-along-once")
     with pytest.raises(LaunchError, match="it is gone"):
-        launch(pool, cell, tmp_path / "lost", Settings(60))
+        launch(pool, cell, tmp_path / "lost", Settings(LONG))
     assert not pool.alive
     pool.close()
     pool = by_hand.pool()
-    trace = launch(pool, cell, tmp_path / "again", Settings(60))
+    trace = launch(pool, cell, tmp_path / "again", Settings(LONG))
     assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
     assert {finding.outcome.value for finding in findings_of(trace, cell).values()} == {"passed"}
     pool.close()
-    assert [agent.wait(timeout=60) for agent in (first, second)] == [0, 0]
+    assert [agent.wait(timeout=LONG) for agent in (first, second)] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -149,13 +150,11 @@ def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
 )
 def test_nodes_started_otherwise_than_said_are_refused(by_hand, change, said):
     pool = by_hand.pool()
-    begun = time.monotonic()
     by_hand.start(change)
     if "nnodes 1" not in change(by_hand.said[0]):
         by_hand.start(change)
     with pytest.raises(LaunchError, match=said):
         _ = pool.subjects
-    assert time.monotonic() - begun < 60
 
 
 def test_who_does_not_know_the_secret_is_no_node(by_hand):
@@ -171,14 +170,14 @@ def test_who_does_not_know_the_secret_is_no_node(by_hand):
 
 def test_what_cannot_be_started_by_hand_is_refused_in_a_sentence(monkeypatch):
     with pytest.raises(PlanError, match=r"2 subjects were named.*make a run for each"):
-        find_launcher("torchrun", Asked(2, subjects=2, rendezvous="127.0.0.1:29400"))
+        find_launcher("torchrun", LauncherOptions(2, subjects=2, rendezvous="127.0.0.1:29400"))
     with pytest.raises(PlanError, match="a port are wanted, as in node0:29400"):
-        find_launcher("torchrun", Asked(2, rendezvous="node0"))
+        find_launcher("torchrun", LauncherOptions(2, rendezvous="node0"))
     with pytest.raises(PlanError, match="--rendezvous is for --launcher torchrun, not for slurm"):
-        find_launcher("slurm", Asked(2, rendezvous="127.0.0.1:29400"))
+        find_launcher("slurm", LauncherOptions(2, rendezvous="127.0.0.1:29400"))
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw0")
     with pytest.raises(PlanError, match="leave -n out"):
-        find_launcher("torchrun", Asked(2, rendezvous="127.0.0.1:29400"))
+        find_launcher("torchrun", LauncherOptions(2, rendezvous="127.0.0.1:29400"))
 
 
 def test_a_run_by_torchrun_has_the_verdicts_of_one_machine(tmp_path):

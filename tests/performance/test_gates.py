@@ -10,7 +10,7 @@ import pytest
 
 from harness.benchmark.round_control import Gates, MissingRanksError
 from harness.core.errors import LaunchError
-from harness.worker.timing.round_barrier import GO, REPORT, Gate
+from harness.worker.timing.round_barrier import GO, REPORT, RoundBarrier
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def gates(tmp_path_factory):
 @contextmanager
 def ranks(gates, do, count=3):
     """Run ``do(gate, rank)`` for each rank in a thread of its own."""
-    threads = [threading.Thread(target=do, args=(Gate(gates.path, rank), rank)) for rank in range(count)]
+    threads = [threading.Thread(target=do, args=(RoundBarrier(gates.path, rank), rank)) for rank in range(count)]
     for thread in threads:
         thread.start()
     yield

@@ -9,7 +9,7 @@ import tempfile
 
 import pytest
 
-from harness.launch.local.devices import devices_of
+from harness.launch.this_machine import devices_of
 from harness.machine.lease import have_alone, share, share_now
 
 
@@ -51,7 +51,7 @@ class Other:
 
 HOLD = """
 import sys, tempfile
-from harness.launch.local.devices import devices_of
+from harness.launch.this_machine import devices_of
 from harness.machine.lease import have_alone, share
 tempfile.tempdir = sys.argv[2]
 say = lambda text: print(text, flush=True)

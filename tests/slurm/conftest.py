@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.remote.slurm import SlurmPool
+from harness.launch.launchers.slurm import SlurmPool
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ci" / "slurm_cluster.sh"

@@ -10,9 +10,9 @@ import pytest
 
 from harness.core.errors import LaunchError, PlanError, SubjectError
 from harness.judge.judge import judge
-from harness.launch.launcher import check_nodes, find_launcher
-from harness.launch.local.launcher import launch
-from harness.launch.remote.slurm import nodes_of_job
+from harness.launch.cell_launch import launch
+from harness.launch.launchers import check_nodes, find_launcher
+from harness.launch.launchers.slurm import nodes_of_job
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.workloads import WORKLOADS

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from harness.trainer import MisconfigurationError, Trainer
-from harness.trainer.checkpoint import read, write
+from harness.trainer.checkpoint_file import read, write
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 
 from harness.trainer import MisconfigurationError, Trainer
 from harness.trainer.connector import connect
-from harness.trainer.precision import Autocast, Converted, MasterWeights, Precision
-from harness.trainer.session import rank_devices
+from harness.trainer.precision_plugins import Autocast, Converted, MasterWeights, PrecisionPlugin
+from harness.trainer.rank_training import rank_devices
 
 DEFAULTS = {
     "gpus": None,
@@ -68,14 +68,14 @@ def test_several_nodes_are_trained_with_ddp(backend):
 @pytest.mark.parametrize(
     ("options", "member", "dtype"),
     [
-        ({}, Precision, torch.float32),
-        ({"precision": "32"}, Precision, torch.float32),
+        ({}, PrecisionPlugin, torch.float32),
+        ({"precision": "32"}, PrecisionPlugin, torch.float32),
         ({"precision": 64}, Converted, torch.float64),
         ({"precision": 16}, Autocast, torch.float16),
         ({"precision": "bf16"}, Autocast, torch.bfloat16),
         ({"use_amp": True}, Autocast, torch.float16),
         ({"use_amp": True, "precision": "bf16"}, Autocast, torch.bfloat16),
-        ({"use_amp": True, "amp_level": "O0"}, Precision, torch.float32),
+        ({"use_amp": True, "amp_level": "O0"}, PrecisionPlugin, torch.float32),
         ({"use_amp": True, "amp_level": "O2"}, MasterWeights, torch.float16),
         ({"precision": "bf16", "amp_level": "O3"}, Converted, torch.bfloat16),
     ],

@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from harness.trainer import MisconfigurationError
-from harness.trainer.data import Shard, batch_length, set_epoch, share_loader
+from harness.trainer.data_sharding import ShardedSampler, batch_length, set_epoch, share_loader
 
 samples_and_world = st.integers(1, 6).flatmap(lambda world: st.tuples(st.integers(world, 60), st.just(world)))
 
@@ -73,7 +73,7 @@ def test_a_step_consumes_the_same_samples_whatever_the_world(batches, world, epo
 
 @given(st.integers(1, 50), st.integers(1, 5), st.sampled_from(["pad", "drop", "keep"]))
 def test_a_shard_knows_its_length(count, world, rest):
-    parts = [Shard(range(count), world, rank, rest, agree=False) for rank in range(world)]
+    parts = [ShardedSampler(range(count), world, rank, rest, agree=False) for rank in range(world)]
     assert [len(part) for part in parts] == [len(list(part)) for part in parts]
     dealt = [list(part) for part in parts]
     assert dealt[0][:2] == list(range(count))[::world][:2] or rest == "drop"
@@ -155,7 +155,7 @@ def test_the_users_distributed_sampler_stays_and_learns_the_epoch():
 def test_a_users_order_is_dealt_out_from_rank_0(sampler):
     loader = DataLoader(range(9), 2, sampler=sampler)
     shared = share_loader(loader, world=2, rank=1, seed=0, training=True)
-    assert isinstance(shared.sampler, Shard)
+    assert isinstance(shared.sampler, ShardedSampler)
     assert shared.sampler.agree
     assert shared.sampler.source is sampler
     assert share_loader(loader, world=1, rank=0, seed=0, training=True) is loader
@@ -165,10 +165,10 @@ def test_a_users_batches_are_dealt_out_whole():
     batches = [[0, 1], [2], [3, 4, 5], [6], [7, 8]]
     loader = DataLoader(range(9), batch_sampler=batches)
     shared = share_loader(loader, world=2, rank=1, seed=0, training=True)
-    assert isinstance(shared.batch_sampler, Shard)
+    assert isinstance(shared.batch_sampler, ShardedSampler)
     assert shared.batch_sampler.agree
     assert len(shared) == 3
-    dealt = [list(Shard(batches, 2, rank, "pad", agree=False)) for rank in (0, 1)]
+    dealt = [list(ShardedSampler(batches, 2, rank, "pad", agree=False)) for rank in (0, 1)]
     assert dealt == [[[0, 1], [3, 4, 5], [7, 8]], [[2], [6], [0, 1]]]
 
 

@@ -179,7 +179,7 @@ def test_ranks_that_are_there_twice_are_found_before_training(ranks, said):
     """As where two nodes were both told NODE_RANK=0: each of the four says so, and none waits."""
     port = free_port()
     with ThreadPoolExecutor(len(ranks)) as threads:
-        calls = [threads.submit(call_roll, rank, 4, "127.0.0.1", port, timedelta(seconds=30)) for rank in ranks]
+        calls = [threads.submit(call_roll, rank, 4, "127.0.0.1", port, timedelta(minutes=10)) for rank in ranks]
     for call in calls:
         if said is None:
             assert call.result() is None

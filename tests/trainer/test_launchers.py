@@ -216,7 +216,7 @@ def test_torchrun_itself_and_an_error_that_ends_all_ranks(tmp_path):
         env=environment,
     ) as done:
         try:
-            output, errors = done.communicate(timeout=60)
+            output, errors = done.communicate(timeout=600)
         finally:
             done.terminate()  # a launcher that is asked to end takes its ranks along; one that is killed does not
     assert output.split() == ["weight", "-3.5"], errors

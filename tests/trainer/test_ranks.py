@@ -299,7 +299,7 @@ def test_spawned_ranks(tmp_path):
         )
     )
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=240, env={**os.environ, **PATHS}
+        [sys.executable, script], capture_output=True, text=True, timeout=600, env={**os.environ, **PATHS}
     )
     assert done.stdout.split() == ["-3.5", "1"], done.stderr
 

@@ -321,6 +321,6 @@ def test_spawned_ranks(tmp_path):
     )
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, script], capture_output=True, text=True, timeout=120, env={**os.environ, **paths}
+        [sys.executable, script], capture_output=True, text=True, timeout=600, env={**os.environ, **paths}
     )
     assert done.stdout.split() == ["-5.0", "4.0"], done.stderr

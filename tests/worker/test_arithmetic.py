@@ -14,8 +14,8 @@ from harness.worker.assignment import Assignment
 SCRIPT = """
 import json, sys, torch
 from harness.worker.assignment import Assignment
-from harness.worker.rank import set_the_scene
-set_the_scene(Assignment.from_json(json.loads(sys.argv[1])))
+from harness.worker.rank import prepare_process
+prepare_process(Assignment.from_json(json.loads(sys.argv[1])))
 matmul = torch.backends.cuda.matmul
 print(json.dumps([
     torch.backends.cudnn.allow_tf32, matmul.allow_tf32,

@@ -38,7 +38,7 @@ class Watched:
 
     @property
     def trace(self):
-        return self.recorder.trace(0, None, None)
+        return self.recorder.trace(0)
 
 
 def seen(trace):

@@ -75,8 +75,8 @@ def test_it_waits_until_a_node_has_ended(registry, heard):
     other = line_to(registry, below=2, pid=8)
     registry.read()
     line.close()
-    registry.see_off(1, seconds=60)
+    registry.wait_for_ends(1, seconds=60)
     assert [pid for pid, *_ in heard] == [7]
-    registry.see_off(2, seconds=0)
+    registry.wait_for_ends(2, seconds=0)
     assert [child.pid for child in registry.below(2)] == [8]
     other.close()

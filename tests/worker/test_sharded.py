@@ -10,7 +10,7 @@ import torch
 from harness.core.errors import TraceError
 from harness.evidence.read import read_rank, read_trace
 from harness.evidence.trace import Shard
-from harness.launch.local.launcher import launch
+from harness.launch.cell_launch import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 

@@ -1,4 +1,4 @@
-"""Which nodes may take part: what each says of itself is looked at before anything trains there. Pure."""
+"""Which nodes may take part: their descriptions are checked before anything trains there. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _MOST_PAIRS = 4
-"""Of so many ways that lead nowhere each is named; the others are counted."""
+"""So many pairs of nodes that cannot reach each other are named; the others are counted."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node, as it said that it is.
+    """One node, as it describes itself.
 
-    ``launcher`` is the address under which it found this process. ``interface`` and ``address`` are those by which
-    other nodes reach its ranks; ``named``: the user wants that interface. ``nodes`` and ``beside`` are how many nodes
-    there are, and servers on this one, by the word of what started it, None where that says nothing. ``ahead`` is how
-    far this process' monotonic clock is ahead of the node's, in seconds.
+    ``launcher`` is the address at which it reached this process. ``interface`` and ``address`` are those by which other
+    nodes reach its ranks; ``chosen``: the user named that interface. ``nodes`` and ``servers`` are the numbers of
+    nodes, and of servers on this one, that torchrun or SLURM has set, None where unknown. ``clock_offset`` is how far
+    this process' monotonic clock is ahead of the node's, in seconds.
     """
 
     number: int
@@ -25,21 +25,21 @@ class Node:
     launcher: str
     interface: str
     address: str
-    named: bool
+    chosen: bool
     nodes: int | None
-    beside: int | None
-    ahead: float
+    servers: int | None
+    clock_offset: float
     software: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hello: Mapping[str, Any], now: float) -> Node:
-        """Take over what a node said in the first line on its connection, at ``now``.
+        """Return the node that the first line on its connection, read at ``now``, describes.
 
         Raises:
             LookupError: something is missing.
         """
-        names = ("host", "launcher", "interface", "address", "named", "nodes", "beside")
-        return cls(number=hello["node"], ahead=now - hello["at"], **{name: hello[name] for name in names})
+        names = ("host", "launcher", "interface", "address", "chosen", "nodes", "servers")
+        return cls(number=hello["node"], clock_offset=now - hello["at"], **{name: hello[name] for name in names})
 
     @property
     def place(self) -> str:
@@ -48,10 +48,10 @@ class Node:
 
 
 def why_not(node: Node, count: int, present: Mapping[int, Node]) -> str | None:
-    """Return why a node cannot be one of ``count``, of which some are ``present``; None: it can."""
-    if node.beside not in (None, 1):
+    """Return why a node cannot be one of ``count``, of which some are ``present``; None if it can."""
+    if node.servers not in (None, 1):
         return (
-            f"{node.host}: {node.beside} processes were started there (LOCAL_WORLD_SIZE), and Plumbline wants one, "
+            f"{node.host}: {node.servers} processes were started there (LOCAL_WORLD_SIZE), and Plumbline wants one, "
             "which forks the node's ranks itself: take --nproc-per-node 1"
         )
     if node.nodes not in (None, count):
@@ -79,11 +79,11 @@ def differing(nodes: Sequence[Node]) -> str | None:
     for node in nodes[1:]:
         both = [(one.software["torch"], one.software["python"]) for one in (nodes[0], node)]
         if both[0] != both[1]:
-            said = [
+            texts = [
                 f"{one.host} has torch {has[0]} and Python {has[1]}"
                 for one, has in zip((nodes[0], node), both, strict=True)
             ]
-            return f"{' and '.join(said)}: ranks of one training need the same, so take one environment for all nodes"
+            return f"{' and '.join(texts)}: ranks of one training need the same, so take one environment for all nodes"
     return None
 
 
@@ -106,7 +106,7 @@ def cut_off(nodes: Mapping[int, Node], failed: Collection[tuple[int, int, str]])
     loopback = [nodes[whom] for _, whom, _ in failed if nodes[whom].address.startswith("127.")]
     way = "is there a firewall, or no route?"
     if loopback:
-        named = "GLOO_SOCKET_IFNAME" if loopback[0].named else "the way to the launcher"
+        named = "GLOO_SOCKET_IFNAME" if loopback[0].chosen else "the way to the launcher"
         way = (
             f"{named} is {loopback[0].interface} on {loopback[0].host}, and its address leads every host to itself: "
             "name the interface that leads to the others in GLOO_SOCKET_IFNAME"

@@ -1,4 +1,4 @@
-"""Where a launcher receives its nodes: they connect, show the token, and say who they are."""
+"""Where a launcher accepts its nodes: they connect, present the token, and describe themselves."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ import time
 from harness.core.errors import LaunchError
 from harness.launch.remote.node_checks import Node, why_not
 from harness.launch.remote.node_processes import NodeProcesses
-from harness.worker.node_server import PATIENCE, notice_silence
+from harness.launch.start_wait import StartWait
+from harness.worker.node_server import CONNECT_TIMEOUT_S, enable_keepalive
 
 FAREWELL = b'{"command": "end"}\n'
-"""What a server is told that is to end, and not to come back."""
+"""The command by which a server ends, and is not started again."""
 
 _LONGEST_HELLO = 4096
+_ACCEPT_TIMEOUT_S = 0.2
 
 
 class NodeListener:
-    """Listens at ``place``, host and port, for nodes that show ``token``, or one that is drawn here.
+    """Listens at ``place``, host and port, for nodes that present ``token``, or one that is drawn here.
 
     Raises:
-        LaunchError: nobody can listen there.
+        LaunchError: this process cannot listen there.
     """
 
     def __init__(self, place: tuple[str, int], token: str | None) -> None:
@@ -35,20 +37,22 @@ class NodeListener:
             raise LaunchError(f"Plumbline cannot listen for its nodes at {place[0]}:{place[1]}: {error}") from error
         self.port: int = self._listener.getsockname()[1]
 
-    def receive(self, count: int, starters: NodeProcesses, deadline: float) -> list[tuple[Node, socket.socket]]:
+    def receive(self, count: int, processes: NodeProcesses, wait: StartWait) -> list[tuple[Node, socket.socket]]:
         """Wait until ``count`` nodes are here; return each with its connection, in their order.
 
         Raises:
             LaunchError: not all came, or one cannot take part.
         """
-        waited = max(0.0, deadline - time.monotonic())
         here: dict[int, tuple[Node, socket.socket]] = {}
         try:
             while len(here) < count:
-                connection = self._next(starters, deadline)
+                connection = self._accept()
                 if connection is None:
-                    how = starters.ended or f"waited {waited:.0f} s"
-                    raise LaunchError(f"{len(here)} of {count} nodes came up; {how}: {starters.said}")
+                    missing = f"{count - len(here)} of {count} nodes to connect to port {self.port}"
+                    if processes.ended is None and wait.goes_on(missing):
+                        continue
+                    how = processes.ended or f"waited {wait.seconds:.0f} s"
+                    raise LaunchError(f"{len(here)} of {count} nodes came up; {how}: {processes.output}")
                 node = self._greet(connection)
                 if node is None:
                     connection.close()
@@ -57,6 +61,7 @@ class NodeListener:
                     _dismiss(connection)
                     raise LaunchError(reason)
                 here[node.number] = node, connection
+                wait.report_progress()
         except BaseException:
             for _, connection in here.values():
                 _dismiss(connection)
@@ -65,23 +70,19 @@ class NodeListener:
         return [here[number] for number in range(count)]
 
     def close(self) -> None:
-        """Receive nobody any more."""
+        """Accept no more nodes."""
         self._listener.close()
 
-    def _next(self, starters: NodeProcesses, deadline: float) -> socket.socket | None:
-        """Return the next connection; None if a starter ended, or the deadline passed, before there was one."""
-        while (left := deadline - time.monotonic()) > 0:
-            # Looked at often enough to say at once that a starter ended before its nodes came.
-            self._listener.settimeout(min(0.2, left))
-            with contextlib.suppress(TimeoutError):
-                return self._listener.accept()[0]
-            if starters.ended is not None:
-                return None
+    def _accept(self) -> socket.socket | None:
+        """Return the next connection, None if there is none for a moment: then the processes are checked."""
+        self._listener.settimeout(_ACCEPT_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError):
+            return self._listener.accept()[0]
         return None
 
     def _greet(self, connection: socket.socket) -> Node | None:
-        """Return who it is that connected, None if it is nobody of ours."""
-        connection.settimeout(PATIENCE)
+        """Return the node that connected, None if it is none of this launcher's."""
+        connection.settimeout(CONNECT_TIMEOUT_S)
         line = b""
         try:
             while not line.endswith(b"\n") and len(line) < _LONGEST_HELLO:
@@ -96,7 +97,7 @@ class NodeListener:
         except (OSError, ValueError, LookupError, TypeError):
             return None
         connection.settimeout(None)
-        notice_silence(connection)
+        enable_keepalive(connection)
         return node
 
 

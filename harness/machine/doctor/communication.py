@@ -58,7 +58,7 @@ def _over_nccl(pool: Pool, limit: float) -> Line:
 
 def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> Line:
     from harness.judge.judge import judge
-    from harness.launch.local.launcher import launch
+    from harness.launch.cell_launch import launch
     from harness.launch.settings import Settings
     from harness.workloads import find
 

@@ -40,8 +40,8 @@ def torch_build() -> Iterator[Line]:
 
 def subjects() -> Iterator[Line]:
     """Answer which of the trainers that ship can be examined here."""
-    from harness.subjects.environments import LIBRARIES
     from harness.subjects.short_names import SHORT_NAMES
+    from harness.subjects.virtual_environments import LIBRARIES
 
     there, missing = [], []
     for name in SHORT_NAMES:

@@ -58,4 +58,4 @@ def free_port() -> int:
     """Return a TCP port that nobody on this host listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("", 0))
-        return probe.getsockname()[1]
+        return int(probe.getsockname()[1])

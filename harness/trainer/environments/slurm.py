@@ -86,7 +86,7 @@ def expand_hosts(nodes: str) -> list[str]:
     group = r"(?:[^,\[\]\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
     if not re.fullmatch(rf"{group}(,{group})*", nodes):
         raise MisconfigurationError(f"The node list {nodes!r} is malformed: it should look like node[1-3,7],other4.")
-    hosts = []
+    hosts: list[str] = []
     for pattern in re.findall(group, nodes):
         parts = re.split(r"\[([^\]]*)\]", pattern)  # text, ranges, text, ranges, … text
         if math.prod(map(_how_many, parts[1::2])) + len(hosts) > MOST_HOSTS:

@@ -9,7 +9,7 @@ from harness.evidence.trace import MicroBatch, Step
 
 
 @dataclass(frozen=True)
-class Part:
+class OptimizerPart:
     """What one optimizer did: ``names`` are its parameters', ``step`` is the step as if there were no other.
 
     ``step`` has micro-batches where a pass was made for this optimizer.
@@ -20,7 +20,7 @@ class Part:
     step: Step
 
 
-def belongs(part: Part, to: Sequence[Part]) -> bool:
+def belongs(part: OptimizerPart, to: Sequence[OptimizerPart]) -> bool:
     """Say whether a part belongs to the step begun by others: parameters of its own, and no samples but theirs."""
     if not to or any(part.optimizer == other.optimizer or set(part.names) & set(other.names) for other in to):
         return False
@@ -28,7 +28,7 @@ def belongs(part: Part, to: Sequence[Part]) -> bool:
     return not own or _samples(own) == _samples(to[0].step.micro_batches)
 
 
-def joined(parts: Sequence[Part]) -> Step:
+def joined(parts: Sequence[OptimizerPart]) -> Step:
     """Return all parts as one step, with the parameter groups in the model's order, whoever stepped first.
 
     Samples count once, also where there was a pass for each part before any of them stepped.

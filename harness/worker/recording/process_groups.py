@@ -9,6 +9,7 @@ never released cannot hang; the operating system takes its sockets and memory wh
 from __future__ import annotations
 
 import ctypes
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ def keep_process_groups(before_destruction: Callable[[], None]) -> None:
     """
     if not torch.distributed.is_available():
         return
-    from torch.distributed import distributed_c10d as c10d
+    c10d: Any = importlib.import_module("torch.distributed.distributed_c10d")
 
     for group in list(c10d._world.pg_map):
         _never_release(group)

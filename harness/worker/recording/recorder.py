@@ -1,4 +1,4 @@
-"""Takes down what happens on a rank while somebody else's code trains. It never judges.
+"""Records what happens on a rank while a subject trains. It never judges.
 
 Nothing is asked of the subject: evidence comes from the global optimizer-step hooks, hooks on the job's model,
 the job's loss, and the GradScaler.
@@ -6,42 +6,37 @@ the job's loss, and the GradScaler.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from harness.core.errors import TraceError
 from harness.evidence.trace import SKETCH_ABOVE, Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
-from harness.worker.recording.optimizer_parts import Part, belongs, joined
+from harness.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
 from harness.worker.recording.passes import Forward, Passes
 from harness.worker.recording.tensor_copies import copied, is_flattened, is_still, is_zero, kept
+from harness.worker.step_hooks import StepCounter, StepHooks
 
 
-class Recorder:
-    """Collects the steps of this process. ``install`` hooks it into torch for the rest of the process's life.
+class Recorder(StepHooks):
+    """Collects the steps of this process.
 
-    Weights and gradients of more than ``sketch_above`` entries are taken down as sketches, and DTensors as shards.
+    Weights and gradients of more than ``sketch_above`` entries are stored as random projections, DTensors as shards.
     """
 
-    def __init__(self, sketch_above: int = SKETCH_ABOVE, done: MutableSequence[int] | None = None) -> None:
+    def __init__(self, sketch_above: int = SKETCH_ABOVE, done: StepCounter | None = None) -> None:
+        super().__init__(bytearray(8) if done is None else done)
         self._sketch_above = sketch_above
-        self._done = bytearray(8) if done is None else done
         self.steps: list[Step] = []
         self.evaluations: list[Evaluation] = []
         self.logged: list[Logged] = []
-        self.world_size = 1
         self._model: nn.Module | None = None
         self._shapes: dict[str, torch.Size] = {}
         self._named: dict[int, tuple[str, Tensor]] = {}  # by id, which is the tensor's as long as this holds it
@@ -51,18 +46,7 @@ class Recorder:
         self._gradients: Tensors = {}
         self._scale: float | None = None
         self._buffers: Tensors = {}
-        self._nested = 0
-        self._parts: list[Part] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
-        """Return this recorder: a copy of the model (an average of weights, say) brings its hooks along."""
-        return self
-
-    def install(self) -> None:
-        """Hook into torch's optimizers and GradScaler."""
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
-        self._watch_scaler(torch.amp.GradScaler)
+        self._parts: list[OptimizerPart] = []
 
     def watch(self, model: nn.Module) -> None:
         """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
@@ -88,8 +72,7 @@ class Recorder:
         """Take down a metric that the subject reports."""
         self.logged.append(Logged(len(self.steps), name, float(value), len(self._passes)))
 
-    def trace(self, rank: int, error: str | None, failed_at: float | None) -> RankTrace:
-        """Return all that was taken down, now that training is over."""
+    def _trace(self, rank: int) -> RankTrace:
         self._note_world()
         self._settle()
         buffers = {} if self._model is None else {name: copied(value) for name, value in self._model.named_buffers()}
@@ -97,19 +80,14 @@ class Recorder:
             rank=rank,
             world_size=self.world_size,
             steps=tuple(self.steps),
-            error=error,
-            failed_at=failed_at,
+            error=None,
+            failed_at=None,
             final=self._final(),
             final_buffers=buffers,
             evaluations=tuple(self.evaluations),
             logged=tuple(self.logged),
             torch=torch.__version__,
         )
-
-    def _note_world(self) -> None:
-        """Take down how many ranks torch.distributed connects, if it connects any at this moment."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self.world_size = torch.distributed.get_world_size()
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _recomputes():
@@ -133,7 +111,7 @@ class Recorder:
             if isinstance(output, Tensor) and output.requires_grad:
                 forward = self._passes.last_on(output.device.index or 0)
                 if forward is not None:
-                    output.register_hook(partial(_differentiate, forward))
+                    _on_gradient(output, partial(_differentiate, forward))
 
     def _evaluated(self, micro_batches: int, ids: tuple[int, ...], training: bool) -> None:
         place = (len(self.steps), micro_batches)
@@ -160,14 +138,11 @@ class Recorder:
             self._evaluated(place, forward.ids, forward.training)
         return tuple(micro_batches)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        self._nested += 1
-        if self._nested > 1:
-            return None  # an optimizer inside of an optimizer: the outer one's step is what the subject asked for
+    def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if not self.steps:
             self._refuse_flattened()
-        self._before = self._standing()
-        self._gradients = self._handed(optimizer)
+        self._before = self._current_weights()
+        self._gradients = self._received(optimizer)
         return self._with_closure(optimizer, args, kwargs)
 
     def _with_closure(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -181,16 +156,14 @@ class Recorder:
 
         def recorded() -> Any:
             loss = closure()
-            self._gradients = self._handed(optimizer)
+            self._gradients = self._received(optimizer)
             return loss
 
         return ((args[0], recorded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": recorded})
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._nested -= 1
-        if self._nested == 0:
-            skipped = _skips_in_its_kernel(optimizer)
-            self._append(optimizer, self._before, self._gradients, self._weights(), skipped=skipped)
+    def _end_step(self, optimizer: Optimizer) -> None:
+        skipped = _skips_in_its_kernel(optimizer)
+        self._append(optimizer, self._before, self._gradients, self._weights(), skipped=skipped)
 
     def _append(
         self, optimizer: Optimizer, before: Tensors, gradients: Tensors, after: Tensors, *, skipped: bool
@@ -211,37 +184,27 @@ class Recorder:
             scale=self._scale,
             buffers=self._buffers,
         )
-        part = Part(id(optimizer), tuple(filter(None, self._names_of(optimizer))), step)
+        part = OptimizerPart(id(optimizer), tuple(filter(None, self._names_of(optimizer))), step)
         if belongs(part, self._parts):
             self._parts.append(part)
             self.steps[-1] = joined(self._parts)
         else:
             self._parts = [part]
             self.steps.append(step)
-            self._done[:8] = len(self.steps).to_bytes(8, "little")
+            self._count(len(self.steps))
 
     def _final(self) -> Tensors | None:
         """Return the model's weights as they are now: the last step's own object where they are the same."""
-        return None if self._model is None else self._standing()
+        return None if self._model is None else self._current_weights()
 
-    def _watch_scaler(self, scaler_class: Any) -> None:
-        step = scaler_class.step
-        recorder = self
-
-        def recorded(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if not scaler.is_enabled():
-                return step(scaler, optimizer, *args, **kwargs)
-            recorder._scale = scaler.get_scale()
-            last = recorder.steps[-1] if recorder.steps else None
-            result = step(scaler, optimizer, *args, **kwargs)
-            if (recorder.steps[-1] if recorder.steps else None) is last:
-                weights = recorder._standing()
-                before = last.after if last else weights
-                gradients = recorder._handed(optimizer)
-                recorder._append(optimizer, before, gradients, weights, skipped=True)
-            return result
-
-        scaler_class.step = recorded
+    def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        self._scale = scaler.get_scale()
+        last = self.steps[-1] if self.steps else None
+        result = step()
+        if (self.steps[-1] if self.steps else None) is last:
+            weights = self._current_weights()
+            self._append(optimizer, last.after if last else weights, self._received(optimizer), weights, skipped=True)
+        return result
 
     def _weights(self) -> Tensors:
         if self._model is None:
@@ -249,15 +212,15 @@ class Recorder:
         return {name: kept(parameter, self._sketch_above) for name, parameter in self._model.named_parameters()}
 
     def _refuse_flattened(self) -> None:
-        """Raise where the model's parameters are pieces of long vectors, which nobody could put together."""
+        """Raise where the model's parameters are pieces of flat vectors, which cannot be put together."""
         for name, parameter in self._model.named_parameters() if self._model is not None else ():
             if is_flattened(parameter) or parameter.shape != self._shapes.get(name, parameter.shape):
                 raise TraceError(
-                    f"{name} is flattened, as FullyShardedDataParallel does it: of what ranks share out only DTensors "
-                    "can be taken down, which fully_shard (FSDP2) makes"
+                    f"{name} is flattened, as FullyShardedDataParallel does it: of sharded parameters only DTensors "
+                    "can be recorded, which fully_shard (FSDP2) makes"
                 )
 
-    def _standing(self) -> Tensors:
+    def _current_weights(self) -> Tensors:
         """Return the weights as they are now: the last step's own object where they have not changed since."""
         last = self.steps[-1].after if self.steps else None
         own = {} if self._model is None else dict(self._model.named_parameters())
@@ -277,7 +240,8 @@ class Recorder:
             return [name for name, _ in own]  # master weights: other tensors, handed over in the model's own order
         return names
 
-    def _handed(self, optimizer: Optimizer) -> Tensors:
+    def _received(self, optimizer: Optimizer) -> Tensors:
+        """Return the gradients that the optimizer has received, by the names of their parameters."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
         return {
@@ -288,7 +252,7 @@ class Recorder:
 
 
 def _skips_in_its_kernel(optimizer: Optimizer) -> bool:
-    """Say whether the GradScaler has told a fused optimizer that a gradient is not finite: its kernel changes nothing.
+    """Return whether a fused optimizer's kernel skips the step, because the GradScaler found an infinite gradient.
 
     See ``_step_supports_amp_scaling`` in torch.amp.GradScaler.step.
     """
@@ -296,12 +260,17 @@ def _skips_in_its_kernel(optimizer: Optimizer) -> bool:
     return found is not None and float(found) > 0
 
 
+def _on_gradient(output: Tensor, hook: Callable[[Tensor], None]) -> None:
+    register: Any = output.register_hook
+    register(hook)
+
+
 def _differentiate(forward: Forward, gradient: Tensor) -> None:
     forward.differentiated = True
 
 
 def _recomputes() -> bool:
-    """Say whether this is inside of a backward: an activation is computed once more, nothing is trained anew."""
+    """Return whether this runs inside of a backward, where an activation is only computed again."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -25,10 +25,11 @@ class Collectives:
     def start(self) -> None:
         """Begin to look, where there may be something to see: a process group, or several CUDA devices."""
         grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if not (grouped or torch.cuda.is_initialized()):
+        on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if not (grouped or on_cuda):
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_initialized():
+        if on_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profile = torch.profiler.profile(activities=activities)
         self._profile.start()

@@ -44,7 +44,7 @@ class CudaClock(HostClock):
 
     def mark(self) -> Any:
         """Put an event into the first device's stream."""
-        event = torch.cuda.Event(enable_timing=True)
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._devices[0]))
         return event
 

@@ -1,7 +1,7 @@
-"""A rank's side of the boundaries between rounds: it says that it is there, and waits for what to do next.
+"""A rank's side of the barrier between rounds: it reports that it has arrived, and waits for a command.
 
-Over a Unix socket that the parent listens on. The rank sends its number and a newline, then a newline for each boundary
-it has reached; the parent answers each with one byte.
+This uses a Unix socket that the parent listens on. The rank sends its number and a newline, then a newline for each
+boundary it has reached; the parent answers each with one byte.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ GO = b"g"
 """Go on with the next round."""
 
 REPORT = b"r"
-"""Report what there is, and train on unwatched."""
+"""Report what was measured, and train on without being timed."""
 
 
-class Gate:
+class RoundBarrier:
     """The connection of one rank."""
 
     def __init__(self, path: str, rank: int) -> None:
@@ -26,18 +26,18 @@ class Gate:
         self._socket.sendall(b"%d\n" % rank)
 
     def wait(self) -> bytes:
-        """Say that this rank has reached the boundary, and return what it is told.
+        """Report that this rank has reached the boundary, and return the parent's command.
 
         Raises:
             ConnectionError: the parent has given the measurement up.
         """
         self._socket.sendall(b"\n")
-        told = self._socket.recv(1)
-        if not told:
+        command = self._socket.recv(1)
+        if not command:
             raise ConnectionError("the measurement was given up, probably because another rank or group ended badly")
-        return told
+        return command
 
     def report(self, values: dict[str, Any]) -> None:
-        """Send what was measured; it is the last word."""
+        """Send what was measured, and close the connection."""
         self._socket.sendall(json.dumps(values).encode() + b"\n")
         self._socket.close()

@@ -1,4 +1,4 @@
-"""Times a rank's training in rounds, with nothing in the way but time stamps. It never judges.
+"""Times a rank's training in rounds, and adds nothing to its steps but time stamps. It never judges.
 
 It takes the recorder's place in launches that measure: on the same hooks, but it keeps no tensor of the model's. The
 number of steps is known beforehand: ``warmup``, then rounds of as many steps each, a boundary after each. There the
@@ -10,52 +10,43 @@ Two more rounds are for looking, not for timing: a step in which tensors are cou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from harness.evidence.timing import RankTiming, Round
 from harness.evidence.trace import RankTrace
 from harness.worker.assignment import Assignment
+from harness.worker.step_hooks import StepCounter, StepHooks
 from harness.worker.timing.collectives import Collectives
 from harness.worker.timing.cpu_affinity import begin_on_core
 from harness.worker.timing.device_clock import clock_of
 from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
-from harness.worker.timing.round_barrier import REPORT, Gate
+from harness.worker.timing.round_barrier import REPORT, RoundBarrier
 from harness.worker.timing.tensor_bytes import TensorBytes
 from harness.workloads import PerformanceWorkload, find
 
 
-class Stopwatch:
-    """Times the steps of this process and reports them to the parent, which it waits for at the assignment's gate.
+class Stopwatch(StepHooks):
+    """Times the steps of this process and reports them to the parent, which it waits for at the round barrier."""
 
-    ``done`` are eight bytes, little-endian, for the number of steps done: they outlive the process.
-    """
-
-    def __init__(self, assignment: Assignment, done: MutableSequence[int]) -> None:
+    def __init__(self, assignment: Assignment, done: StepCounter) -> None:
+        super().__init__(done)
         workload = find(assignment.cell.workload)
         assert isinstance(workload, PerformanceWorkload)
         assert assignment.gate is not None
         self._rank = assignment.rank
-        self._done = done
         self._devices = [torch.device(name) for name in assignment.devices]
         self._on_cpu = self._devices[0].type == "cpu"
         self._extent = workload.on(assignment.cell.accelerator).extent(assignment.cell.topology.devices)
-        self._gate = Gate(assignment.gate, assignment.rank)
+        self._barrier = RoundBarrier(assignment.gate, assignment.rank)
         self._clock = clock_of(self._devices)
         self._boundaries = list(self._extent.boundaries)
         self._rounds: list[tuple[tuple[float, ...], int, list[Tensor]]] = []
         self._steps = 0
-        self._nested = 0
-        self._world_size = 1
         self._tensors = TensorBytes(type(workload))
         self._collectives = Collectives()
         self._memory: dict[str, int] = {}
@@ -65,17 +56,11 @@ class Stopwatch:
         self._samples: list[Tensor] = []
         self._waits_for_forward = True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stopwatch:
-        """Return this stopwatch: a copy of the model brings its hooks along."""
-        return self
-
     def install(self) -> None:
         """Hook into torch's optimizers and GradScaler, and keep memory, for the rest of the process's life."""
         if self._on_cpu:
             keep_freed_memory()
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
-        self._watch_scaler(torch.amp.GradScaler)
+        super().install()
 
     def watch(self, model: nn.Module) -> None:
         """Follow the samples that go through ``model``'s forward."""
@@ -88,19 +73,20 @@ class Stopwatch:
         return False
 
     def on_loss(self, batch: Any) -> None:
-        """Take no notice: a loss has no time of its own."""
+        """Do nothing: a loss has no time of its own."""
 
     def on_log(self, name: str, value: Any) -> None:
-        """Take no notice: to look at a value is to wait for the device."""
+        """Do nothing: to read a value is to wait for the device."""
 
-    def trace(self, rank: int, error: str | None, failed_at: float | None) -> RankTrace:
-        """Return how training ended; what was measured has been reported already."""
-        if error is None and self._steps != self._extent.steps_in_all:
+    def _trace(self, rank: int) -> RankTrace:
+        # What was measured has been reported already.
+        error = None
+        if self._steps != self._extent.steps_in_all:
             error = (
                 f"it made {self._steps} optimizer steps, and its data are {self._extent.steps_in_all} whole batches: "
                 "one step a batch is what this workload asks for, once through the dataset"
             )
-        return RankTrace(rank=rank, world_size=self._world_size, steps=(), error=error, failed_at=failed_at)
+        return RankTrace(rank=rank, world_size=self.world_size, steps=(), error=error, failed_at=None)
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Once a step, in steps of 150 µs and more: what is written here in a longer way shows in them.
@@ -120,30 +106,16 @@ class Stopwatch:
                 self._begun = self._clock.mark()
             self._forwards.append(self._clock.mark())
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._nested += 1
+    def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
+        before = self._steps
+        result = step()
+        if self._steps == before:
+            self._end_step(optimizer)  # it was skipped, but its work was done all the same
+        return result
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._nested -= 1
-        if self._nested == 0:  # an optimizer inside of an optimizer: the outer one's step is what the subject asked for
-            self._stepped(optimizer)
-
-    def _watch_scaler(self, scaler_class: Any) -> None:
-        step = scaler_class.step
-        watch = self
-
-        def counted(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            before = watch._steps
-            result = step(scaler, optimizer, *args, **kwargs)
-            if watch._steps == before and scaler.is_enabled():
-                watch._stepped(optimizer)  # it was skipped: the work was done all the same
-            return result
-
-        scaler_class.step = counted
-
-    def _stepped(self, optimizer: Optimizer) -> None:
+    def _end_step(self, optimizer: Optimizer) -> None:
         self._steps += 1
-        self._done[:8] = self._steps.to_bytes(8, "little")
+        self._count(self._steps)
         if not self._boundaries:
             return
         self._ended.append(self._clock.mark())
@@ -162,18 +134,18 @@ class Stopwatch:
             self._collectives.start()
         elif looked == 2:
             self._collectives.stop()
-        told = self._gate.wait()
-        # Everybody has arrived: what is done here takes nothing from a round of anybody's.
-        if looked == 0 or (looked < 0 and told == REPORT):
+        command = self._barrier.wait()
+        # All ranks have arrived: what is done here takes no time from any rank's round.
+        if looked == 0 or (looked < 0 and command == REPORT):
             self._note_world()
             self._memory = memory_of(self._devices)
-        if told == REPORT:
+        if command == REPORT:
             self._report()
             return
         if looked == 0:
             self._tensors.start()
         if self._on_cpu:
-            begin_on_core(self._rank + len(self._rounds))  # whoever takes turns with this rank begins on the same one
+            begin_on_core(self._rank + len(self._rounds))  # ranks that take turns begin on the same core
         self._clock.rest()
         self._begun = self._clock.mark()
 
@@ -193,12 +165,7 @@ class Stopwatch:
             communication=self._collectives.share_of(looked[-1].seconds) if looked else None,
         )
         self._rounds = []
-        self._gate.report(timing.to_json())
-
-    def _note_world(self) -> None:
-        """Take down how many ranks torch.distributed connects: the group may be gone when the subject returns."""
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            self._world_size = torch.distributed.get_world_size()
+        self._barrier.report(timing.to_json())
 
 
 def _index(batch: Any) -> Tensor | None:

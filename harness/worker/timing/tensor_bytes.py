@@ -52,7 +52,8 @@ class TensorBytes:
         def loss(workload: Any, outputs: Any, batch: Any) -> Tensor:
             self._leave_out(batch)
             with self._keeping():
-                return self._loss(workload, outputs, batch)
+                result: Tensor = self._loss(workload, outputs, batch)
+                return result
 
         self._handles = [
             self._model.register_forward_pre_hook(enter, with_kwargs=True),

@@ -17,6 +17,7 @@ from harness import subject
 
 
 def for_ever():
+    os.write(1, b"hangs\n")
     threading.Event().wait()
 
 

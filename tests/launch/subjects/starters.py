@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).with_name("script.py")
 
 
 def for_ever():
+    os.write(1, b"hangs\n")
     threading.Event().wait()
 
 

@@ -10,6 +10,7 @@ import threading
 
 import torch
 from torch.distributed import destroy_process_group, init_process_group
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -17,10 +18,12 @@ from harness import subject
 
 
 def for_ever():
+    os.write(1, b"hangs\n")
     threading.Event().wait()
 
 
 def hold_the_interpreter_lock_for_ever():
+    os.write(1, b"hangs\n")
     ctypes.PyDLL(None).pause()  # PyDLL keeps the lock while it calls
 
 
@@ -57,6 +60,7 @@ def releases_first(job):
 def rank_0_waits(job):
     fit(job)
     if job.rank == 0:
+        os.write(1, b"hangs\n")
         torch.distributed.barrier()
     for_ever()
 
@@ -97,23 +101,20 @@ def hangs_in_the_middle(job):
 
 @subject(name="children-wait", backends=["ddp"], launch="node")
 def children_wait(job):
-    torch.multiprocessing.start_processes(child, (job,), job.gpus, start_method="fork")
-
-
-def child(place, job):
-    os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(job.gpus))
-    fit(job)
-    if place == 0:
-        for_ever()
+    start_processes(child, (job, False), job.gpus, start_method="fork")
 
 
 @subject(name="children-destroy", backends=["ddp"], launch="node")
 def children_destroy(job):
-    torch.multiprocessing.start_processes(child_that_destroys, (job,), job.gpus, start_method="fork")
+    start_processes(child, (job, True), job.gpus, start_method="fork")
 
 
-def child_that_destroys(place, job):
+def child(place, job, destroys):
+    """Train as one rank, then destroy the group on all ranks, or hang on the first."""
     os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(job.gpus))
     model = fit(job)
-    destroy_process_group()
-    assert model is not None
+    if destroys:
+        destroy_process_group()
+        assert model is not None
+    elif place == 0:
+        for_ever()

@@ -17,31 +17,33 @@ from typing import Any
 import harness
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
-from harness.launch.local.one_machine import ELASTIC
-from harness.launch.pool import GRACE, SERVER_ENVIRONMENT, START_LIMIT, Pool, Running
+from harness.launch.launch_progress import EXIT_GRACE_S, RunningLaunch
+from harness.launch.pool import SERVER_ENVIRONMENT, Pool
 from harness.launch.remote.node_checks import Node, cut_off, differing
 from harness.launch.remote.node_listener import FAREWELL, NodeListener
 from harness.launch.remote.node_processes import NodeProcesses
 from harness.launch.server_events import event_of
+from harness.launch.start_wait import Notify, StartWait, ignore
+from harness.launch.this_machine import ELASTIC
 from harness.worker.assignment import Assignment
-from harness.worker.node_server import PATIENCE, SILENCE, TOKEN
+from harness.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN
 
 WORKER = Path(harness.__file__).parent / "worker" / "__main__.py"
 """What a node runs. By its path, because the subject's environment need not have Plumbline."""
 
-WAYS_LIMIT = 5.0
-"""Seconds in which each node must reach every other, before the first cell."""
+PROBE_TIMEOUT_S = 10.0
+"""Time in which each node must reach every other, before the first cell: the kernel tries four times by then."""
 
 _CUT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN)
-"""How a connection ends behind which nobody is left to end it."""
+"""The errors of a connection whose other end vanished without closing it."""
 
 
 class RemotePool(Pool):
     """Launches ranks of one subject on ``nodes`` nodes, a node's ranks where the node is.
 
-    ``starter`` makes, of the port that this process listens on, the commands that start ``WORKER`` on every node, and
-    end when it has ended; none, where somebody else starts the nodes. ``place`` is where this process listens, and
-    ``token`` the secret by which nodes show that they are its own.
+    ``start_commands`` returns, for the port that this process listens on, the commands that start ``WORKER`` on every
+    node and end when it has ended; none where the nodes are started by hand. ``place`` is where this process listens,
+    and ``token`` the secret that its nodes present.
     """
 
     listens_on = ""
@@ -50,11 +52,13 @@ class RemotePool(Pool):
         self,
         locator: str,
         nodes: int,
-        starter: Callable[[int], Sequence[Sequence[str]]],
+        start_commands: Callable[[int], Sequence[Sequence[str]]],
         place: tuple[str, int] = ("", 0),
         token: str | None = None,
+        notify: Notify = ignore,
     ) -> None:
         self.locator = locator
+        self._notify = notify
         self._count = nodes
         self._nodes: dict[int, Node] = {}
         self._lines: dict[int, socket.socket] = {}
@@ -64,13 +68,13 @@ class RemotePool(Pool):
         self._launched: dict[int, set[int]] = {}
         self._subjects: list[dict[str, Any]] | None = None
         self._broken = False
-        self._reception = NodeListener(place, token)
-        self.token = self._reception.token
+        self._listener = NodeListener(place, token)
+        self.token = self._listener.token
         environment = {**os.environ, **SERVER_ENVIRONMENT, TOKEN: self.token}
         try:
-            self._starters = NodeProcesses(starter(self._reception.port), environment)
+            self._processes = NodeProcesses(start_commands(self._listener.port), environment)
         except LaunchError:
-            self._reception.close()
+            self._listener.close()
             raise
 
     @property
@@ -83,7 +87,7 @@ class RemotePool(Pool):
         """
         if self._subjects is None:
             try:
-                self._subjects = self._warm(time.monotonic() + START_LIMIT)
+                self._subjects = self._warm_up()
             except BaseException:
                 self.close()
                 raise
@@ -93,12 +97,13 @@ class RemotePool(Pool):
         """Wait until every node's server only waits for commands."""
         assert self.subjects
         self._send({"command": "port"})
-        self._answers("port", time.monotonic() + START_LIMIT, "does not answer")
+        self._answers("port", "answer")
 
-    def _warm(self, deadline: float) -> list[dict[str, Any]]:
-        for number, (node, line) in enumerate(self._reception.receive(self._count, self._starters, deadline)):
+    def _warm_up(self) -> list[dict[str, Any]]:
+        wait = StartWait(self._processes.cpu_seconds, self._notify)
+        for number, (node, line) in enumerate(self._listener.receive(self._count, self._processes, wait)):
             self._nodes[number], self._lines[number], self._rests[number] = node, line, b""
-        ready = self._answers("ready", deadline, f"did not import {self.locator} in {START_LIMIT:.0f} s")
+        ready = self._answers("ready", f"import {self.locator}")
         for number, said in ready.items():
             if said["subjects"] != ready[0]["subjects"]:
                 first, other = self._nodes[0].host, self._nodes[number].host
@@ -110,46 +115,49 @@ class RemotePool(Pool):
         if reason := differing(self.nodes):
             raise LaunchError(reason)
         if self._count > 1:
-            self._call_roll()
+            self._check_connectivity()
         return list(ready[0]["subjects"])
 
-    def _call_roll(self) -> None:
-        """See to it that every node can reach every other, as their ranks will have to.
+    def _check_connectivity(self) -> None:
+        """Check that every node can reach every other, as their ranks will have to.
 
         Raises:
             LaunchError: one cannot.
         """
-        deadline = time.monotonic() + START_LIMIT
         for number in self._lines:
             self._write(number, {"command": "listen", "address": self._nodes[number].address})
-        ports = {number: said["port"] for number, said in self._answers("listens", deadline, "does not answer").items()}
+        ports = {number: said["port"] for number, said in self._answers("listens", "listen").items()}
         for number in self._lines:
             peers = {str(other): (self._nodes[other].address, port) for other, port in ports.items() if other != number}
-            self._write(number, {"command": "reach", "peers": peers, "seconds": WAYS_LIMIT})
-        answers = self._answers("reached", deadline, "does not answer")
+            self._write(number, {"command": "reach", "peers": peers, "seconds": PROBE_TIMEOUT_S})
+        answers = self._answers("reached", "reach the others")
         failed = [(who, int(whom), why) for who, said in answers.items() for whom, why in said["failed"].items()]
         if reason := cut_off(self._nodes, failed):
             raise LaunchError(reason)
 
-    def _answers(self, kind: str, deadline: float, otherwise: str) -> dict[int, dict[str, Any]]:
-        """Return what each node answers."""
-        said: dict[int, dict[str, Any]] = {}
-        while len(said) < self._count:
-            event = self._next(deadline)
+    def _answers(self, kind: str, what: str) -> dict[int, dict[str, Any]]:
+        """Return the event of this kind of each node; they are waited for ``what``, as long as they make progress."""
+        wait = StartWait(self._processes.cpu_seconds, self._notify)
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self._count:
+            event = self._next(wait.next_check)
             if event is None:
-                late = ", ".join(node.host for number, node in self._nodes.items() if number not in said)
-                raise LaunchError(f"{late} {otherwise}: {self._starters.said}")
+                late = ", ".join(node.host for number, node in self._nodes.items() if number not in answers)
+                if wait.goes_on(f"{late} to {what}"):
+                    continue
+                raise LaunchError(f"{late} did not {what} in {wait.seconds:.0f} s: {self._processes.output}")
+            wait.report_progress()
             if event["event"] == "refused":
                 host = self._nodes[event["node"]].host
                 raise SubjectError(f"--subject {self.locator}: on {host}: {event['message'].strip()}")
             if event["event"] == kind:
-                said[event["node"]] = event
-        return said
+                answers[event["node"]] = event
+        return answers
 
     @property
     def alive(self) -> bool:
         """Whether every node's server is still there."""
-        return not self._broken and self._starters.ended is None
+        return not self._broken and self._processes.ended is None
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -165,7 +173,7 @@ class RemotePool(Pool):
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         """Return how a rank of ``cell`` on its node reaches the others.
 
-        They meet at the launcher, by the address under which their node found it; gloo listens on the interface that
+        They meet at the launcher, at the address by which their node reached it; gloo listens on the interface that
         leads there, unless the user named one.
         """
         assert self.subjects
@@ -173,21 +181,20 @@ class RemotePool(Pool):
         return {**ELASTIC, "MASTER_ADDR": node.launcher, "GLOO_SOCKET_IFNAME": node.interface}
 
     def meeting_point(self) -> dict[str, str]:
-        """Return where ranks meet that a subject starts by itself: on the first node, for it is there that they listen.
+        """Return where ranks meet that a subject starts by itself: on the first node, where they listen.
 
         Raises:
             LaunchError: it is gone.
         """
         assert self.subjects
         self._write(0, {"command": "port"})
-        event = None
-        while event is None or event["event"] != "port":
-            event = self._next(time.monotonic() + PATIENCE)
-            if event is None:
-                raise self._lost(0, "it does not answer")
+        wait = StartWait(self._processes.cpu_seconds, self._notify)
+        while (event := self._next(wait.next_check)) is None or event["event"] != "port":
+            if event is None and not wait.goes_on(f"{self._nodes[0].host} to name a free port"):
+                raise self._lost_node(0, "it does not answer")
         return {"MASTER_ADDR": self._nodes[0].address, "MASTER_PORT": str(event["port"])}
 
-    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> Running:
+    def begin(self, subject: str, assignments: Sequence[Assignment], time_limit: float) -> RunningLaunch:
         """Begin one launch, as every pool does.
 
         Raises:
@@ -197,11 +204,11 @@ class RemotePool(Pool):
         return super().begin(subject, assignments, time_limit)
 
     def close(self) -> None:
-        """End every node's server, with all of its ranks, and what started them.
+        """End every node's server, with all of its ranks, and the commands that started them.
 
-        Where one is lost the others are left without a farewell: what started them by hand may start them again.
+        Where one is lost the others are not told to end: a torchrun that was started by hand may start them again.
         """
-        self._reception.close()
+        self._listener.close()
         for number in list(self._lines):
             with contextlib.suppress(OSError):
                 if not self._broken:
@@ -209,8 +216,8 @@ class RemotePool(Pool):
             self._lines.pop(number).close()
         self._launched = {}
         self._broken = True
-        # The servers end by themselves when they are left alone; where none ever came, nobody will.
-        self._starters.close(GRACE if self._subjects is not None else 0)
+        # Servers end by themselves when their connection closes; where none connected there is nothing to wait for.
+        self._processes.close(EXIT_GRACE_S if self._subjects is not None else 0)
 
     def _send(self, command: dict[str, Any]) -> None:
         for number in list(self._lines):
@@ -246,27 +253,28 @@ class RemotePool(Pool):
             self._fail(number, error)
             return
         if not chunk:
-            raise self._lost(number, "it is gone")
+            raise self._lost_node(number, "it is gone")
         *whole, self._rests[number] = (self._rests[number] + chunk).split(b"\n")
         for line in whole:
             try:
                 event = event_of(line)
             except ValueError as error:
-                raise self._lost(number, f"it talks nonsense ({error})") from error
+                raise self._lost_node(number, f"it sent an invalid message ({error})") from error
             if event["event"] == "exit":
                 self._launched.get(number, set()).discard(event["rank"])
-            self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].ahead})
+            self._queue.append({**event, "node": number, "at": event["at"] + self._nodes[number].clock_offset})
 
     def _fail(self, number: int, error: OSError) -> None:
-        """Make of a broken connection the ends of the ranks behind it, where the network was cut while they trained.
+        """Report the ranks behind a broken connection as ended, where the network was cut while they trained.
 
         Raises:
             LaunchError: there were none, or it is no network that was cut.
         """
         if error.errno not in _CUT or not self._launched.get(number):
-            raise self._lost(number, str(error)) from error
+            raise self._lost_node(number, str(error)) from error
         why = (
-            f"its node {self._nodes[number].place} has been silent for {SILENCE} s: is its network cut, or is it down?"
+            f"its node {self._nodes[number].place} has been silent for {KEEPALIVE_TIMEOUT_S} s: "
+            "is its network cut, or is it down?"
         )
         left = {"code": None, "steps": None, "evidence": False, "out_of_memory": False}
         for rank in sorted(self._launched.pop(number)):
@@ -275,9 +283,9 @@ class RemotePool(Pool):
         self._broken = True
         self._lines.pop(number).close()
 
-    def _lost(self, number: int, why: str) -> LaunchError:
+    def _lost_node(self, number: int, why: str) -> LaunchError:
         self._lines.pop(number).close()
         self._broken = True
-        self._starters.wait_for_words(GRACE)
+        self._processes.wait_for_output(EXIT_GRACE_S)
         host = self._nodes[number].host
-        return LaunchError(f"the fork server of {self.locator} on {host}: {why}: {self._starters.said}")
+        return LaunchError(f"the fork server of {self.locator} on {host}: {why}: {self._processes.output}")

@@ -11,12 +11,12 @@ import torch
 
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
-from harness.trainer.optimizers import Schedule
-from harness.trainer.precision import Precision
+from harness.trainer.optimizers import SchedulerConfig
+from harness.trainer.precision_plugins import PrecisionPlugin
 
 
 @dataclass
-class State:
+class TrainingState:
     """What training changes on a rank.
 
     ``batches`` of the current epoch are done; ``samples_per_batch`` counts over all ranks, None where not
@@ -24,14 +24,14 @@ class State:
     """
 
     module: Module
-    precision: Precision
+    precision: PrecisionPlugin
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
-    schedules: list[Schedule] = field(default_factory=list)
+    schedules: list[SchedulerConfig] = field(default_factory=list)
     batches: int = 0
     samples_per_batch: int | None = None
 
 
-def capture(trainer: Any, state: State) -> dict[str, Any]:
+def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:
     """Return the checkpoint of this moment; its tensors are those in use, not copies."""
     return {
         "module": state.module.state_dict(),
@@ -46,7 +46,7 @@ def capture(trainer: Any, state: State) -> dict[str, Any]:
     }
 
 
-def restore(checkpoint: dict[str, Any], trainer: Any, state: State) -> None:
+def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> None:
     """Go on where the checkpoint was taken, also with another number of ranks.
 
     Raises:
@@ -96,4 +96,5 @@ def write(checkpoint: dict[str, Any], path: str | Path) -> None:
 
 def read(path: str | Path) -> dict[str, Any]:
     """Read a checkpoint onto the cpu; it holds no code, and none is run."""
-    return torch.load(path, map_location="cpu", weights_only=True)
+    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return checkpoint

@@ -1,4 +1,4 @@
-"""Virtual environments for exact versions of the libraries under test: whole, or not there."""
+"""Virtual environments for exact versions of the libraries under test; an installation that fails leaves none."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from harness.core.errors import PlumblineError
 from harness.subjects.short_names import SHORT_NAMES
 
 LIBRARIES = {name: adapter.library for name, adapter in SHORT_NAMES.items() if adapter.library is not None}
-"""What pip is asked for, by short name. A subject that is not here comes with Plumbline."""
+"""pip's name of each subject's library, by short name. A subject that is not here comes with Plumbline."""
 
-LAST_LINES = 20
-"""How much of a step's output is kept for its error."""
+OUTPUT_LINES = 20
+"""Lines of a step's output that are kept for its error."""
 
 
 class InstallError(PlumblineError):
@@ -30,7 +30,7 @@ class InstallError(PlumblineError):
 
 
 @dataclass(frozen=True)
-class Environment:
+class VirtualEnvironment:
     """An environment for ``subject``: ``requirement`` is its library, ``torch`` the torch it runs on."""
 
     subject: str
@@ -41,7 +41,7 @@ class Environment:
     def folder(self) -> Path:
         """Where it lies once it is whole: in the user's cache, subjects of one library in the same."""
         parts = dict.fromkeys((re.sub(r"\[.*\]", "", self.requirement), self.torch))
-        return cache() / "-".join(parts).replace("==", "-")
+        return cache_folder() / "-".join(parts).replace("==", "-")
 
     @property
     def python(self) -> Path:
@@ -50,23 +50,23 @@ class Environment:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip installs with all that it asks for: NumPy is what a rank writes its evidence with."""
+        """What pip installs with its dependencies. A rank needs NumPy to write its evidence."""
         library = SHORT_NAMES[self.subject].dependencies or (self.requirement,)
         return list(dict.fromkeys((self.torch, *library, "numpy")))
 
     @property
-    def alone(self) -> list[str]:
-        """What pip installs then, and nothing that it asks for."""
+    def requirements_alone(self) -> list[str]:
+        """What pip installs after that, without its dependencies."""
         return [self.requirement] if SHORT_NAMES[self.subject].dependencies else []
 
 
-def cache() -> Path:
+def cache_folder() -> Path:
     """Return the folder of all environments: https://specifications.freedesktop.org/basedir-spec."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plumbline" / "envs"
 
 
-def wanted(what: str) -> Environment:
-    """Return the environment that ``NAME==VERSION`` asks for, with this interpreter's version of torch.
+def parse_requirement(what: str) -> VirtualEnvironment:
+    """Return the environment for ``NAME==VERSION``, with this interpreter's version of torch.
 
     Raises:
         InstallError: there is no such name, nothing to install for it, or no version.
@@ -82,7 +82,7 @@ def wanted(what: str) -> Environment:
     requirement = f"{LIBRARIES[name]}=={version}"
     # A local part (+cpu, +cu130) names a build, which is found in its own index only.
     torch = f"torch=={metadata.version('torch').partition('+')[0]}"
-    return Environment(name, requirement, requirement if name == "torch" else torch)
+    return VirtualEnvironment(name, requirement, requirement if name == "torch" else torch)
 
 
 def pip_command(name: str) -> str:
@@ -93,18 +93,18 @@ def pip_command(name: str) -> str:
 
 
 def environments() -> list[tuple[str, Path]]:
-    """Return the names and interpreters of all environments that are whole."""
-    return [(python.parent.parent.name, python) for python in sorted(cache().glob("[!.]*/bin/python"))]
+    """Return the names and interpreters of all installed environments."""
+    return [(python.parent.parent.name, python) for python in sorted(cache_folder().glob("[!.]*/bin/python"))]
 
 
-def install(environment: Environment, progress: Callable[[str], None] = lambda line: None) -> Path:
-    """Make the environment if it is not there yet, and return its interpreter; ``progress`` is told what is done.
+def install(environment: VirtualEnvironment, progress: Callable[[str], None] = lambda line: None) -> Path:
+    """Make the environment if it is not there yet, and return its interpreter; ``progress`` gets each line of output.
 
-    It is built under a name of its own and renamed when it is whole, so its interpreter can be relied on. The scripts
-    beside it name the folder where they were built: ``python -m`` takes their place.
+    It is built under a temporary name and renamed when it is complete, so its interpreter can be relied on. The scripts
+    beside it name the folder where they were built: use ``python -m`` instead.
 
     Raises:
-        InstallError: a step failed; the sentence has the end of what it said.
+        InstallError: a step failed; the message has the end of its output.
     """
     folder = environment.folder
     if environment.python.exists():
@@ -116,8 +116,8 @@ def install(environment: Environment, progress: Callable[[str], None] = lambda l
         _run([sys.executable, "-m", "venv", str(building)], environment, progress)
         pip = [str(building / "bin" / "python"), "-m", "pip", "install", "--no-input", "--progress-bar=off"]
         _run([*pip, *environment.requirements], environment, progress)
-        if environment.alone:
-            _run([*pip, "--no-deps", *environment.alone], environment, progress)
+        if environment.requirements_alone:
+            _run([*pip, "--no-deps", *environment.requirements_alone], environment, progress)
         if folder.exists() and not environment.python.exists():
             shutil.rmtree(folder)  # the interpreter that it was made with is gone
         try:
@@ -132,10 +132,10 @@ def install(environment: Environment, progress: Callable[[str], None] = lambda l
     return environment.python
 
 
-def _run(command: Sequence[str], environment: Environment, progress: Callable[[str], None]) -> None:
-    # Nothing of this interpreter's own paths is to be found in there.
+def _run(command: Sequence[str], environment: VirtualEnvironment, progress: Callable[[str], None]) -> None:
+    # The paths of this interpreter must not be found in the environment.
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    last: deque[str] = deque(maxlen=LAST_LINES)
+    last: deque[str] = deque(maxlen=OUTPUT_LINES)
     with subprocess.Popen(
         command, env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:

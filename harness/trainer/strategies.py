@@ -11,7 +11,7 @@ from harness.trainer.replicas import Replicas
 
 
 @dataclass(frozen=True)
-class Backend:
+class Strategy:
     """A way to use several devices.
 
     ``splits``: a process spreads its batch over all devices of its node (otherwise: a process a device).
@@ -23,11 +23,11 @@ class Backend:
     synchronises: bool
 
 
-BACKENDS = {
-    "none": Backend("none", splits=False, synchronises=False),
-    "dp": Backend("dp", splits=True, synchronises=False),
-    "ddp": Backend("ddp", splits=False, synchronises=True),
-    "ddp2": Backend("ddp2", splits=True, synchronises=True),
+STRATEGIES = {
+    "none": Strategy("none", splits=False, synchronises=False),
+    "dp": Strategy("dp", splits=True, synchronises=False),
+    "ddp": Strategy("ddp", splits=False, synchronises=True),
+    "ddp2": Strategy("ddp2", splits=True, synchronises=True),
 }
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
 from harness.trainer.errors import MisconfigurationError
 
 
-class Shard(Sampler):
+class ShardedSampler(Sampler[Any]):
     """Every ``world``-th item of another sampler's order, beginning with item ``rank``.
 
     Args:
@@ -98,30 +98,34 @@ def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: boo
     if whole_batches:
         if world == 1:
             return loader
-        return rebuilt(loader, batch_sampler=Shard(loader.batch_sampler, world, rank, rest, agree=True))
+        return rebuilt(loader, batch_sampler=ShardedSampler(loader.batch_sampler, world, rank, rest, agree=True))
     shuffles = type(own) is RandomSampler and not own.replacement and own.num_samples == samples
     if world == 1 and not (shuffles and training):
         return loader
     if not shuffles and type(own) is not SequentialSampler:
-        return rebuilt(loader, sampler=Shard(own, world, rank, rest, agree=True))
+        return rebuilt(loader, sampler=ShardedSampler(own, world, rank, rest, agree=True))
     if not training:
-        return rebuilt(loader, sampler=Shard(range(samples), world, rank, rest, agree=False))
-    options = {"shuffle": shuffles, "seed": seed, "drop_last": loader.drop_last}
-    return rebuilt(loader, sampler=DistributedSampler(loader.dataset, world, rank, **options))
+        assert samples is not None  # torch has counted them for its sampler
+        return rebuilt(loader, sampler=ShardedSampler(range(samples), world, rank, rest, agree=False))
+    sampler: Sampler[Any] = DistributedSampler(
+        loader.dataset, world, rank, shuffle=shuffles, seed=seed, drop_last=loader.drop_last
+    )
+    return rebuilt(loader, sampler=sampler)
 
 
-def _share_iterable(loader: DataLoader, name: str, world: int, rank: int) -> DataLoader:
+def _share_iterable(loader: DataLoader[Any], name: str, world: int, rank: int) -> DataLoader[Any]:
     if getattr(loader.dataset, "shards_itself", False):
         return loader
-    if hasattr(loader.dataset, "shard"):
-        return rebuilt(loader, dataset=loader.dataset.shard(num_shards=world, index=rank))
+    dataset: Any = loader.dataset
+    if hasattr(dataset, "shard"):
+        return rebuilt(loader, dataset=dataset.shard(num_shards=world, index=rank))
     raise MisconfigurationError(
         f"The IterableDataset of {name} would give all {world} processes the same samples: give it a method "
         "shard(num_shards, index) that returns a share, or set shards_itself = True where it does so already."
     )
 
 
-def rebuilt(loader: DataLoader, **changes: Any) -> DataLoader:
+def rebuilt(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Return a copy of the loader with another dataset, sampler or batch_sampler and all other settings kept.
 
     It is copied, not constructed anew, so that subclasses and settings that newer torch versions add are kept
@@ -129,6 +133,7 @@ def rebuilt(loader: DataLoader, **changes: Any) -> DataLoader:
     """
     clone = copy.copy(loader)
     if "sampler" in changes and loader.batch_sampler is not None:
+        assert loader.batch_size is not None
         changes["batch_sampler"] = BatchSampler(changes["sampler"], loader.batch_size, loader.drop_last)
     clone.__dict__.update(changes, _iterator=None)
     return clone
@@ -166,7 +171,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
     batch_sampler = getattr(loader, "batch_sampler", None)
     parts = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     for part in {id(part): part for part in (*parts, getattr(loader, "dataset", None))}.values():
-        if hasattr(part, "set_epoch"):
+        if part is not None and hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
 
 

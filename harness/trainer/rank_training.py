@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from harness.trainer import checkpoint as checkpoints
-from harness.trainer.checkpoint import State
+from harness.trainer import checkpoint_file as checkpoints
+from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.connector import Plan
-from harness.trainer.data import check_loader, share_loader
+from harness.trainer.data_sharding import check_loader, share_loader
 from harness.trainer.environments.roll_call import call_roll
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.loop import Work, share_buffers, train
@@ -57,7 +57,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
     module.to(devices[0])
     train_loader = rank_loader(trainer, module.train_dataloader(), training=True)
     val_loader = rank_loader(trainer, module.val_dataloader(), training=False)
-    state = State(module, precision)
+    state = TrainingState(module, precision)
     state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
     trainer.optimizers = state.optimizers
     trainer.checkpoint = partial(checkpoints.capture, trainer, state)

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 
-class Precision:
+class PrecisionPlugin:
     """O0, 32 bits: what torch does by itself. The other classes change a part of this.
 
     Args:
@@ -40,7 +40,7 @@ class Precision:
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss."""
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Make the gradients of the optimizer's own parameters the true ones, before they are clipped."""
@@ -64,7 +64,7 @@ class Precision:
         """Take over ``state_dict`` of the same class."""
 
 
-class Converted(Precision):
+class Converted(PrecisionPlugin):
     """O3, or 64 bits: weights, gradients and floating batches have one dtype; nothing is scaled."""
 
     casts_batches = True
@@ -74,7 +74,7 @@ class Converted(Precision):
         module.to(self.dtype)
 
 
-class Autocast(Precision):
+class Autocast(PrecisionPlugin):
     """O1: float32 weights, the forward pass under autocast; float16 has its loss scaled.
 
     Ranks need not agree on found infs: the scaler looks at gradients after the all-reduce, and the mean of
@@ -99,7 +99,7 @@ class Autocast(Precision):
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the scaled loss."""
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by the scale."""
@@ -133,13 +133,14 @@ class MasterWeights(Autocast):
 
     autocasts = False
     casts_batches = True
-    autocast = Precision.autocast
+    autocast = PrecisionPlugin.autocast
 
     def convert(self, module: nn.Module) -> None:
         """Convert all floating parameters and buffers outside BatchNorm layers."""
         for layer in module.modules():
             if not isinstance(layer, _BatchNorm):
-                layer._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
+                cast_layer: Any = layer._apply
+                cast_layer(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
 
     def prepare(self, optimizers: Sequence[Optimizer]) -> None:
         """Put a float32 master in the place of each half weight in the optimizers."""

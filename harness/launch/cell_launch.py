@@ -1,50 +1,53 @@
-"""Launches a cell on this machine: simulated devices, or the CUDA devices it has."""
+"""Launches a cell on a pool: an assignment for each rank, the trace at the end, and a launch with an interruption."""
 
 from __future__ import annotations
 
-import socket
+import shutil
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError
 from harness.core.training_behavior import TrainingBehavior
-from harness.evidence.read import join_shards, read_rank
+from harness.evidence.read import RESUMED, SAVED, join_shards, read_rank
 from harness.evidence.trace import Exit, RankTrace, Trace
 from harness.launch.exit_reason import explain
 from harness.launch.hung_ranks import take_so_far, without_unfinished
-from harness.launch.local import one_machine
+from harness.launch.launch_progress import RunningLaunch
 from harness.launch.node_launch import gather
-from harness.launch.pool import Pool, Running
+from harness.launch.pool import Pool
 from harness.launch.settings import Settings
+from harness.launch.this_machine import new_store
 from harness.worker.assignment import Assignment
 from harness.workloads import find
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """What a launch has to do with a checkpoint: stop after so many steps and leave one, or go on from it (None)."""
+class CheckpointRequest:
+    """A launch that stops after ``stop_after_step`` steps and saves to ``folder``, or, None, resumes from there."""
 
     folder: Path
     stop_after_step: int | None
 
 
 @dataclass(frozen=True)
-class Launched:
+class CellLaunch:
     """A cell that is being trained, by a process for each of ``assignments``.
 
-    ``store`` is where its ranks meet, and must live as long as they do; None where the subject starts its ranks.
+    ``store`` is the ranks' rendezvous store, which must live as long as they do; None where the subject starts its
+    ranks.
     """
 
     pool: Pool
-    running: Running
+    running: RunningLaunch
     assignments: tuple[Assignment, ...]
-    store: torch.distributed.TCPStore | None
+    store: TCPStore | None
     folder: Path
     settings: Settings
 
@@ -65,16 +68,16 @@ class Launched:
             take_so_far(self.folder, ends)
             for assignment, end in zip(self.assignments, ends, strict=True):
                 file = Path(assignment.evidence)
-                # It may have come to its end after all, when it was asked.
+                # It may have trained to the end after all: it was asked for the evidence that it had.
                 hangs = not end.evidence and end.code is None and end.limit_reached and file.exists()
                 if end.evidence or hangs:
                     ranks.append(read_rank(file))
                 if not end.evidence:
-                    told = explain(end, assignment, self.settings.time_limit, hung=hangs)
-                    (hung if hangs else exits)[end.rank] = told
+                    exit = explain(end, assignment, self.settings.time_limit, hung=hangs)
+                    (hung if hangs else exits)[end.rank] = exit
         trace = without_unfinished(Trace(tuple(ranks), exits, max(end.seconds for end in ends), hung=hung), self._due)
         for rank in trace.exits:
-            # What was written too late, or before a rank hung in the middle, is not to be found and judged one day.
+            # Evidence that was written too late, or before a rank hung in the middle, must not be judged later.
             Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
         return join_shards(trace)
 
@@ -89,8 +92,8 @@ class Launched:
             workload.interrupt_after or 0 if assignment.resume else 0
         )
 
-    def again(self, cell: Cell, part: str, checkpoint: Checkpoint) -> Trace:
-        """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into a folder of its own.
+    def again(self, cell: Cell, part: str, checkpoint: CheckpointRequest) -> Trace:
+        """Train ``cell`` on the same pool up to a checkpoint or from it; the evidence goes into the folder ``part``.
 
         Raises:
             LaunchError, TraceError: as in :func:`start` and :meth:`trace`.
@@ -103,9 +106,9 @@ def start(
     cell: Cell,
     folder: Path,
     settings: Settings,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: CheckpointRequest | None = None,
     gate: Path | None = None,
-) -> Launched:
+) -> CellLaunch:
     """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
 
     With a ``gate``, the path of a socket, ranks are timed instead of recorded, and wait there between rounds.
@@ -118,7 +121,7 @@ def start(
     if whole_nodes and gate:
         raise LaunchError(f"{cell.subject} starts its ranks by itself: they can be recorded, but not timed yet")
     for left in folder.glob("*.safetensors") if whole_nodes else ():
-        left.unlink()  # nobody's but this launch's may be found there
+        left.unlink()  # only this launch's evidence may be found there
     store = None if whole_nodes else new_store(pool.listens_on)
     meeting = {"MASTER_PORT": str(store.port)} if store else pool.meeting_point()
     number = pool.next_launch()
@@ -145,31 +148,38 @@ def start(
         for rank in range(0, cell.processes, cell.contract.processes_per_node(cell.topology) if whole_nodes else 1)
     )
     running = pool.begin(cell.subject, assignments, settings.time_limit)
-    return Launched(pool, running, assignments, store, folder, settings)
+    return CellLaunch(pool, running, assignments, store, folder, settings)
 
 
 def launch(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Trace:
-    """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`Launched.trace`."""
+    """Train ``cell`` once and return its evidence; see :func:`start` and :meth:`CellLaunch.trace`."""
     return start(pool, cell, folder, settings).trace()
 
 
-def new_store(address: str) -> torch.distributed.TCPStore:
-    """Return a store for one launch's rendezvous. Ranks join it as they join the one that torchrun's agent holds.
+def with_interruption(trace: Trace, launched: CellLaunch, cell: Cell, after: int, *, elastic: bool) -> Trace:
+    """Return the trace of an uninterrupted launch together with those of an interrupted training.
 
-    The socket listens, on ``address``, before anybody is told the port: nobody can take it in between. It is an IPv4
-    one, where there is IPv4, because a dual-stack socket's addresses have names that only a DNS server could tell.
+    ``cell`` is trained again: ranks that stop after ``after`` optimizer steps and save, and other ranks that go on. An
+    ``elastic`` training has another number of devices before the interruption. After a trace that is not whole no more
+    launches follow: it says why. The checkpoint itself, which may hold code, is not kept.
+
+    Raises:
+        LaunchError, TraceError: a launch was not possible, or its evidence cannot be read.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=1024)
-    port = listener.getsockname()[1]
-    host = address or one_machine.loopback()
-    return torch.distributed.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-    )
+    if not trace.is_whole:
+        return trace
+    # Beside the evidence, which every node can write to.
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=launched.folder))
+    try:
+        saved = launched.again(cell.resized if elastic else cell, SAVED, CheckpointRequest(folder, after))
+        resumed = launched.again(cell, RESUMED, CheckpointRequest(folder, None)) if saved.is_whole else None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return replace(trace, saved=saved, resumed=resumed)
 
 
 def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
-    """Say whether the subject of ``cell`` is one that is called once a node."""
+    """Return whether the subject of ``cell`` is called once a node."""
     return any(declared["launch"] == "node" for declared in _declared(pool, cell))
 
 
@@ -196,7 +206,7 @@ def _devices(cell: Cell, rank: int, oversubscribe: bool, whole_node: bool) -> tu
 
 
 def _environment(cell: Cell, rank: int, whole_node: bool) -> dict[str, str]:
-    """Return the variables that torchrun sets for this rank wherever it lives, or that it is told of a whole node."""
+    """Return the variables that torchrun sets for this rank on any node, or those of a whole node."""
     local_world = cell.contract.processes_per_node(cell.topology)
     node = {
         "GROUP_RANK": rank // local_world,

@@ -1,0 +1,126 @@
+"""A node of a cell is a node of the SLURM job that this process runs in.
+
+One step of srun starts a fork server on each node and lasts as long as the pool. A cell's ranks are forked from it
+where SLURM put it, and get the variables that srun would set had it started one task a rank. What SLURM set for a node
+(its CUDA devices first of all) stays as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+
+from harness.core.cell import Cell
+from harness.core.errors import LaunchError, PlanError
+from harness.core.invocation import command, suite_command
+from harness.launch.launch_progress import RankEnd, RunningLaunch
+from harness.launch.launchers.base import Launcher, LauncherOptions
+from harness.launch.remote.remote_pool import WORKER, RemotePool
+from harness.launch.start_wait import Notify, ignore
+
+
+class SlurmLauncher(Launcher):
+    """Starts a fork server on each node of the job by one step of srun."""
+
+    def __init__(self, options: LauncherOptions) -> None:
+        super().__init__(options)
+        self.nodes: int = nodes_of_job()
+        self.machines = self.nodes
+
+    def pool(self, locator: str, python: str | None) -> RemotePool:
+        """Return a pool over all nodes of the job."""
+        return SlurmPool(locator, python, self.nodes, self._notify)
+
+
+class SlurmPool(RemotePool):
+    """Launches ranks of one subject on the nodes of this job."""
+
+    def __init__(self, locator: str, python: str | None, nodes: int, notify: Notify = ignore) -> None:
+        interpreter = python or sys.executable
+        super().__init__(locator, nodes, lambda port: [srun(locator, interpreter, nodes, port)], notify=notify)
+
+    def finish(self, running: RunningLaunch) -> list[RankEnd]:
+        """Follow a launch to its end, as every pool does; a launch that SLURM ended is no finding about a trainer.
+
+        Raises:
+            KeyboardInterrupt: the job is being ended: cancelled, preempted, out of time, or a node of it failed.
+            LaunchError: a node's server is gone.
+        """
+        try:
+            ends = super().finish(running)
+        except LaunchError:
+            stop_with_the_job()
+            raise
+        if not all(end.evidence for end in ends):
+            stop_with_the_job()
+        return ends
+
+    def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
+        """Return a rank's variables, with those that srun would have set."""
+        local_world = cell.contract.processes_per_node(cell.topology)
+        nodes = cell.topology.num_nodes
+        hosts = ",".join(self.hosts[:nodes])
+        from_srun = {
+            "SLURM_PROCID": rank,
+            "SLURM_LOCALID": rank % local_world,
+            "SLURM_NODEID": rank // local_world,
+            "SLURM_NTASKS": cell.processes,
+            "SLURM_NPROCS": cell.processes,
+            "SLURM_NTASKS_PER_NODE": local_world,
+            "SLURM_TASKS_PER_NODE": f"{local_world}(x{nodes})" if nodes > 1 else local_world,
+            "SLURM_NNODES": nodes,
+            "SLURM_NODELIST": hosts,
+            "SLURM_STEP_NUM_TASKS": cell.processes,
+            "SLURM_STEP_NUM_NODES": nodes,
+            "SLURM_STEP_NODELIST": hosts,
+        }
+        return super().variables(cell, rank, oversubscribe) | {name: str(value) for name, value in from_srun.items()}
+
+
+def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
+    """Return how many nodes the SLURM job has that this process runs in.
+
+    Raises:
+        PlanError: it runs in none, or srun cannot be found.
+    """
+    count = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES", "")
+    if "SLURM_JOB_ID" not in variables or not count.isdecimal():
+        here = shlex.join(suite_command("--launcher", "slurm"))
+        raise PlanError(
+            f"--launcher slurm: this process is in no SLURM job. `{command('plumbline', 'submit')}` makes one, "
+            f"or ask for nodes first: salloc --nodes 2 --gpus-per-node 8 {here} …"
+        )
+    if shutil.which("srun") is None:
+        raise PlanError(f"--launcher slurm: job {variables['SLURM_JOB_ID']} has no srun on its PATH")
+    return int(count)
+
+
+def stop_with_the_job() -> None:
+    """Stop this process as Ctrl-C would, if SLURM is ending the job that it runs in.
+
+    Raises:
+        KeyboardInterrupt: it is. A run stopped this way has no footer, and its last cell is examined again.
+    """
+    job = os.environ["SLURM_JOB_ID"]
+    query = ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"]
+    states = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
+    if states and "RUNNING" not in states:
+        raise KeyboardInterrupt(f"SLURM is ending job {job}: {states[0].lower()}")
+
+
+def srun(locator: str, python: str, nodes: int, port: int) -> list[str]:
+    """Return the command that starts a fork server on each node of the job.
+
+    ``--overlap``: the pools of several subjects share the job's nodes. The address is the one that SLURM itself uses
+    to get back to where srun runs.
+    """
+    return [
+        *("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *("--export=ALL", "--mpi=none", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1", "--quiet"),
+        *(python, str(WORKER), "--connect", f"${{SLURM_LAUNCH_NODE_IPADDR}}:{port}", "--as-node", "${SLURM_NODEID}"),
+        locator,
+    ]

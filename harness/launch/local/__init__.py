@@ -1,4 +1,0 @@
-"""Launches on this machine: simulated devices, or the CUDA devices it has.
-
-Nothing that needs a second machine belongs here.
-"""

@@ -1,0 +1,66 @@
+"""How long a starting server is waited for: as long as it makes progress. The user is shown what is waited for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+START_TIMEOUT_S = 300.0
+"""Time without progress after which a start is given up."""
+
+NOTIFY_INTERVAL_S = 30.0
+"""Time after which the user is shown, each time, what is waited for."""
+
+CHECK_INTERVAL_S = 1.0
+"""Time between two looks at the processor time that was used."""
+
+_LEAST_PROGRESS_S = 0.05
+
+Notify = Callable[[str], None]
+"""Shows the user a message at once."""
+
+
+def ignore(message: str) -> None:
+    """Show nothing."""
+
+
+class StartWait:
+    """Times one start, from now on.
+
+    A slow or busy machine is waited for: the limit counts from the last progress. Progress is each event that is
+    reported, and any processor time that the server uses (``cpu_seconds`` returns the sum, 0 where unknown), until that
+    is ``START_TIMEOUT_S`` too: a server that computes for longer does not start.
+    """
+
+    def __init__(self, cpu_seconds: Callable[[], float], notify: Notify = ignore) -> None:
+        self._cpu_seconds = cpu_seconds
+        self._notify = notify
+        self._started = self._progress = time.monotonic()
+        self._notified = self._started
+        self._used = cpu_seconds()
+
+    @property
+    def seconds(self) -> float:
+        """How long the wait has lasted."""
+        return time.monotonic() - self._started
+
+    @property
+    def next_check(self) -> float:
+        """When, on the monotonic clock, to call ``goes_on`` if nothing has happened until then."""
+        return time.monotonic() + CHECK_INTERVAL_S
+
+    def report_progress(self) -> None:
+        """Count from now on."""
+        self._progress = time.monotonic()
+
+    def goes_on(self, what: str) -> bool:
+        """Return whether to wait on; ``what`` is being waited for."""
+        now, used = time.monotonic(), self._cpu_seconds()
+        if self._used + _LEAST_PROGRESS_S < used < START_TIMEOUT_S:
+            self._used, self._progress = used, now
+        if now - self._progress > START_TIMEOUT_S:
+            return False
+        if now - self._notified > NOTIFY_INTERVAL_S:
+            self._notified = now
+            self._notify(f"waiting for {what} ({self.seconds:.0f} s so far)")
+        return True
