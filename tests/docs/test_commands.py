@@ -142,8 +142,7 @@ def _program_of_the_checkout(command, monkeypatch, capsys):
     path = ROOT / script
     assert path.exists(), f"{command.page} names {script}, which is not there"
     if path.suffix == ".sh":
-        for word in arguments:
-            assert re.search(rf"^ *{word}\) ", path.read_text(), re.MULTILINE), f"{script} has no command {word}"
+        _has_commands(path, arguments)
     elif arguments:
         monkeypatch.setattr(sys, "argv", [str(path), "--help"])
         monkeypatch.setattr(sys, "path", list(sys.path))
@@ -173,9 +172,15 @@ def _zensical(command, pytester):
 
 
 def _shell(command, pytester):
-    """``source`` and ``eval``: look for the script that they name."""
-    script = shlex.split(command.words[1].strip("$()"))[0]
-    assert script.startswith(".venv/") or (ROOT / script).is_file()
+    """``source`` names a script of the environment; ``eval`` a program of the checkout, in ``$(…)``."""
+    script, *arguments = shlex.split(command.words[1].strip("$()"))
+    if not script.startswith(ENVIRONMENT):
+        _has_commands(ROOT / script, arguments)
+
+
+def _has_commands(script, words):
+    for word in words:
+        assert re.search(rf"^ *{word}\) ", script.read_text(), re.MULTILINE), f"{script} has no command {word}"
 
 
 def _script_of_ci(command, pytester):
