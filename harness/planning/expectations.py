@@ -1,7 +1,7 @@
 """What is known of a trainer beforehand: the failures that its released version shows, and why.
 
 One TOML file a subject, called like the subject. An entry names cells, the check that ends badly in them, and the
-reason; docs/known-failures.md says how it is written. Reading a file starts nothing, and matching is pure.
+reason; README says how it is written. Reading a file starts nothing, and matching is pure.
 
 A subject without a file of its own that names a library (``@subject(library=…)``) gets the entries that hold for that
 library at the installed version. They excuse less than a subject's own: only the very finding that was measured (check,
