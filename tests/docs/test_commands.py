@@ -52,7 +52,14 @@ def in_blocks(path: Path) -> list[Command]:
     """Return the commands of a page's blocks of shell; ``a && b`` are two."""
     lines = [line.strip() for _, block in BLOCK.findall(path.read_text()) for line in block.splitlines()]
     parts = [part for line in lines if line and not line.startswith("#") for part in line.split(" && ")]
-    return [Command(path.name, tuple(shlex.split(part.removeprefix("$ ")))) for part in parts]
+    return [Command(path.name, _program_first(shlex.split(part.removeprefix("$ ")))) for part in parts]
+
+
+def _program_first(words: list[str]) -> tuple[str, ...]:
+    """Leave out variables that are set for a command, and take ``python -m pytest`` for ``pytest``."""
+    while re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return ("pytest", *words[3:]) if words[:3] == ["python", "-m", "pytest"] else tuple(words)
 
 
 def in_text(path: Path) -> list[Command]:
@@ -125,6 +132,10 @@ def _parsed_by_pytest(arguments, pytester):
     from_here = [str(ROOT / word) if (ROOT / word).exists() else word for word in arguments]
     for word in arguments:
         assert not word.startswith(("suites", "tests")) or (ROOT / word).exists(), f"there is no {word}"
+    for place, word in enumerate(arguments[1:]):
+        if arguments[place] == "-p":
+            pytester.makepyfile(**{word: ""})  # a reader's own file
+            pytester.syspathinsert()
     config = pytester.parseconfig("--rootdir", str(ROOT), *from_here)  # an unknown option is a UsageError
     for option, known in NAMES.items():
         assert set((getattr(config.option, option, None) or "").split(",")) <= {*known, ""}
