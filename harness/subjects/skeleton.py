@@ -2,7 +2,7 @@
 
 It runs as it is. ``plumbline smoke skeleton.py`` says in a few seconds, after each piece, whether what is wrong is this
 file or the trainer in it; ``plumbline run --subject skeleton.py`` is for the whole matrix then.
-All members of ``job`` stand in Plumbline's README.
+The page docs/subject-interface.md of Plumbline's documentation has all members of ``job``.
 """
 
 from __future__ import annotations

@@ -1,19 +1,46 @@
-"""Every recipe of the documentation is a subject that trains, on real ranks, what one device trains."""
+"""Every recipe of the documentation trains, on real ranks, what one device trains; its other code runs."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
+import harness
 from harness.core.outcome import Outcome, worst
 from harness.engine.examine import examine
 from harness.launch.settings import Settings
 
-PAGE = Path(__file__).parents[2] / "docs" / "your-own-trainer.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "your-own-trainer.md"
 RECIPES = dict(re.findall(r"```python\n# recipe: (\w+)\.py\n(.*?)```", PAGE.read_text(), re.DOTALL))
+
+
+def blocks(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+OF_README = "my_ddp"
+(RECIPES[OF_README],) = blocks("README.md")
+BY_ITERATIONS = "by_iterations"
+(LOOP,) = blocks("docs/subject-interface.md")
+RECIPES[BY_ITERATIONS] = f"""
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from harness import subject
+
+
+@subject(name="by-iterations", backends=["ddp"], precisions=["32"], data="iterations", capabilities=["accumulation"])
+def train(job):
+    torch.distributed.init_process_group(job.comm)
+    model = DistributedDataParallel(job.model())
+    optimizer = job.optimizer(model.parameters())
+{textwrap.indent(LOOP, "    ")}"""
 
 
 def library(recipe):
@@ -39,10 +66,9 @@ def recipes(warm_pool, tmp_path_factory):
 def test_there_is_one_for_each_kind_of_code():
     assert set(RECIPES) == {
         "trainer_class", "script_with_functions", "model_returns_its_loss", "accelerate_script", "lightning_module",
-        "fabric_loop",
+        "fabric_loop", OF_README, BY_ITERATIONS,
     }  # fmt: skip
-    blocks = PAGE.read_text().count("```python")
-    assert len(RECIPES) == blocks, "a block of code that no test runs"
+    assert len(RECIPES) == len(blocks("docs/your-own-trainer.md")) + 2, "a block of code that no test runs"
 
 
 # Dropout that follows from the sample, whose evidence is the sample ids; a loss that needs its own batch's tokens.
@@ -59,3 +85,35 @@ def test_it_is_right(recipe, workload, recipes, cell_of, tmp_path):
     assert worst(finding.outcome for finding in findings) is expected, findings
     # Where the loss is inside of the model, it is still the job's, and its samples are known.
     assert next(finding for finding in findings if finding.check == "samples").outcome is Outcome.PASSED
+
+
+def test_the_reference_trainer_s_page_runs(monkeypatch, capfd):
+    """The loop trains on two ranks; a trainer is made as each line says, and nothing of eight GPUs is started."""
+    trainers, loop = blocks("docs/reference-trainer.md")
+    fitted = []
+    with monkeypatch.context() as patch:
+        for name, value in (("NODE_RANK", "0"), ("MASTER_ADDR", "node0"), ("MASTER_PORT", "29500")):
+            patch.setenv(name, value)
+        patch.setattr(harness.Trainer, "fit", lambda trainer, module: fitted.append(module))
+        exec(trainers.replace("import Module, Trainer", "import Module, Trainer\nMyModule = Module"), {})
+    assert len(fitted) == trainers.count(".fit(")
+
+    batches = torch.utils.data.TensorDataset(torch.randn(12, 8), torch.randint(3, (12,)))
+    loaders = ("train_loader", "val_loader", "test_loader")
+    exec(loop, {name: torch.utils.data.DataLoader(batches, batch_size=2) for name in loaders})
+    assert capfd.readouterr().out
+
+
+def test_the_grid_on_the_page_about_clusters_is_submitted(monkeypatch, tmp_path):
+    (grid,) = blocks("docs/clusters.md")
+    submitted = []
+
+    def submit(cluster, main, **options):
+        submitted.append((main, options))
+
+    monkeypatch.setattr(sys, "argv", ["grid.py"])
+    monkeypatch.setattr(harness.SlurmCluster, "optimize_parallel_cluster_gpu", submit)
+    values = {}
+    exec(grid.replace("/shared/logs", str(tmp_path)), values)
+    assert submitted == [(values["main"], {"nb_trials": None, "job_name": "grid"})]
+    assert values["cluster"].hyperparam_optimizer.trials() == [{"learning_rate": 0.1}, {"learning_rate": 0.01}]

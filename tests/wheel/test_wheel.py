@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import tarfile
 import zipfile
+from email.parser import Parser
+from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
 ROOM = ("harness/", "plumbline_suites/", "plumbline-")
 SMALL = "--gpus 2 --workloads mlp --precisions 32"
 
@@ -20,17 +23,45 @@ def test_the_wheel_has_the_suites_and_nothing_that_is_not_used(wheel):
     assert "plumbline_suites/performance/yardsticks.py" in names
     assert "plumbline_suites/expectations/lightning.toml" in names
     assert "plumbline_suites/expectations/reproductions/lightning_short_window.py" in names
-    assert not [name for name in names if "__pycache__" in name or "tests/" in name]
+    assert "harness/py.typed" in names
+    for template in (ROOT / "harness").rglob("templates/*"):
+        assert str(template.relative_to(ROOT)) in names
+    assert not [name for name in names if "__pycache__" in name or "tests/" in name or "reports/" in name]
 
 
-def test_the_sdist_has_what_the_wheel_is_built_from(distributions):
+def test_the_wheel_says_what_it_is_and_under_which_licence(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (folder,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
+        metadata = Parser().parsestr(archive.read(f"{folder}/METADATA").decode())
+        assert archive.read(f"{folder}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "Typing :: Typed" in metadata.get_all("Classifier")
+    assert metadata["Keywords"]
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {metadata['Version']}\n" in citation
+    assert f"## [{metadata['Version']}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_sdist_has_what_the_wheel_is_built_from_and_what_a_reader_wants(distributions):
+    """No tests: these check the checkout, with ``ci/`` and ``reports/``, and not a distribution."""
     (file,) = distributions.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
-    assert {name.partition("/")[0] for name in names} <= {
-        "harness", "suites", "pyproject.toml", "README.md", "constraints.txt", "PKG-INFO", ".gitignore",
-    }  # fmt: skip
+    pages = {f"{name}.md" for name in ("README", "ARCHITECTURE", "CHANGELOG", "CONTRIBUTING", "SECURITY")}
+    built_from = {"harness", "suites", "docs", "mkdocs.yml", "pyproject.toml", "constraints.txt"}
+    assert {name.partition("/")[0] for name in names} == {
+        *built_from,
+        *pages,
+        "LICENSE",
+        "CITATION.cff",
+        "PKG-INFO",
+        ".gitignore",
+    }
     assert "suites/expectations/reproductions/lightning_short_window.py" in names
+    assert "harness/py.typed" in names
+    assert "docs/your-own-trainer.md" in names
+    assert not [name for name in names if "__pycache__" in name]
 
 
 def results_of(folder):

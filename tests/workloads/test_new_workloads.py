@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -37,13 +36,6 @@ def length(gradient):
 
 def cells(**options):
     return [planned.cell for planned in plan(Matrix(**options), [ABLE])]
-
-
-def test_the_readme_lists_every_workload_with_what_it_is_there_for():
-    page = (Path(__file__).parents[2] / "README.md").read_text()
-    for name, workload in WORKLOADS.items():
-        assert f"| `{name}` | " in page
-        assert not workload.narrow or f"| `{name}` | {workload.exposes} | " in page
 
 
 def test_the_needs_of_every_workload_can_be_declared():

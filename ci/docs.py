@@ -1,0 +1,148 @@
+"""Writes the generated parts of the documentation: tables of options, commands and workloads.
+
+    python ci/docs.py            # rewrites what stands between the markers in docs/
+    python ci/docs.py --check    # exits with 1 if something there is out of date
+
+A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Its text comes from the code: help
+texts of the parsers, and what each workload says that it exposes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from harness.cli import main
+from harness.pytest_plugin.plugin import add_options
+from harness.workloads import PERFORMANCE, WORKLOADS
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PART = re.compile(r"(?<=<!-- generated: )(?P<name>[a-z ]+) -->\n(?P<text>.*?)(?=<!-- end -->)", re.DOTALL)
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table; ``|`` in a cell is escaped."""
+    names = list(header)
+    lines = [names, ["---"] * len(names), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def arguments(parser: argparse.ArgumentParser) -> str:
+    """Return a table of a parser's arguments: what to type, and its help text with the default filled in."""
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            continue
+        value = _value(action)
+        names = [f"`{f'{name} {value}'.strip()}`" for name in action.option_strings] or [f"`{value}`"]
+        rows.append((", ".join(names), (action.help or "") % vars(action)))
+    return table(("option", "meaning"), rows) if rows else ""
+
+
+def _value(action: argparse.Action) -> str:
+    """Return what follows an option, or stands for a positional argument, as a usage line has it."""
+    choices = f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest
+    name = str(action.metavar or choices)
+    if action.nargs in ("?", "*", argparse.REMAINDER):
+        return f"[{name} ...]" if action.nargs != "?" else f"[{name}]"
+    return "" if action.nargs == 0 else name
+
+
+def run_options() -> str:
+    """Return the table of the options that the pytest plugin adds."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_options(parser.add_argument)
+    return arguments(parser)
+
+
+def commands() -> str:
+    """Return a section for each command of ``plumbline``: its description, its arguments, its exit codes."""
+    return "\n".join(_sections("plumbline", main._parser()))
+
+
+def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:
+    (choices,) = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for word, command in choices.items():
+        title = f"{name} {word}"
+        nested = any(isinstance(action, argparse._SubParsersAction) for action in command._actions)
+        if word == "run":
+            yield f"### {title}\n\n`plumbline run [SUITE ...] [OPTIONS]`: {_plain(main.run.run.__doc__)}\n"
+            continue
+        parts = [f"### {title}\n", _described(command.description or ""), arguments(command)]
+        if command.epilog:
+            parts.append(_block(command.epilog))
+        yield "\n".join(part for part in parts if part)
+        if nested:
+            yield from _sections(title, command)
+
+
+def _described(text: str) -> str:
+    """Return a description as Markdown: paragraphs, and indented lines as a block."""
+    blocks = inspect.cleandoc(text).replace("``", "`").split("\n\n")
+    return "\n".join(_block(one) if one.startswith(" ") else f"{one}\n" for one in blocks)
+
+
+def _block(text: str) -> str:
+    return f"```text\n{inspect.cleandoc(text)}\n```\n"
+
+
+def _plain(text: str | None) -> str:
+    return inspect.cleandoc(text or "").replace("``", "`")
+
+
+def workloads() -> str:
+    """Return the table of the workloads that are trained over the whole matrix."""
+    wide = [(f"`{name}`", one.exposes) for name, one in WORKLOADS.items() if not one.narrow]
+    return table(("workload", "exposes"), wide)
+
+
+def narrow_workloads() -> str:
+    """Return the table of the workloads that are trained on a few topologies."""
+    rows = [
+        (f"`{name}`", one.exposes, ", ".join(sorted(one.needs)) or "–", " ".join(one.precisions))
+        for name, one in WORKLOADS.items()
+        if one.narrow
+    ]
+    return table(("workload", "exposes", "needs", "precisions"), rows)
+
+
+def performance_workloads() -> str:
+    """Return the table of the workloads that are timed."""
+    rows = [(f"`{name}`", _plain(type(one).__doc__).split("\n\n")[0]) for name, one in PERFORMANCE.items()]
+    return table(("workload", "what it is"), rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "run options": run_options,
+    "commands": commands,
+    "workloads": workloads,
+    "narrow workloads": narrow_workloads,
+    "performance workloads": performance_workloads,
+}
+
+
+def up_to_date(page: str) -> str:
+    """Return ``page`` with each generated part as the code has it now."""
+    return PART.sub(lambda part: f"{part['name']} -->\n\n{PARTS[part['name']]().strip()}\n\n", page)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Rewrite the generated parts, or say which pages have other ones."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
+    check = parser.parse_args(arguments).check
+    pages = {path: path.read_text() for path in sorted(DOCS.glob("*.md"))}
+    stale = [path for path, text in pages.items() if up_to_date(text) != text]
+    for path in stale:
+        print(f"{path.relative_to(DOCS.parent)} {'is out of date: run python ci/docs.py' if check else 'written'}")
+        if not check:
+            path.write_text(up_to_date(pages[path]))
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(run())
