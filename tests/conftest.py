@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,11 @@ pytest_plugins = ["pytester"]
 HERE = Path(__file__).parent
 ONE_OF_EACH = {"slurm", "hosts", "compare", "performance"}
 """Folders whose tests share something that takes long to make: a cluster, hosts, measurements."""
+
+
+hypothesis.settings.register_profile("ci", max_examples=15, deadline=None)
+hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
+hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -74,6 +80,12 @@ def cell_of():
         return Cell(subject, workload, backend, Topology(nodes, gpus), precision, "cpu")
 
     return cell
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig) -> bool:
+    """Whether loops over seeds and places go through all of them: with ``--hypothesis-profile nightly``."""
+    return pytestconfig.getoption("--hypothesis-profile") == "nightly"
 
 
 @pytest.fixture
