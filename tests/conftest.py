@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).parent
 NIGHTLY = HERE / "nightly.txt"
-"""What runs at night only: a folder, a file, a test or a case of one in each line."""
+"""What runs at night only: a folder, a file, a test or a case of one in each line; after ``!`` a case that does not."""
 
 TOGETHER = {
     "slurm": "a cluster",
@@ -52,8 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     With ``--dist loadgroup`` tests of one group run in one process, one after another.
     """
     present = torch.cuda.device_count()
-    lines = NIGHTLY.read_text().splitlines()
-    nightly = {line for line in lines if line and not line.startswith("#")}
+    lines = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
+    nightly, by_default = set(lines), {line[1:] for line in lines if line.startswith("!")}
     for item in items:
         marker = item.get_closest_marker("cuda")
         needed = marker.kwargs.get("devices", 1) if marker else 0
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             file = item.path.relative_to(HERE).as_posix()
             test = f"{file}::{item.name}"
-            if nightly & {file.partition("/")[0], file, test.partition("[")[0], test}:
+            if nightly & {file.partition("/")[0], file, test.partition("[")[0], test} and test not in by_default:
                 item.add_marker(pytest.mark.nightly)
             group = TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
             item.add_marker(pytest.mark.xdist_group(group))
