@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from base_trainer import BaseTrainer
-from expect import ANY, any_check, failing, known_bad
+from expect import any_check, failing, known_bad
 from loop import ddp
 from otherwise import by_iterations, drawn, in_epochs, seeded
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
@@ -332,7 +332,7 @@ class ShardsKept(BaseTrainer):
         return DataLoader(job.dataset, job.batch_size, sampler=Shard())
 
 
-@known_bad(ANY, on=failing("samples", "mlp/ddp/1x2"))
+@known_bad(on=failing("samples", "mlp/ddp/1x2"))
 class LossOfHalfTheBatch(BaseTrainer):
     """The other half goes through the model and not through the loss."""
 
@@ -341,7 +341,7 @@ class LossOfHalfTheBatch(BaseTrainer):
         return self.job.loss(outputs[:half], {name: column[:half] for name, column in batch.items()})
 
 
-@known_bad(ANY, on=failing("gradients", "mlp/ddp/1x2"))
+@known_bad(on=failing("gradients", "mlp/ddp/1x2"))
 class LabelsOfOtherSamples(BaseTrainer):
     """The samples are the right ones, their labels are each other's."""
 
@@ -379,7 +379,7 @@ class ShortLastBatchDropped(BaseTrainer):
         return DataLoader(self.job.dataset, self.job.batch_size, sampler=sampler, drop_last=True)
 
 
-@known_bad(ANY, on={"dropout/ddp/1x3/32": "gradients"})
+@known_bad(on={"dropout/ddp/1x3/32": "gradients"})
 class IndexOfAnotherOrder(BaseTrainer):
     """A batch whose ``index`` was sorted, and the other columns not."""
 

@@ -19,18 +19,15 @@ Trainer = Callable[..., Any]
 """A function of a job, or a class whose objects are made of a job and train in ``fit``."""
 
 
-ANY = "any"
-"""In the place of a family: the mistake is none of those that are known by name, and may stay unexplained."""
-
-
 @dataclass(frozen=True)
 class Expectation:
     """The expected verdict on a trainer.
 
-    ``families`` are those that count as right for a known-bad one, and empty for a known-good one, of which
-    ``outcomes`` says how its cells may end. ``cells`` are written ``workload/backend/topology/precision``, each with
-    the name of a check that must fail there, or None. ``vacuous``: that check has no verdict, because nothing moves.
-    ``unseen`` is the reason why no check can see the mistake yet, None where one does.
+    ``families`` are those that count as right for a known-bad one; it has none if it is none of the mistakes that are
+    known by name, and may stay unexplained. ``outcomes`` says how the cells of a known-good one may end. ``cells`` are
+    written ``workload/backend/topology/precision``, each with the name of a check that must fail there, or None.
+    ``vacuous``: that check has no verdict, because nothing moves. ``unseen`` is the reason why no check can see the
+    mistake yet, None where one does.
     """
 
     families: tuple[str, ...]
@@ -40,9 +37,9 @@ class Expectation:
     vacuous: bool = False
 
     @property
-    def nameless(self) -> bool:
-        """Whether the mistake belongs to no family, so that none has to be named."""
-        return ANY in self.families
+    def good(self) -> bool:
+        """Whether the trainer is right."""
+        return bool(self.outcomes)
 
     def named(self, findings: Sequence[Finding]) -> bool:
         """Return whether the diagnosis of ``findings`` is of one of the families that are expected."""
@@ -53,13 +50,13 @@ class Expectation:
         """Return how ``findings`` differ from what is expected on a cell with that ``check``; None if they do not."""
         outcome = worst(finding.outcome for finding in findings)
         bad = [finding for finding in findings if finding.outcome.is_bad]
-        if not self.families:
+        if self.good:
             found = None if outcome in self.outcomes else f"the outcome is {outcome.value}"
         elif not outcome.is_bad:
             found = "it escapes"
         elif check and {f.check: f.outcome for f in bad}.get(check) is not self._outcome_of_check:
             found = f"{check} does not see it"
-        elif not self.nameless and not self.named(findings):
+        elif self.families and not self.named(findings):
             found = f"its diagnosis is not of {self.families}"
         else:
             found = None
@@ -78,7 +75,7 @@ def known_bad(
     vacuous: bool = False,
     **declared: Any,
 ) -> Callable[[Trainer], Train]:
-    """Declare a trainer with a mistake in it; any of ``families`` is a right explanation.
+    """Declare a trainer with a mistake in it; any of ``families`` is a right explanation, or none if there are none.
 
     ``on`` is its cells, or its cells with the check that must fail on each. ``declared`` is what the trainer says of
     its way of training, as in ``@subject(...)``.

@@ -60,7 +60,7 @@ def test_detection(expectation, file, cell, check, pool, tmp_path, record_proper
             "cell": cell.id,
             "caught": bool(bad),
             "named": expectation.named(findings),
-            "nameless": expectation.nameless,
+            "nameless": not expectation.families,
             "unseen": expectation.unseen is not None,
             "steps": min(steps, default=None),
             "precision": cell.precision,
