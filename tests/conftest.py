@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -15,8 +16,28 @@ from harness.launch.pool import Pool
 pytest_plugins = ["pytester"]
 
 HERE = Path(__file__).parent
-ONE_OF_EACH = {"slurm", "hosts", "compare", "performance"}
-"""Folders whose tests share something that takes long to make: a cluster, hosts, measurements."""
+NIGHTLY = HERE / "nightly.txt"
+"""What runs at night only: a folder, a file, a test or a case of one in each line; after ``!`` a case that does not."""
+
+TOGETHER = {
+    "slurm": "a cluster",
+    "hosts": "hosts",
+    "compare": "measurements",
+    "performance": "measurements",
+    "judge/test_checkpoint.py": "ranks of suites/detection",
+    "judge/test_follow.py": "ranks of suites/detection",
+    "judge/test_metrics.py": "ranks of suites/detection",
+    "judge/test_wrong_trainers.py": "ranks of suites/detection",
+    "judge/test_right_trainers.py": "ranks of torch",
+    "launch/test_ends.py": "ranks of torch",
+    "subjects/test_declare.py": "ranks of torch",
+    "subjects/test_torch.py": "ranks of torch",
+}
+"""Folders and files that share something that takes long to make, by what it is; any other file stands alone."""
+
+hypothesis.settings.register_profile("ci", max_examples=15, deadline=None)
+hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
+hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -24,20 +45,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "cuda(devices=1): skipped where there are fewer CUDA devices")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more CUDA devices than are here, and keep together, under xdist, what shares something.
+    """Mark what needs devices that are not here, what runs at night, and what shares something.
 
-    With ``--dist loadgroup`` that is a file, or one of these folders.
+    With ``--dist loadgroup`` tests of one group run in one process, one after another.
     """
     present = torch.cuda.device_count()
+    lines = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
+    nightly, by_default = set(lines), {line[1:] for line in lines if line.startswith("!")}
     for item in items:
         marker = item.get_closest_marker("cuda")
         needed = marker.kwargs.get("devices", 1) if marker else 0
         if needed > present:
             item.add_marker(pytest.mark.skip(reason=f"CUDA devices: needs {needed}, {present} are here"))
         if item.path.is_relative_to(HERE):
-            place = item.path.relative_to(HERE)
-            group = place.parts[0] if place.parts[0] in ONE_OF_EACH else str(place)
+            file = item.path.relative_to(HERE).as_posix()
+            test = f"{file}::{item.name}"
+            if nightly & {file.partition("/")[0], file, test.partition("[")[0], test} and test not in by_default:
+                item.add_marker(pytest.mark.nightly)
+            group = TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
             item.add_marker(pytest.mark.xdist_group(group))
 
 
@@ -74,6 +101,12 @@ def cell_of():
         return Cell(subject, workload, backend, Topology(nodes, gpus), precision, "cpu")
 
     return cell
+
+
+@pytest.fixture(scope="session")
+def thorough(pytestconfig) -> bool:
+    """Whether loops over seeds and places go through all of them: with ``--hypothesis-profile nightly``."""
+    return pytestconfig.getoption("--hypothesis-profile") == "nightly"
 
 
 @pytest.fixture

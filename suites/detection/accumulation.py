@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch.distributed as dist
-from expect import known_bad
+from expect import any_check, failing, known_bad
 from loop import alone, ddp, loader, windows
 from otherwise import by_iterations
 
@@ -54,7 +54,7 @@ def divided_twice(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", on={**any_check(*CELLS), "accumulation/ddp/1x3/32": "gradients"})
 def short_window_divided_by_the_full_length(job):
     """The last window of an epoch has fewer micro-batches, and is divided by as many as the others."""
     model = wrapped(job)
@@ -82,7 +82,10 @@ def zeroed_for_every_micro_batch(job):
             scaler.update()
 
 
-@known_bad("accumulation", on=["validation/none/1x1/32", "validation/ddp/1x2/16"])
+@known_bad(
+    "accumulation",
+    on={**any_check("validation/none/1x1/32", "validation/ddp/1x2/16"), "validation/ddp/1x3/32": "gradients"},
+)
 def validation_wipes_the_window(job):
     """An evaluation in the middle of a window zeroes the gradients that are there."""
     model = wrapped(job)
@@ -102,7 +105,13 @@ def validation_wipes_the_window(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", "rng", "batch-coupling", "buffers", on=["validation/none/1x1/32", "validation/ddp/1x2/32"])
+@known_bad(
+    "accumulation",
+    "rng",
+    "batch-coupling",
+    "buffers",
+    on={**any_check("validation/none/1x1/32", "validation/ddp/1x2/32"), "validation/none/1x1/32": "gradients"},
+)
 def validation_leaves_evaluation_mode(job):
     """After the first evaluation the model stays in evaluation mode: no unit is dropped any more."""
     model = wrapped(job)
@@ -120,7 +129,7 @@ def validation_leaves_evaluation_mode(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", on=CELLS)
+@known_bad("accumulation", on={**any_check(*CELLS), "accumulation/none/1x1/32": "steps"})
 def short_last_window_dropped(job):
     """What is left at the end of an epoch is never stepped."""
     model = wrapped(job)
@@ -255,7 +264,9 @@ def summed_for_every_micro_batch_divided_once(job):
             optimizer.zero_grad()
 
 
-@known_bad("accumulation", "optimizer", on=[*CELLS[:2], "mlp/ddp/1x2/32", "mlp/none/1x1/64"])
+@known_bad(
+    "accumulation", "optimizer", on={**any_check(*CELLS[:2], "mlp/none/1x1/64"), **failing("gradients", "mlp/ddp/1x2")}
+)
 def never_zeroed(job):
     """Gradients add up over all steps."""
     model = wrapped(job)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from expect import known_bad
+from base_trainer import BaseTrainer, ManualAverage
+from expect import any_check, failing, known_bad
 from loop import alone, average, ddp, loader
 
 HALF = ["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/ddp/1x3/16"]
@@ -16,7 +17,7 @@ def wrapped(job):
     return ddp(job) if job.world_size > 1 else job.model()
 
 
-@known_bad("amp", on=HALF)
+@known_bad("amp", on={**any_check(*HALF), "mlp/ddp/1x2/16": "gradients"})
 def steps_on_scaled_gradients(job):
     """``optimizer.step()`` where ``scaler.step(optimizer)`` is meant."""
     model = wrapped(job)
@@ -63,7 +64,7 @@ def unscaled_twice(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=OVERFLOW)
+@known_bad("amp", on={**any_check(*OVERFLOW), "overflow/ddp/1x3/16": "ranks-agree"})
 def overflow_decided_on_each_rank_alone(job):
     """Each rank looks for infinities in its own gradient, and those that found none take the step."""
     model = alone(job)
@@ -99,7 +100,7 @@ def infinities_spread_to_ranks_that_step(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=[*OVERFLOW, "overflow/none/1x1/16"])
+@known_bad("amp", on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x3/16": "gradients"})
 def infinities_ignored(job):
     """Nobody looks for infinities, the step is taken whatever came of it."""
     model = wrapped(job)
@@ -168,7 +169,13 @@ def scale_never_lowered(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=["overflow-schedule/ddp/1x2/16", "overflow-schedule/none/1x1/16"])
+@known_bad(
+    "amp",
+    on={
+        **any_check("overflow-schedule/ddp/1x2/16", "overflow-schedule/none/1x1/16"),
+        "overflow-schedule/ddp/1x3/16": "learning-rate",
+    },
+)
 def schedule_goes_on_when_the_step_is_skipped(job):
     """The scheduler is stepped after every attempt."""
     model = wrapped(job)
@@ -201,7 +208,7 @@ def another_scale_on_each_rank(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=["mlp/ddp/1x2/16", "mlp/none/1x1/16"])
+@known_bad("amp", on={**any_check("mlp/ddp/1x2/16", "mlp/none/1x1/16"), "mlp/ddp/1x2/16": "skipped-steps"})
 def finite_steps_skipped(job):
     """The test for overflow is the wrong way round in the second step: a finite gradient is thrown away."""
     model = wrapped(job)
@@ -222,7 +229,9 @@ def finite_steps_skipped(job):
             steps += 1
 
 
-@known_bad("amp", on=["mlp/none/1x1/64", "mlp/ddp/1x2/64", "lm-tokens/ddp/1x2/64"])
+@known_bad(
+    "amp", on={**any_check("mlp/none/1x1/64", "mlp/ddp/1x2/64", "lm-tokens/ddp/1x2/64"), "mlp/ddp/1x2/64": "gradients"}
+)
 def trains_in_float32(job):
     """Asked for float64, the model and its data are cast to float32."""
     model = job.model().float()
@@ -239,7 +248,10 @@ def trains_in_float32(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", on=["mlp/none/1x1/32", "mlp/ddp/1x2/32", "contrastive/ddp/1x2/32"])
+@known_bad(
+    "amp",
+    on={**any_check("mlp/none/1x1/32", "mlp/ddp/1x2/32", "contrastive/ddp/1x2/32"), "mlp/ddp/1x2/32": "gradients"},
+)
 def autocast_nobody_asked_for(job):
     """Asked for float32, the forward runs in bfloat16."""
     model = wrapped(job)
@@ -253,7 +265,11 @@ def autocast_nobody_asked_for(job):
             optimizer.zero_grad()
 
 
-@known_bad("amp", "averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x4/32", "lm-tokens/ddp/1x3/32"])
+@known_bad(
+    "amp",
+    "averaging",
+    on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/1x4/32", "lm-tokens/ddp/1x3/32"), **failing("gradients", "mlp/ddp/1x2")},
+)
 def averaged_in_bfloat16(job):
     """Gradients are rounded to bfloat16 for the all-reduce."""
     model = alone(job)
@@ -267,3 +283,61 @@ def averaged_in_bfloat16(job):
                 parameter.grad.copy_(small / job.world_size)
             optimizer.step()
             optimizer.zero_grad()
+
+
+@known_bad("amp", on=failing("gradients", "mlp/ddp/1x2", precisions=["16"]))
+class ScaleThatAlwaysOverflows(BaseTrainer):
+    """The loss is multiplied by 2⁴⁰, gradients are divided again, and the step is taken whatever came of it."""
+
+    scale = 2.0**40
+
+    def make_scaler(self):
+        return torch.amp.GradScaler("cpu", enabled=False)
+
+    def backward(self, loss):
+        (loss * self.scale).backward()
+
+    def step(self):
+        for parameter in self.model.parameters():
+            parameter.grad /= self.scale
+        self.optimizer.step()
+
+
+@known_bad("amp", on={"mlp/ddp/1x2/16": "ranks-agree"})
+class InfinityOnOneRank(ManualAverage):
+    """One rank finds an infinity after the all-reduce, and skips alone."""
+
+    attempts = 0
+
+    def synchronize(self):
+        super().synchronize()
+        self.attempts += 1
+        if self.attempts == 2 and self.job.rank == 1:
+            next(self.model.parameters()).grad.fill_(float("inf"))
+
+
+@known_bad("amp", on={"mlp/ddp/1x2/16": "training"})
+class WeightsMoveWhenTheStepIsSkipped(BaseTrainer):
+    """The scale begins too high: the scaler skips steps, and the weights move all the same."""
+
+    def make_scaler(self):
+        return torch.amp.GradScaler("cpu", init_scale=2.0**20)
+
+    def step(self):
+        super().step()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter += 0.01
+
+
+@known_bad(on=failing("precision", "mlp/ddp/1x2", precisions=["16", "bf16"]))
+class AutocastIgnored(BaseTrainer):
+    """Asked for 16 bits, it trains in float32."""
+
+    def forward(self, batch):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(batch)
+
+    def loss(self, outputs, batch):
+        with torch.autocast("cpu", enabled=False):
+            return super().loss(outputs, batch)

@@ -7,27 +7,45 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from expect import known_bad
+from base_trainer import ManualAverage
+from expect import any_check, failing, known_bad
 from loop import alone, average, ddp, loader, sharded
 
 ANYWHERE = ["mlp/ddp/1x2/32", "cnn-batchnorm/ddp/1x3/64", "linear-exact/ddp/1x4/32", "lm-tokens/ddp/2x2/bf16"]
 
 
-@known_bad("averaging", on=ANYWHERE)
+@known_bad(
+    "averaging",
+    on={
+        **any_check(*ANYWHERE),
+        **failing(
+            "gradients",
+            "mlp/ddp/1x2",
+            "linear-exact/ddp/1x2",
+            "cnn-batchnorm/ddp/1x2",
+            "contrastive/ddp/1x2",
+            "lm-tokens/ddp/1x2",
+        ),
+        **failing("gradients", "mlp/ddp/1x2", precisions=["16", "bf16"]),
+    },
+)
 def summed_not_averaged(job):
     """The all-reduce adds, and nobody divides."""
     model = alone(job)
-    optimizer = job.optimizer(model.parameters())
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
-            job.loss(model(batch), batch).backward()
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
             for parameter in model.parameters():
                 dist.all_reduce(parameter.grad)
-            optimizer.step()
+            scaler.step(optimizer)
+            scaler.update()
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=ANYWHERE)
+@known_bad("averaging", on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2", "linear-exact/ddp/1x3")})
 def divided_although_ddp_averages(job):
     """DDP has averaged; the trainer divides by the world size again."""
     model = ddp(job)
@@ -41,7 +59,9 @@ def divided_although_ddp_averages(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=ANYWHERE)
+@known_bad(
+    "averaging", on={**any_check(*ANYWHERE), **failing("gradients", "mlp/ddp/1x2"), "adam/ddp/1x3/32": "gradients"}
+)
 def loss_times_world(job):
     """The loss is multiplied by the world size, to make up for an average that is meant to be there."""
     model = ddp(job)
@@ -100,7 +120,13 @@ def weights_divided_biases_summed(job):
             optimizer.zero_grad()
 
 
-@known_bad("averaging", on=["mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "cnn-batchnorm/ddp/1x2/32"])
+@known_bad(
+    "averaging",
+    on={
+        **any_check("mlp/ddp/1x2/32", "mlp/ddp/1x3/64", "cnn-batchnorm/ddp/1x2/32"),
+        **failing("update", "mlp/ddp/1x2"),
+    },
+)
 def shared_parameter_memory(job):
     """Spawned ranks share the parameters' memory: every rank's step moves everybody's weights."""
     model = alone(job)
@@ -188,3 +214,23 @@ def share_memory(job, model):
     dist.barrier()
     if job.rank == 0:
         shutil.rmtree(names[0])
+
+
+@known_bad("averaging", on={"transformer/ddp/1x3/32": "gradients"})
+class TiedWeightAveragedTwice(ManualAverage):
+    """Parameters are found layer by layer, and the tied one is found twice."""
+
+    def synchronize(self):
+        super().synchronize()
+        self.model.tokens.weight.grad /= self.job.world_size
+
+
+@known_bad("averaging", on={"embedding-sparse/ddp/1x3/32": "gradients"})
+class SparseGradientsSummed(ManualAverage):
+    """The sparse gradients are added up over the ranks and not divided."""
+
+    def synchronize(self):
+        super().synchronize()
+        for parameter in self.model.parameters():
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad * self.job.world_size

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from expect import known_bad
+from base_trainer import BaseTrainer, DeviceReplicas
+from expect import any_check, failing, known_bad, known_good
 from loop import alone, average, ddp, loader, replicas
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -22,7 +23,7 @@ def gather(outputs):
     return torch.cat(everybody)
 
 
-@known_bad("batch-coupling", on=CONTRASTIVE)
+@known_bad("batch-coupling", on={**any_check(*CONTRASTIVE), **failing("gradients", "contrastive/ddp/1x2")})
 def negatives_gathered_without_gradient(job):
     """The loss sees all ranks' outputs, and only this rank's own send a gradient back."""
     model = ddp(job)
@@ -66,7 +67,13 @@ def targets_without_the_ranks_offset(job):
             optimizer.zero_grad()
 
 
-@known_bad("batch-coupling", on=["contrastive/dp/1x2/32", "contrastive/dp/1x3/64", "contrastive/ddp2/2x2/32"])
+@known_bad(
+    "batch-coupling",
+    on={
+        **any_check("contrastive/dp/1x2/32", "contrastive/dp/1x3/64", "contrastive/ddp2/2x2/32"),
+        **failing("gradients", "contrastive/dp/1x2", "contrastive/ddp2/2x2"),
+    },
+)
 def each_device_its_own_negatives(job):
     """Both dp and ddp2 gather the outputs before the loss; here every device takes the loss of its own part."""
     model = ddp(job) if job.world_size > 1 else job.model()
@@ -148,7 +155,11 @@ def normalise_by_all_ranks(x, layer):
     return nn.functional.batch_norm(x, mean, variance, layer.weight, layer.bias, training=False, eps=layer.eps)
 
 
-@known_bad("batch-coupling", "buffers", on=["cnn-batchnorm/none/1x1/32", *BATCHNORM])
+@known_bad(
+    "batch-coupling",
+    "buffers",
+    on={**any_check("cnn-batchnorm/none/1x1/32", *BATCHNORM), **failing("gradients", "cnn-batchnorm/ddp/1x2")},
+)
 def left_in_evaluation_mode(job):
     """BatchNorm takes its running statistics in the place of the batch's."""
     model = (ddp(job) if job.world_size > 1 else job.model()).eval()
@@ -175,15 +186,83 @@ def one_rank_in_evaluation_mode(job):
                 model.eval()
 
 
-@known_bad("batch-coupling", "accumulation", on=["cnn-batchnorm/none/1x1/32", "contrastive/none/1x1/64"])
+@known_bad(
+    "batch-coupling",
+    "accumulation",
+    on={
+        **any_check("cnn-batchnorm/none/1x1/32", "contrastive/none/1x1/64"),
+        **failing("gradients", "contrastive/none/1x1", "cnn-batchnorm/none/1x1", "contrastive/ddp/1x2"),
+    },
+)
 def batch_taken_in_two_halves(job):
     """To save memory the batch is taken in two halves, although its samples depend on each other."""
-    model = job.model()
+    model = alone(job) if job.world_size > 1 else job.model()
     optimizer = job.optimizer(model.parameters())
     for epoch in range(job.epochs):
         for batch in loader(job, epoch):
             for half in range(2):
                 part = {name: column.chunk(2)[half] for name, column in batch.items()}
                 (job.loss(model(part), part) / 2).backward()
+            if job.world_size > 1:
+                average(job, model)
             optimizer.step()
             optimizer.zero_grad()
+
+
+class LossOfEachDevice(DeviceReplicas):
+    """Each device's loss is taken right after its forward, of its own part alone."""
+
+    def forward_devices(self, batch):
+        return batch
+
+    def loss(self, outputs, batch):
+        parts = zip(*(column.chunk(len(self.job.devices)) for column in batch.values()), strict=True)
+        losses = [self.job.loss(self.model(part), part) for part in (dict(zip(batch, p, strict=True)) for p in parts)]
+        return sum(losses) / len(losses)
+
+
+@known_bad("batch-coupling", "loss-normalisation", on=failing("gradients", "contrastive/dp/1x2", "lm-tokens/ddp2/2x2"))
+class DevicesOneAfterAnother(LossOfEachDevice):
+    """The samples depend on each other, or weigh differently."""
+
+
+@known_good(on=["mlp/dp/1x2/32"])
+class IndependentDevicesOneAfterAnother(LossOfEachDevice):
+    """Of independent samples in equal parts this is the mean over the batch."""
+
+
+@known_bad(on=failing("gradients", "mlp/dp/1x2"))
+class OneDeviceWithoutGradient(DeviceReplicas):
+    """The outputs of all devices but the first are detached."""
+
+    def gather(self, outputs):
+        first, *others = outputs
+        return super().gather([first, *(output.detach() for output in others)])
+
+
+@known_bad(on={"nested-outputs/dp/1x3/32": "gradients"})
+class ScalarOutputsSummed(DeviceReplicas):
+    """0-d outputs are added where they are gathered."""
+
+    def gather(self, outputs):
+        joined = super().gather(outputs)
+        return joined.sum() if isinstance(joined, torch.Tensor) and not outputs[0].dim() else joined
+
+
+@known_bad(on={"nested-outputs/dp/1x3/16": "gradients"})
+class NestedOutputsWithoutGradient(DeviceReplicas):
+    """What is not at the top of the dict is gathered without a gradient."""
+
+    def gather(self, outputs):
+        joined = super().gather(outputs)
+        if isinstance(joined, dict):
+            joined["rest"] = torch.utils._pytree.tree_map(torch.Tensor.detach, joined["rest"])
+        return joined
+
+
+@known_bad(on={"transformer/none/1x1/32": "gradients"})
+class TiedWeightsSeparated(BaseTrainer):
+    """The head gets a copy of the embedding: each of them sees its own half of the gradient."""
+
+    def prepare(self):
+        self.model.head.weight = torch.nn.Parameter(self.model.tokens.weight.detach().clone())

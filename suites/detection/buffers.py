@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from expect import known_bad
+from expect import any_check, failing, known_bad
 from loop import alone, average, ddp, loader, sharded
 from otherwise import floating, with_own_buffers
 
@@ -22,7 +22,7 @@ def never_broadcast(job):
             optimizer.zero_grad()
 
 
-@known_bad("buffers", on=CELLS)
+@known_bad("buffers", on={**any_check(*CELLS), **failing("buffers", "cnn-batchnorm/ddp/1x2")})
 def averaged_by_hand_without_buffers(job):
     """A trainer that averages gradients by hand and never thinks of buffers."""
     model = alone(job)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from expect import known_bad
+from base_trainer import BaseTrainer
+from expect import any_check, failing, known_bad
 from loop import ddp
 from otherwise import by_iterations, drawn, in_epochs, seeded
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Subset
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
 
 CELLS = ["mlp/ddp/1x2/32", "mlp/ddp/1x3/64"]
 ORDERED = [*CELLS, "sequential/ddp/1x2/32"]
@@ -29,7 +30,7 @@ def sampled(job, sampler, epoch):
     return DataLoader(job.dataset, job.batch_size, sampler=sampler)
 
 
-@known_bad("data", on=CELLS)
+@known_bad("data", on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def no_sampler(job):
     """Every rank sees everything, in an order of its own."""
     fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, sampler=RandomSampler(job.dataset)))
@@ -49,21 +50,21 @@ def no_sampler_global_batch(job):
     fit(job, lambda epoch: DataLoader(job.dataset, job.global_batch_size, shuffle=True, generator=generator))
 
 
-@known_bad("data", on=CELLS)
+@known_bad("data", on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def sampler_seed_plus_rank(job):
     """The sampler's seed depends on the rank: each shards another permutation."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed + job.rank)
     fit(job, lambda epoch: sampled(job, sampler, epoch))
 
 
-@known_bad("data", on=CELLS)
+@known_bad("data", on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def set_epoch_never_called(job):
     """Each epoch has the first one's order."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
     fit(job, lambda epoch: DataLoader(job.dataset, job.batch_size, sampler=sampler))
 
 
-@known_bad("data", on=CELLS)
+@known_bad("data", on={**any_check(*CELLS), **failing("samples", "mlp/ddp/1x2")})
 def never_shuffled(job):
     """The workload shuffles, the sampler does not."""
     sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=False)
@@ -78,7 +79,7 @@ def batches_cached(job):
     fit(job, lambda epoch: kept)
 
 
-@known_bad("data", on=CELLS)
+@known_bad("data", on={**any_check(*CELLS), **failing("steps", "mlp/ddp/1x2")})
 def tail_dropped(job):
     """Shards of so many whole batches that the end of each epoch is never seen."""
     whole = Subset(job.dataset, range(len(job.dataset) - job.global_batch_size))
@@ -199,7 +200,7 @@ def trained_on_the_validation_set(job):
             optimizer.zero_grad()
 
 
-@known_bad("data", on=["uneven/ddp/1x2/32", "uneven/ddp/1x3/32"])
+@known_bad("data", on={**any_check("uneven/ddp/1x2/32", "uneven/ddp/1x3/32"), "uneven/ddp/1x3/32": "samples"})
 def last_batch_filled_up(job):
     """The last batch of an epoch is made as long as the others, with samples from the epoch's beginning."""
 
@@ -294,3 +295,93 @@ def in_order_and_cut_into_shards(job):
             job.loss(model(batch), batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@known_bad("data", on=failing("samples", "mlp/ddp/1x2"))
+class OneSampleTwice(BaseTrainer):
+    """Rank 0 draws its first sample again in place of its last: one sample is never seen."""
+
+    def make_loader(self):
+        class Repeating(DistributedSampler):
+            def __iter__(self):
+                own = list(super().__iter__())
+                return iter([*own[:-1], own[0]] if self.rank == 0 else own)
+
+        sampler = Repeating(self.job.dataset, self.job.world_size, self.job.rank, seed=self.job.seed)
+        return DataLoader(self.job.dataset, self.job.batch_size, sampler=sampler)
+
+
+@known_bad("data", on={"mlp/ddp/1x2/32": "samples"})
+class ShardsKept(BaseTrainer):
+    """A rank shuffles inside its own shard: what it sees depends on the number of devices."""
+
+    def make_loader(self):
+        job = self.job
+
+        class Shard(Sampler):
+            def set_epoch(self, epoch):
+                self.epoch = epoch
+
+            def __len__(self):
+                return len(job.dataset) // job.world_size
+
+            def __iter__(self):
+                order = torch.randperm(len(self), generator=torch.Generator().manual_seed(job.seed + self.epoch))
+                return iter((order * job.world_size + job.rank).tolist())
+
+        return DataLoader(job.dataset, job.batch_size, sampler=Shard())
+
+
+@known_bad(on=failing("samples", "mlp/ddp/1x2"))
+class LossOfHalfTheBatch(BaseTrainer):
+    """The other half goes through the model and not through the loss."""
+
+    def loss(self, outputs, batch):
+        half = len(outputs) // 2
+        return self.job.loss(outputs[:half], {name: column[:half] for name, column in batch.items()})
+
+
+@known_bad(on=failing("gradients", "mlp/ddp/1x2"))
+class LabelsOfOtherSamples(BaseTrainer):
+    """The samples are the right ones, their labels are each other's."""
+
+    def loss(self, outputs, batch):
+        return self.job.loss(outputs.roll(1, 0), batch)
+
+
+@known_bad("data", on={"sequential/none/1x1/32": "samples"})
+class ShuffledAlthoughSequential(BaseTrainer):
+    """The workload asks for the order of the dataset, and the sampler shuffles."""
+
+    def make_loader(self):
+        self.job.shuffle = True
+        return super().make_loader()
+
+
+@known_bad("data", on={"sequential/ddp/1x3/32": "samples"})
+class ContiguousShards(BaseTrainer):
+    """Each rank goes through a part of its own, in order, and not through every world-th sample."""
+
+    def make_loader(self):
+        size = len(self.job.dataset) // self.job.world_size
+        share = Subset(self.job.dataset, range(self.job.rank * size, (self.job.rank + 1) * size))
+        sampler = SequentialSampler(share)
+        sampler.set_epoch = lambda epoch: None
+        return DataLoader(share, batch_size=self.job.batch_size, sampler=sampler)
+
+
+@known_bad("data", on={"uneven/none/1x1/32": "steps"})
+class ShortLastBatchDropped(BaseTrainer):
+    """``drop_last``, which nobody asked for."""
+
+    def make_loader(self):
+        sampler = super().make_loader().sampler
+        return DataLoader(self.job.dataset, self.job.batch_size, sampler=sampler, drop_last=True)
+
+
+@known_bad(on={"dropout/ddp/1x3/32": "gradients"})
+class IndexOfAnotherOrder(BaseTrainer):
+    """A batch whose ``index`` was sorted, and the other columns not."""
+
+    def forward(self, batch):
+        return super().forward({**batch, "index": batch["index"].sort().values})

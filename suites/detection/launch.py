@@ -6,7 +6,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from expect import known_bad
+from expect import any_check, failing, known_bad
 from loop import alone, average, ddp, loader
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -23,7 +23,7 @@ def fit(job, model, sampler):
             optimizer.zero_grad()
 
 
-@known_bad("launch", on=["mlp/ddp/2x2/32", "mlp/ddp/2x1/64"])
+@known_bad("launch", on={**any_check("mlp/ddp/2x2/32", "mlp/ddp/2x1/64"), **failing("samples", "mlp/ddp/2x2")})
 def local_rank_used_as_rank(job):
     """The sampler is told LOCAL_RANK: the nodes train on the same samples."""
     model = ddp(job)
@@ -44,7 +44,7 @@ def node_rank_used_as_rank(job):
     fit(job, model, DistributedSampler(job.dataset, job.world_size, job.node_rank, seed=job.seed))
 
 
-@known_bad("launch", on=["mlp/ddp/1x2/32", "mlp/ddp/2x2/64"])
+@known_bad("launch", on={**any_check("mlp/ddp/1x2/32", "mlp/ddp/2x2/64"), **failing("launch", "mlp/ddp/1x2")})
 def every_process_alone(job):
     """Nobody joins a group: each process trains as if it were the only one."""
     model = job.model()

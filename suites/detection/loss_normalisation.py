@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from expect import known_bad
+from base_trainer import BaseTrainer
+from expect import any_check, failing, known_bad
 from loop import average, ddp, loader, replicas, windows
 
 DEVICES = ["uneven/dp/1x2/32", "uneven/dp/1x3/64", "lm-tokens/dp/1x3/32", "lm-tokens/ddp2/2x2/32"]
@@ -27,7 +28,7 @@ def token_losses(outputs, batch):
     return torch.nn.functional.cross_entropy(outputs.flatten(0, 1), targets, reduction="none").view(len(outputs), -1)
 
 
-@known_bad("loss-normalisation", on=TOKENS)
+@known_bad("loss-normalisation", on={**any_check(*TOKENS), **failing("gradients", "lm-tokens/ddp/1x2")})
 def divided_by_the_padded_length(job):
     """The sum over real tokens is divided by all positions."""
     fit(job, lambda outputs, batch: (token_losses(outputs, batch) * batch["real"]).sum() / batch["real"].numel())
@@ -80,7 +81,7 @@ def divided_by_the_global_batch(job):
     fit(job, lambda outputs, batch: job.loss(outputs, batch) * len(outputs) / job.global_batch_size)
 
 
-@known_bad("loss-normalisation", on=DEVICES)
+@known_bad("loss-normalisation", on={**any_check(*DEVICES), **failing("gradients", "lm-tokens/dp/1x3")})
 def mean_of_each_devices_mean(job):
     """Dp and ddp2 promise the loss of the gathered outputs; this is the mean of the devices' losses."""
     model = ddp(job) if job.world_size > 1 else job.model()
@@ -174,3 +175,15 @@ def half_a_percent_too_large(job):
 def three_percent_too_large(job):
     """A factor of 1.03 in bfloat16."""
     fit_in_half(job, 1.03)
+
+
+@known_bad("loss-normalisation", "accumulation", on={"accumulation-tokens/none/1x1/32": "gradients"})
+class DividedByTheTokensOfTheLastMicroBatch(BaseTrainer):
+    """Summed losses of a window, divided by the number of tokens in its last micro-batch."""
+
+    def micro_batch(self, batch, window, last):
+        self.factor = batch["real"].sum() / window[-1]["real"].sum()
+        super().micro_batch(batch, window, last)
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * self.factor

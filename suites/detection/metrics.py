@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from base_trainer import BaseTrainer
 from expect import known_bad
 from reporting import evaluate, evaluation, fit, nothing, share, shared, weighted
 
@@ -230,3 +231,11 @@ def forgets_evaluation_mode(job):
         evaluate(job, model)
 
     fit(job, evaluate=report)
+
+
+@known_bad("metrics", on={"metrics/ddp/1x3/32": "metrics"})
+class EvaluationTimesWorld(BaseTrainer):
+    """The mean over the held-out samples, times the number of ranks."""
+
+    def report(self, val_loss):
+        super().report(val_loss * self.job.world_size)

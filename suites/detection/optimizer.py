@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 
 import torch
-from expect import known_bad
+from base_trainer import BaseTrainer, ManualAverage
+from expect import any_check, failing, known_bad
 from loop import alone, ddp, loader, mesh_of, windows
 from torch.distributed.fsdp import fully_shard
 
@@ -20,7 +21,13 @@ def wrapped(job):
     return ddp(job) if job.world_size > 1 else job.model()
 
 
-@known_bad("optimizer", on=["schedule-windows/none/1x1/32", "schedule-windows/ddp/1x2/16"])
+@known_bad(
+    "optimizer",
+    on={
+        **any_check("schedule-windows/none/1x1/32", "schedule-windows/ddp/1x2/16"),
+        "schedule-windows/ddp/1x3/32": "learning-rate",
+    },
+)
 def schedule_stepped_for_every_micro_batch(job):
     """The rate decays a window's length too fast."""
     model = wrapped(job)
@@ -40,7 +47,7 @@ def schedule_stepped_for_every_micro_batch(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=SCHEDULE)
+@known_bad("optimizer", on={**any_check(*SCHEDULE), "schedule/none/1x1/32": "learning-rate"})
 def schedule_stepped_once_an_epoch(job):
     """The schedule counts epochs."""
     model = wrapped(job)
@@ -136,7 +143,7 @@ def another_rate_on_one_rank(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=[*PLAIN, *MOMENTUM])
+@known_bad("optimizer", on={**any_check(*PLAIN, *MOMENTUM), **failing("gradients", "mlp/ddp/1x2")})
 def parameter_missing(job):
     """One parameter is not among those that the optimizer was given: it never moves."""
     model = wrapped(job)
@@ -184,7 +191,7 @@ def never_steps(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=PLAIN)
+@known_bad("optimizer", on={**any_check(*PLAIN), **failing("update", "mlp/ddp/1x2")}, vacuous=True)
 def zeroed_before_the_step(job):
     """``zero_grad()`` stands between backward and step."""
     model = wrapped(job)
@@ -196,7 +203,10 @@ def zeroed_before_the_step(job):
             optimizer.step()
 
 
-@known_bad("optimizer", on=["mlp/none/1x1/32", "mlp/none/1x1/64", "mlp/ddp/1x3/32"])
+@known_bad(
+    "optimizer",
+    on={**any_check("mlp/none/1x1/32", "mlp/none/1x1/64", "mlp/ddp/1x3/32"), **failing("steps", "mlp/ddp/1x2")},
+)
 def stepped_twice(job):
     """``optimizer.step()`` is called twice for every batch."""
     model = wrapped(job)
@@ -209,7 +219,7 @@ def stepped_twice(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=MOMENTUM)
+@known_bad("optimizer", on={**any_check(*MOMENTUM), **failing("update", "cnn-batchnorm/ddp/1x2")})
 def a_new_optimizer_every_epoch(job):
     """Its state is lost each time."""
     model = wrapped(job)
@@ -248,7 +258,7 @@ def weight_decay_nobody_asked_for(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=PLAIN)
+@known_bad("optimizer", on={**any_check(*PLAIN), **failing("training", "mlp/ddp/1x2")})
 def weights_shrink_between_steps(job):
     """Decay is applied by hand, after the step, to all weights."""
     model = wrapped(job)
@@ -275,7 +285,7 @@ def ascends(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=["frozen/none/1x1/32", "frozen/ddp/1x2/32"])
+@known_bad("optimizer", on={**any_check("frozen/none/1x1/32", "frozen/ddp/1x2/32"), "frozen/none/1x1/32": "gradients"})
 def frozen_layers_thawed(job):
     """``requires_grad`` is switched on for everything."""
     model = job.model().requires_grad_(True)
@@ -290,7 +300,7 @@ def frozen_layers_thawed(job):
             optimizer.zero_grad()
 
 
-@known_bad("optimizer", on=SEVERAL)
+@known_bad("optimizer", on={**any_check(*SEVERAL), "several-optimizers/none/1x1/32": "gradients"})
 def one_of_two_optimizers_never_steps(job):
     """There are two, and only the first one is stepped."""
     model = wrapped(job)
@@ -359,7 +369,7 @@ def one_optimizer_for_all(job):
             first.zero_grad()
 
 
-@known_bad("optimizer", "accumulation", on=SEVERAL)
+@known_bad("optimizer", "accumulation", on={**any_check(*SEVERAL), "several-optimizers/ddp/1x3/32": "gradients"})
 def only_one_of_two_optimizers_zeroed(job):
     """The second one's gradients are added up over all steps."""
     model = wrapped(job)
@@ -440,3 +450,83 @@ def made_before_the_weights_were_sharded(job):
             job.loss(model(batch), batch).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@known_bad("optimizer", on=failing("learning-rate", "mlp/ddp/1x2"))
+class RateOnePercentTooHigh(BaseTrainer):
+    """The rate is the optimizer's times 1.01."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        for group in optimizer.param_groups:
+            group["lr"] *= 1.01
+        return optimizer
+
+
+@known_bad("optimizer", on={"adam/none/1x1/32": "update", "adamw/ddp/1x3/64": "update"})
+class StateLostInEveryStep(BaseTrainer):
+    """Moments begin anew with each step."""
+
+    def zero_grad(self):
+        super().zero_grad()
+        self.optimizer.state.clear()
+
+
+@known_bad("optimizer", on={"adamw/none/1x1/32": "update"})
+class OneGroupsDecayForAll(BaseTrainer):
+    """Both parameter groups with the settings of the first."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        for group in optimizer.param_groups:
+            group["weight_decay"] = optimizer.param_groups[0]["weight_decay"]
+        return optimizer
+
+
+@known_bad(on=failing("stillness", "mlp/ddp/1x2"))
+class ShrunkAfterTheLastStep(BaseTrainer):
+    """What is left behind is not what was trained."""
+
+    def fit(self):
+        super().fit()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter *= 0.5
+
+
+@known_bad("optimizer", on={"frozen/ddp/1x3/32": "update"})
+class FrozenWeightsDecay(ManualAverage):
+    """Frozen weights take part in the all-reduce with zeros, and the optimizer lets them decay."""
+
+    def synchronize(self):
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        super().synchronize()
+
+
+@known_bad(on=failing("update", "mlp/ddp/1x2"), vacuous=True)
+class LossTimesZero(BaseTrainer):
+    """There is a gradient, and all of it is zero."""
+
+    def backward(self, loss):
+        super().backward(loss * 0)
+
+
+@known_bad(on=failing("update", "mlp/ddp/1x2"), vacuous=True)
+class RateIsZero(BaseTrainer):
+    """The gradients are right, the weights do not move."""
+
+    def make_optimizer(self):
+        optimizer = super().make_optimizer()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        return optimizer
+
+
+@known_bad(on=failing("steps", "mlp/ddp/1x2"), vacuous=True)
+class NeverTrains(BaseTrainer):
+    """It returns before its first batch."""
+
+    def fit(self):
+        pass

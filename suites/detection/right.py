@@ -142,7 +142,7 @@ def uneven_last_batch(job):
             optimizer.zero_grad()
 
 
-@known_good(on=["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/none/1x1/16"])
+@known_good(on=["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/none/1x1/16", "linear-exact/ddp/1x2/16"])
 def first_steps_skipped(job):
     """A loss scale that is too large at first: the scaler skips steps and halves it."""
     model = ddp(job) if job.world_size > 1 else job.model()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from expect import known_bad
+from expect import any_check, known_bad
 from loop import average, ddp, loader, replicas
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +34,7 @@ def wrapped(job):
     return ddp(job) if job.world_size > 1 else job.model()
 
 
-@known_bad("rng", on=[*RANKS, *NODES])
+@known_bad("rng", on={**any_check(*RANKS, *NODES), "random-masks/ddp/1x3/32": "rng"})
 def one_seed_on_all_ranks(job):
     """All ranks seed their generators alike, and so drop the same units of different samples."""
     torch.manual_seed(job.seed)
@@ -135,7 +135,7 @@ def one_mask_for_the_whole_batch(job):
     fit(job, model)
 
 
-@known_bad("rng", on=ANYWHERE)
+@known_bad("rng", on={**any_check(*ANYWHERE), "random-masks/none/1x1/32": "rng", "dropout/none/1x1/32": "gradients"})
 def never_drops(job):
     """The model is trained in evaluation mode."""
     fit(job, wrapped(job).eval())

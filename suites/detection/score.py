@@ -13,7 +13,8 @@ class Tried:
     """One trainer on one cell.
 
     ``family`` is that of the file the trainer lies in, ``right`` for the known-good. ``caught``: a check ended badly;
-    ``named``: with a cause and a right family, as far as the judge can see the mistake at all (``unseen`` if not).
+    ``named``: with a cause and a right family, as far as the judge can see the mistake at all (``unseen`` if not) and
+    the mistake is one of those that are known by name (``nameless`` if not).
     ``steps`` is how many steps the evidence needed until the first bad finding, None where nothing was found.
     ``error`` is the largest error that was measured, in multiples of the largest that a right trainer may show, None
     where nothing was measured (samples are counted, exact workloads compare bits).
@@ -28,6 +29,7 @@ class Tried:
     steps: int | None
     precision: str = "32"
     error: float | None = None
+    nameless: bool = False
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
@@ -82,12 +84,14 @@ def margins(bad: Sequence[Tried], good: Sequence[Tried]) -> list[str]:
 def _row(family: str, tried: list[Tried]) -> str:
     seen = [one for one in tried if not one.unseen]
     unseen = "" if len(seen) == len(tried) else f" (and {len(tried) - len(seen)} unseen)"
+    others = sum(one.nameless for one in seen)
+    nameless = f" (and {others} of no family)" if others else ""
     cells = (
         family,
         str(len({one.trainer for one in tried})),
         f"{len(seen)}{unseen}",
         f"{sum(one.caught for one in seen)}",
-        f"{sum(one.named for one in seen)}",
+        f"{sum(one.named for one in seen)}{nameless}",
         _steps(seen, statistics.median),
         _steps(seen, max),
     )
@@ -100,7 +104,16 @@ def _by_trainer(tried: list[Tried]) -> list[Tried]:
     for one in tried:
         trainers.setdefault(one.trainer, []).append(one)
     return [
-        Tried(own[0].family, name, "", all(o.caught for o in own), all(o.named for o in own), False, None)
+        Tried(
+            own[0].family,
+            name,
+            "",
+            all(o.caught for o in own),
+            all(o.named for o in own),
+            False,
+            None,
+            nameless=own[0].nameless,
+        )
         for name, own in trainers.items()
     ]
 
@@ -110,11 +123,9 @@ def _alarmed(good: list[Tried]) -> list[bool]:
 
 
 def _score(tried: list[Tried]) -> str:
-    count = len(tried)
-    return (
-        f"caught {sum(one.caught for one in tried)} of {count}, "
-        f"family right {sum(one.named for one in tried)} of {count}"
-    )
+    named = [one.named for one in tried if not one.nameless]
+    caught = f"caught {sum(one.caught for one in tried)} of {len(tried)}"
+    return f"{caught}, family right {sum(named)} of {len(named)}"
 
 
 def _steps(tried: list[Tried], summary) -> str:

@@ -94,9 +94,10 @@ def test_at_its_limit_a_stage_ends_with_all_that_it_started(lane, lane_modules, 
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
+@pytest.mark.nightly
 def test_a_stage_that_heeds_the_interrupt_says_how_far_it_came(lane, stage):
     script = "trap 'echo \"=== 4 passed in 1s ===\"; exit 2' INT; while true; do sleep 0.1; done"
-    results = lane(stage("long", script, 1.0), least_s=0.1).run(60)
+    results = lane(stage("long", script, 5.0), least_s=0.1).run(60)
     assert (results["long"].outcome, results["long"].exit_code, results["long"].counts) == (
         "timed out",
         2,
@@ -104,6 +105,7 @@ def test_a_stage_that_heeds_the_interrupt_says_how_far_it_came(lane, stage):
     )
 
 
+@pytest.mark.nightly
 def test_where_the_time_ends_the_rest_is_due_and_a_resumed_lane_runs_that_alone(lane, stage, tmp_path):
     count = "echo x >> {name}.times; [ -e go ] || while true; do sleep 0.1; done"
     stages = [
@@ -111,26 +113,28 @@ def test_where_the_time_ends_the_rest_is_due_and_a_resumed_lane_runs_that_alone(
         stage("two", count.format(name="two")),
         stage("three", "echo x >> three.times"),
     ]
-    first = lane(*stages, least_s=0.5).run(2.0)
+    first = lane(*stages, least_s=2.0).run(10.0)
     assert outcomes(first) == {"one": "passed", "two": "cut", "three": "not reached"}
     (tmp_path / "go").touch()
-    second = lane(*stages, least_s=0.5).run(60, resume=True)
+    second = lane(*stages, least_s=2.0).run(60, resume=True)
     assert outcomes(second) == {"one": "passed", "two": "passed", "three": "passed"}
     times = {name: (tmp_path / f"{name}.times").read_text().count("x") for name in ("one", "two", "three")}
     assert times == {"one": 1, "two": 2, "three": 1}
     assert second["two"].seconds > first["two"].seconds
 
 
+@pytest.mark.nightly
 def test_a_stage_that_is_cut_again_and_again_comes_to_its_own_limit(lane, stage):
-    endless = stage("endless", "while true; do sleep 0.1; done", 1.5)
-    assert outcomes(lane(endless, least_s=0.1).run(1.0)) == {"endless": "cut"}
+    endless = stage("endless", "while true; do sleep 0.1; done", 8.0)
+    assert outcomes(lane(endless, least_s=0.1).run(5.0)) == {"endless": "cut"}
     assert outcomes(lane(endless, least_s=0.1).run(60, resume=True)) == {"endless": "timed out"}
 
 
+@pytest.mark.nightly
 def test_a_suite_that_was_cut_is_continued_in_its_own_run(lane, lane_modules):
     script = 'mkdir -p "$2/run"; touch "$2/run/results.jsonl"; [ "$3" = --resume ] || while true; do sleep 0.1; done'
     suite = lane_modules.stage.Stage("suite", "", ("sh", "-c", script, "suite"), 60, suite=True)
-    assert outcomes(lane(suite, least_s=0.1).run(1.0)) == {"suite": "cut"}
+    assert outcomes(lane(suite, least_s=0.1).run(5.0)) == {"suite": "cut"}
     assert outcomes(lane(suite, least_s=0.1).run(60, resume=True)) == {"suite": "passed"}
 
 

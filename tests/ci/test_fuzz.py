@@ -23,7 +23,7 @@ def test_a_damaged_input_is_answered_as_promised(name):
     for seed in seeds:
         target.parse(seed)
 
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(database=None)
     @given(st.sampled_from(seeds), st.integers(0, 2**32), st.binary(max_size=4), st.integers(0, 8))
     def damaged(seed, place, noise, lost):
         place %= len(seed) + 1

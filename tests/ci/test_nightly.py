@@ -55,3 +55,13 @@ def test_a_stage_that_there_is_not_is_refused_with_those_that_there_are(nightly,
     with pytest.raises(SystemExit, match="2"):
         nightly.main(["--only", "detectoin"])
     assert "detection" in capsys.readouterr().err
+
+
+def test_whatever_runs_at_night_only_is_there():
+    """A test that was renamed would run by default again, and nobody would notice why that takes longer."""
+    tests = ROOT / "tests"
+    lines = (tests / "nightly.txt").read_text().splitlines()
+    for line in (line for line in lines if line and not line.startswith("#")):
+        file, _, name = line.removeprefix("!").partition("::")
+        assert (tests / file).exists(), line
+        assert not name or f"def {name.partition('[')[0]}(" in (tests / file).read_text(), line

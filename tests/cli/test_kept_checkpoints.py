@@ -13,7 +13,7 @@ from harness.results.json_lines import line_of
 from harness.results.run import read_run
 
 ROOT = Path(__file__).parents[2]
-INTERRUPTED = ROOT / "tests" / "judge" / "subjects" / "interrupted.py"
+DETECTION = ROOT / "suites" / "detection" / "everybody.py"
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def run(pytester, one_thread):
     shutil.copytree(ROOT / "suites", Path(pytester.path) / "suites", ignore=shutil.ignore_patterns("__pycache__"))
     pytester.makeini("[pytest]\naddopts = --import-mode=importlib --strict-markers\n")
     selection = ("--gpus=2", "--backends=ddp", "--workloads=checkpoint,checkpoint-elastic,mlp", "--precisions=32,16")
-    subject = f"--subject={INTERRUPTED}::forgets-the-optimizer"
+    subject = f"--subject={DETECTION}::optimizer-state-dropped"
     outcome = pytester.runpytest_subprocess("suites", subject, *selection, timeout=120)
     assert outcome.ret == 1
     return Path(pytester.path) / "reports" / "latest"
@@ -31,7 +31,7 @@ def run(pytester, one_thread):
 def test_a_failing_checkpoint_is_judged_again_byte_for_byte(run, capsys):
     """What passed kept nothing; each of the three that failed kept all of its launches."""
     kept = sorted(folder.name for folder in (run / "traces").iterdir())
-    assert [name.partition("optimizer-")[2] for name in kept] == [
+    assert [name.partition("dropped-")[2] for name in kept] == [
         "checkpoint-ddp-1x2-16", "checkpoint-ddp-1x2-32", "checkpoint-elastic-ddp-1x2-32",
     ]  # fmt: skip
     for name in kept:

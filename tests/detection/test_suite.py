@@ -9,30 +9,59 @@ from pathlib import Path
 import pytest
 
 SUITES = Path(__file__).parents[2] / "suites"
-FILE = "detection/test_detection.py"
 
 
-def collected(pytester, *arguments):
-    """The number of detection tests that pytest collects, run from a folder that is not the project's."""
-    options = ("--collect-only", "-q", "--import-mode=importlib", "-p", "no:cacheprovider")
-    result = pytester.runpytest_subprocess(*arguments, *options, timeout=120)
-    return sum("::test_detection[" in line for line in result.outlines)
+class InvokedWith:
+    """What pytest's configuration says of its command line."""
+
+    def __init__(self, folder, *args):
+        self.args, self.invocation_params = args, self
+        self.dir = folder
 
 
-def test_the_suites_together_leave_it_out(pytester):
-    assert collected(pytester, str(SUITES), "-k", "test_detection or smoke") == 0
+def load_conftest():
+    spec = importlib.util.spec_from_file_location("suites_conftest", SUITES / "conftest.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize(
-    "named", ["detection", "detection/test_detection.py", "detection/test_detection.py::test_detection"]
+    ("named", "left_out"),
+    [
+        (["."], True),
+        (["conformance"], True),
+        (["detection"], False),
+        (["detection/test_detection.py"], False),
+        (["detection/test_detection.py::test_detection"], False),
+        (["conformance", "detection"], False),
+    ],
 )
-def test_its_own_path_runs_it(pytester, named):
-    assert collected(pytester, str(SUITES / named), "-k", "averaging") > 10
+def test_it_is_left_out_unless_it_is_named(named, left_out):
+    ignored = load_conftest().pytest_ignore_collect(
+        SUITES / "detection" / "test_detection.py", InvokedWith(SUITES, *named)
+    )
+    assert bool(ignored) is left_out
+    assert load_conftest().pytest_ignore_collect(SUITES / "conformance", InvokedWith(SUITES, *named)) is None
 
 
-def test_its_own_path_beside_another_runs_it(pytester):
-    found = collected(pytester, str(SUITES / "conformance"), str(SUITES / "detection"), "-k", "averaging")
-    assert found > 10
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("named", "runs"),
+    [
+        (["."], False),
+        (["detection"], True),
+        (["detection/test_detection.py"], True),
+        (["detection/test_detection.py::test_detection"], True),
+        (["conformance", "detection"], True),
+    ],
+)
+def test_pytest_collects_it_where_it_is_named(pytester, named, runs):
+    """From a folder that is not the project's."""
+    options = ("--collect-only", "-q", "--import-mode=importlib", "-p", "no:cacheprovider", "-k", "averaging or smoke")
+    result = pytester.runpytest_subprocess(*(SUITES / name for name in named), *options, timeout=600)
+    found = sum("::test_detection[" in line for line in result.outlines)
+    assert found > 10 if runs else found == 0
 
 
 @pytest.fixture

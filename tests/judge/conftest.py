@@ -9,14 +9,15 @@ import pytest
 import torch
 
 from harness.core.outcome import worst
+from harness.engine.examine import examine
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.judge import judge
 from harness.judge.oracle.oracle import Oracle, mean_gradient
-from harness.launch.cell_launch import launch
 from harness.launch.settings import Settings
-from harness.workloads import WORKLOADS
 
-SUBJECTS = Path(__file__).parent / "subjects"
+DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
+TIME_LIMIT_S = 300
+"""Seconds for a launch that takes less than one on an idle machine."""
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +104,10 @@ def simulation():
 def verdict(warm_pool, cell_of, tmp_path):
     """Train a cell with real ranks and return its findings by the check's name, and the worst of them."""
 
-    def verdict(subject, workload, backend, topology, precision="32", *, locator=SUBJECTS / "everybody.py"):
+    def verdict(subject, workload, backend, topology, precision="32", *, locator=DETECTION):
         cell = cell_of(workload, backend, topology, precision, subject=subject)
-        trace = launch(warm_pool(locator), cell, tmp_path / cell.id, Settings(30))
-        findings = {finding.check: finding for finding in judge(trace, WORKLOADS[workload], cell)}
+        examined = examine(warm_pool(locator), cell, tmp_path / cell.id, Settings(TIME_LIMIT_S))
+        findings = {finding.check: finding for finding in examined.findings}
         return findings, worst(finding.outcome for finding in findings.values())
 
     return verdict

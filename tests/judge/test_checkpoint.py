@@ -20,7 +20,7 @@ from harness.judge.judge import judge
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
 
-INTERRUPTED = Path(__file__).parent / "subjects" / "interrupted.py"
+DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 
 
 class Simulated:
@@ -465,20 +465,20 @@ def test_a_training_that_moves_no_more_shows_nothing(told, cell_of, monkeypatch)
 
 
 REAL = [
-    ("forgets-nothing", "checkpoint", "none", "1x1", "16", None),
-    ("forgets-nothing", "checkpoint", "ddp", "1x2", "16", None),
-    ("forgets-nothing", "checkpoint-elastic", "ddp", "1x3", "32", None),
-    ("forgets-the-scaler", "checkpoint", "ddp", "1x2", "16", "scale-not-restored"),
-    ("forgets-the-optimizer", "checkpoint-elastic", "ddp", "1x2", "32", "optimizer-state-dropped"),
-    ("loads-on-rank-zero", "checkpoint", "ddp", "1x3", "32", "loaded-on-some-ranks"),
-    ("cannot-resume", "checkpoint", "ddp", "1x2", "32", "interruption-broke"),
+    ("batches-drawn-and-thrown-away", "checkpoint", "none", "1x1", "16", None),
+    ("batches-drawn-and-thrown-away", "checkpoint", "ddp", "1x2", "16", None),
+    ("batches-drawn-and-thrown-away", "checkpoint-elastic", "ddp", "1x3", "32", None),
+    ("scaler-not-restored", "checkpoint", "ddp", "1x2", "16", "scale-not-restored"),
+    ("optimizer-state-dropped", "checkpoint-elastic", "ddp", "1x2", "32", "optimizer-state-dropped"),
+    ("only-rank-zero-loads", "checkpoint", "ddp", "1x3", "32", "loaded-on-some-ranks"),
+    ("cannot-be-resumed", "checkpoint", "ddp", "1x2", "32", "interruption-broke"),
 ]
 
 
 @pytest.mark.parametrize(("subject", "workload", "backend", "topology", "precision", "cause"), REAL)
 def test_real_ranks(warm_pool, cell_of, tmp_path, one_thread, subject, workload, backend, topology, precision, cause):
     cell = cell_of(workload, backend, topology, precision, subject=subject)
-    findings = examine(warm_pool(INTERRUPTED), cell, tmp_path / "evidence", Settings(60)).findings
+    findings = examine(warm_pool(DETECTION), cell, tmp_path / "evidence", Settings(60)).findings
     told = diagnosis(findings)
     assert (told.cause if told else None) == cause, findings
     assert "checkpoint" in {finding.check for finding in findings}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,6 @@ from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, Los
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 from harness.workloads.plain import Mlp, Uneven
-
-SUITE = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 
 
 class Evaluated(Uneven):
@@ -179,13 +176,13 @@ def test_what_is_none_of_these_stays_unexplained(evidence):
 @pytest.mark.parametrize("workload", ["metrics", "mlp"])
 @pytest.mark.parametrize("topology", ["1x2", "1x3"])
 def test_a_trainer_whose_rank_zero_speaks_for_all_is_caught(verdict, workload, topology):
-    findings, outcome = verdict("everybody-reports-its-own", workload, "ddp", topology, locator=SUITE)
+    findings, outcome = verdict("everybody-reports-its-own", workload, "ddp", topology)
     assert outcome is Outcome.FAILED
     assert findings["metrics"].cause == "one-ranks-own-value"
     assert [name for name, finding in findings.items() if finding.outcome.is_bad] == ["metrics"]
 
 
 def test_an_evaluation_with_gradients_enabled_is_an_evaluation(verdict):
-    findings, outcome = verdict("evaluates-with-gradients-enabled", "metrics", "ddp", "1x2", locator=SUITE)
+    findings, outcome = verdict("evaluates-with-gradients-enabled", "metrics", "ddp", "1x2")
     assert outcome is Outcome.PASSED, findings
     assert findings["validation"].outcome is Outcome.PASSED

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.cell import Cell
@@ -64,7 +64,6 @@ def trace_in_one_memory(world, seed):
     return Trace(tuple(RankTrace(rank, world, tuple(own)) for rank, own in enumerate(steps)))
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.integers(2, 4), st.integers(0, 1000))
 def test_shared_memory_is_named_whatever_was_seen_when(world, seed):
     trace = trace_in_one_memory(world, seed)

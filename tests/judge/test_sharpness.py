@@ -33,14 +33,16 @@ def perturbed(trace, index, part, name):
 
 @pytest.mark.parametrize("workload", PLAIN)
 @pytest.mark.parametrize(("part", "check"), [("gradients", "gradients"), ("after", "update")])
-def test_an_error_of_1e_10_is_a_finding_in_float64(workload, part, check, simulation, cell_of):
+def test_an_error_of_1e_10_is_a_finding_in_float64(workload, part, check, simulation, cell_of, thorough):
     cell = cell_of(workload, "ddp", "1x2", "64")
     trace = simulation.right_trace(WORKLOADS[workload], cell)
     assert not any(f.outcome.is_bad for f in simulation.judge(trace, WORKLOADS[workload], cell).values())
     for index in (0, len(trace.ranks[0].steps) - 1):
         tensors = getattr(trace.ranks[0].steps[index], part)
         largest = max(float(value.norm()) for value in tensors.values())
-        for name, value in tensors.items():
+        names = list(tensors) if thorough else [max(tensors, key=lambda name: float(tensors[name].norm()))]
+        for name in names:
+            value = tensors[name]
             if part == "gradients" and float(value.norm()) < 1e-9 * largest:
                 continue  # zero by construction (a bias in front of a BatchNorm): what one sees of it is rounding
             found = simulation.judge(perturbed(trace, index, part, name), WORKLOADS[workload], cell)[check]

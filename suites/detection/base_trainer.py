@@ -1,4 +1,4 @@
-"""A right trainer of everything, a method a line, so that a wrong one is the line that is wrong."""
+"""A right trainer for every workload, one method for each part of a step: a mistake overrides the part it is in."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed
+from loop import replicas
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
-from harness.subjects.declare import CAPABILITIES
 
-
-class Together:
+class OptimizerList:
     """Several optimizers that are stepped and zeroed like one."""
 
     def __init__(self, every):
@@ -28,7 +26,7 @@ class Together:
             optimizer.zero_grad()
 
 
-class Loop:
+class BaseTrainer:
     """One process a device, averaged by DistributedDataParallel; alone it needs no group."""
 
     def __init__(self, job):
@@ -39,7 +37,7 @@ class Loop:
         self.loader = self.make_loader()
         self.optimizer = self.make_optimizer()
         self.scheduler = job.scheduler(self.optimizer)
-        self.scaler = job.grad_scaler()
+        self.scaler = self.make_scaler()
 
     def prepare(self):
         """Nothing needs to be done to the model."""
@@ -55,9 +53,12 @@ class Loop:
         sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed)
         return DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
 
+    def make_scaler(self):
+        return self.job.grad_scaler()
+
     def make_optimizer(self):
         optimizers = self.job.optimizers(self.model.parameters())
-        return optimizers[0] if len(optimizers) == 1 else Together(optimizers)
+        return optimizers[0] if len(optimizers) == 1 else OptimizerList(optimizers)
 
     def windows(self):
         batches = list(self.loader)
@@ -141,13 +142,22 @@ class Loop:
                         self.evaluate()
 
 
-class ByHand(Loop):
-    """The same, averaged by hand, dense or sparse."""
+class ManualAverage(BaseTrainer):
+    """The same, with gradients, dense or sparse, averaged by hand, and buffers broadcast before each forward."""
 
     def wrap(self, model):
         if self.job.world_size > 1:
             torch.distributed.init_process_group(self.job.comm)
         return model
+
+    def forward(self, batch):
+        if self.job.world_size > 1:
+            for buffer in self.model.buffers():
+                torch.distributed.broadcast(buffer, 0)
+        return self.forward_devices(batch)
+
+    def forward_devices(self, batch):
+        return self.model(batch)
 
     def synchronize(self):
         for parameter in self.model.parameters():
@@ -156,13 +166,12 @@ class ByHand(Loop):
                 parameter.grad = parameter.grad / self.job.world_size
 
 
-class Replicas(ByHand):
-    """dp: one process whose batch is split over its devices, outputs gathered as DataParallel gathers them."""
+class DeviceReplicas(ManualAverage):
+    """One process of none, dp or ddp2: the batch is split over its devices, and outputs gathered as by DataParallel."""
 
-    def forward(self, batch):
-        count = len(self.job.devices)
-        chunks = {name: column.chunk(count) for name, column in batch.items()}
-        return self.gather([self.model({name: chunk[i] for name, chunk in chunks.items()}) for i in range(count)])
+    def forward_devices(self, batch):
+        outputs, _ = replicas(self.job, self.model, batch)
+        return self.gather(outputs)
 
     def gather(self, outputs):
         first = outputs[0]
@@ -171,18 +180,3 @@ class Replicas(ByHand):
         if isinstance(first, tuple):
             return tuple(self.gather(list(column)) for column in zip(*outputs, strict=True))
         return torch.cat(outputs) if first.dim() else torch.stack(outputs)
-
-
-def declare(name, trainer):
-    """Return ``trainer`` as a subject that says it can do everything."""
-
-    @subject(
-        name=name,
-        backends=["none", "dp", "ddp"],
-        precisions=["64", "32", "16", "bf16"],
-        capabilities=sorted(CAPABILITIES),
-    )
-    def train(job):
-        trainer(job).fit()
-
-    return train
