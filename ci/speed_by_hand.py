@@ -29,14 +29,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.benchmark.figures import Launch
-from harness.benchmark.group import Group
-from harness.benchmark.records import measurements
+from harness.benchmark.launch_metrics import LaunchSample
+from harness.benchmark.measurements import measurements
+from harness.benchmark.timed_launch import TimedLaunch
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.statistics.launch_estimate import Estimate, estimate
+from harness.statistics.intervals import Estimate, estimate
 from harness.workloads import PERFORMANCE
 
 YARDSTICK = str(Path(__file__).parents[1] / "suites" / "performance" / "yardsticks.py")
@@ -81,7 +81,7 @@ def on_cores(number: int) -> Iterator[None]:
 
 def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
     """Measure a cell both ways, in turns."""
-    measured: list[Launch] = []
+    measured: list[LaunchSample] = []
     by_hand: list[float] = []
     for number in range(launches):
         for turn in (0, 1) if number % 2 else (1, 0):
@@ -97,17 +97,17 @@ def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
     return ratio.low <= 1 <= ratio.high
 
 
-def by_harness(subject: str, cell: Cell) -> Launch:
+def by_harness(subject: str, cell: Cell) -> LaunchSample:
     """Return one launch of a server of its own, as suites/performance has them, without a loop beside it."""
     with tempfile.TemporaryDirectory() as folder, closing(Pool(subject)) as pool:
         pool.settle()
         own = Path(folder, "launch")
         own.mkdir()
-        with closing(Group.begin(pool, cell, own, Settings())) as group:
+        with closing(TimedLaunch.begin(pool, cell, own, Settings())) as group:
             for _ in range(PERFORMANCE[cell.workload].rounds):
                 group.round()
             group.look()
-            return Launch(group.end())
+            return LaunchSample(group.end())
 
 
 def told(one: Estimate) -> str:

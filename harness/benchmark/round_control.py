@@ -23,7 +23,7 @@ class MissingRanksError(Exception):
         self.late = late
 
 
-class Gates:
+class RoundControl:
     """Where ``ranks`` ranks of one launch stop, by a socket at ``path``.
 
     Raises:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.benchmark.figures import METRICS
+from harness.benchmark.launch_metrics import METRICS
 from harness.results.records import Measurement
-from harness.statistics.launch_estimate import unstable
+from harness.statistics.intervals import unstable
 from harness.workloads import PERFORMANCE
 
 

@@ -16,7 +16,7 @@ from harness.launch.local.devices import devices_of
 from harness.launch.local.launcher import Launched, conduct_of, start
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.machine.lease import share
+from harness.machine.lease import shared_lease
 from harness.workloads import find
 
 
@@ -34,7 +34,7 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
     Where a cell is being measured on this machine, or its devices are in use, that comes first.
     """
     try:
-        with share(devices_of(cell, settings.oversubscribe), together=settings.oversubscribe):
+        with shared_lease(devices_of(cell, settings.oversubscribe), share_devices=settings.oversubscribe):
             return verdict(start(pool, cell, folder, settings), cell)
     except LaunchError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)

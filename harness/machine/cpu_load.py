@@ -9,8 +9,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from harness.machine.doctor.line import Line
-from harness.machine.state import usable_cores
+from harness.machine.doctor.probe_result import ProbeResult
+from harness.machine.hardware import usable_cores
 from harness.worker.descendants import present
 
 BUSY = 1.5
@@ -34,7 +34,7 @@ def slowdown(probes: int) -> float:
     return max(float(probe.communicate()[0] or 1) for probe in running)
 
 
-def load() -> Line:
+def load() -> ProbeResult:
     """Measure how busy the machine is. A busy one is fit for a run, and slow."""
     cores = usable_cores() or 1
     factor = slowdown(min(cores, MOST_PROBES))
@@ -42,11 +42,11 @@ def load() -> Line:
     with suppress(OSError):
         found += f"; load average {os.getloadavg()[0]:.1f} on {cores} cores"
     if factor < BUSY:
-        return Line(found)
+        return ProbeResult(found)
     advice = (
         "the machine is busy: a run takes longer (see --time-limit), and speeds measured now are not to be relied on"
     )
-    return Line(found, advice, is_note=True)
+    return ProbeResult(found, advice, is_note=True)
 
 
 def work_done() -> float | None:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from harness.machine.state import (
-    answer,
+from harness.machine.hardware import (
     clocks_and_load,
+    command_output,
     cpu_governor,
     cpu_model,
     gpu_rows,
@@ -157,11 +157,13 @@ def project_commit(root: Path | None = None) -> str | None:
     root = root or Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    commit = answer("git", "-C", str(root), "rev-parse", "--verify", "HEAD")
+    commit = command_output("git", "-C", str(root), "rev-parse", "--verify", "HEAD")
     if commit is None or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
         return None
     # Only the code that ran counts: a report or a note that lies about does not make the run another one.
-    changes = answer("git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", "harness", "suites")
+    changes = command_output(
+        "git", "--no-optional-locks", "-C", str(root), "status", "--porcelain", "--", "harness", "suites"
+    )
     return commit if changes == "" else f"{commit}-dirty"
 
 

@@ -12,7 +12,7 @@ from harness.launch.launcher import Asked, Launcher, find_launcher
 from harness.launch.settings import Settings
 from harness.planning.expectations import FOLDER, ExpectationsError
 from harness.planning.plan import DEFAULT_GPUS, Matrix, check_devices, plan, topologies
-from harness.results.run import check_report_dir
+from harness.results.run_writer import check_report_dir
 from harness.subjects.locator import parse_subject
 
 

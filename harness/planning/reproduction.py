@@ -11,7 +11,7 @@ from typing import Any
 from harness.core.invocation import suite_command
 from harness.launch.settings import Settings
 from harness.planning.plan import Declaration, Matrix, Planned, plan
-from harness.statistics.launch_estimate import FEWEST_LAUNCHES
+from harness.statistics.intervals import FEWEST_LAUNCHES
 from harness.workloads import PERFORMANCE, WORKLOADS
 
 SIZE = ("gpus", "nodes")

@@ -7,16 +7,16 @@ from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-from harness.benchmark.figures import SamplesError
-from harness.benchmark.group import Group, GroupError
-from harness.benchmark.records import measurements
-from harness.benchmark.turns import Begin, Turns
+from harness.benchmark.launch_metrics import SamplesError
+from harness.benchmark.measurements import measurements
+from harness.benchmark.paired_rounds import Begin, PairedRounds
+from harness.benchmark.timed_launch import TimedLaunch, TimedLaunchError
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.launch.pool import Pool
-from harness.machine.lease import have_alone
+from harness.machine.lease import exclusive_lease
 from harness.pytest_plugin.conformance_case import ConformanceCase
 from harness.results.records import PERFORMANCE as CHECK
 from harness.results.records import Measurement, Result
@@ -49,14 +49,14 @@ class BenchmarkCase(ConformanceCase):
             seconds = sum(launch.timed.seconds for launch in turns.launches)
             self._measurements = measurements(cell, turns.launches, reproduce)
             finding = _verdict(self._measurements)
-        except GroupError as failed:
+        except TimedLaunchError as failed:
             finding, self._evidence = failed.finding, str(failed.folder)
         except (LaunchError, SubjectError, SamplesError) as error:
             finding = Finding(CHECK, Outcome.ERRORED, str(error))
         benchmark.extra_info.update(_extra_info(self._measurements))
         return session.results(cell, (finding,), reproduce, seconds)
 
-    def _timed(self, benchmark: Any) -> Turns:
+    def _timed(self, benchmark: Any) -> PairedRounds:
         """Time every round of every launch; nobody else uses the machine meanwhile."""
         cell, session = self._planned.cell, self._session
         each = PERFORMANCE[cell.workload].rounds
@@ -64,9 +64,9 @@ class BenchmarkCase(ConformanceCase):
         benchmark.group = f"{cell.workload} {cell.precision}"
         locator = session.locator_of(cell.subject)
         session.drop_ahead()
-        with have_alone():
+        with exclusive_lease():
             own, by_hand = session.warm.several(locator, self._by_hand(locator), count=session.launches)
-            with closing(Turns(self._begins(own, cell), self._yardstick(by_hand), each)) as turns:
+            with closing(PairedRounds(self._begins(own, cell), self._yardstick(by_hand), each)) as turns:
                 if benchmark.enabled:
                     benchmark.pedantic(turns.round, setup=turns.prepare, rounds=rounds)
                 else:  # under xdist, which pytest-benchmark does not go with
@@ -91,7 +91,9 @@ class BenchmarkCase(ConformanceCase):
 
     def _begins(self, pools: Sequence[Pool], cell: Cell) -> Begin:
         session = self._session
-        return lambda number: Group.begin(pools[number % len(pools)], cell, session.new_folder(), session.settings)
+        return lambda number: TimedLaunch.begin(
+            pools[number % len(pools)], cell, session.new_folder(), session.settings
+        )
 
 
 def _verdict(figures: Sequence[Measurement]) -> Finding:

@@ -15,7 +15,7 @@ from harness.core.outcome import Outcome
 from harness.engine.examine import Examined, verdict
 from harness.planning.plan import Planned
 from harness.pytest_plugin.session import Session
-from harness.pytest_plugin.xdist_transport import hand_over, say_outcome
+from harness.pytest_plugin.xdist_transport import attach_outcome, attach_payload
 from harness.report.tables.failures import as_consequence, is_wrong
 from harness.report.tables.parameters import parameter_table
 from harness.results.records import KNOWN, Measurement, Result, ending
@@ -91,10 +91,10 @@ class ConformanceCase:
     def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
         end = ending(results)
         word = end.value if isinstance(end, Outcome) else end
-        say_outcome(self._item, word)
+        attach_outcome(self._item, word)
         if not recorded:
             # Figures come first: with the last of its results a cell is whole.
-            hand_over(self._item, (*self._measurements, *results), self._evidence)
+            attach_payload(self._item, (*self._measurements, *results), self._evidence)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(results[0].message)
         results = told_first(results)

@@ -18,14 +18,16 @@ from harness.core.training_behavior import TrainingBehavior
 from harness.launch.workspace import Workspace
 from harness.machine.fingerprint import take_fingerprint
 from harness.planning.options import Options
-from harness.pytest_plugin.xdist_transport import handed
+from harness.pytest_plugin.xdist_transport import payload_of
 from harness.report.write import write_report
 from harness.results.errors import NothingToResume, ResultsError
-from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.results.run import LATEST, Run, RunWriter, read_run
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Measurement, PlannedCell, Result
+from harness.results.run import LATEST, Run, read_run
+from harness.results.run_writer import RunWriter
 
 
-class Recording:
+class RunRecording:
     """What a session writes down, and where evidence lies until then.
 
     Under xdist the controller alone begins a run. A worker has none: its evidence lies in its own workspace until the
@@ -154,7 +156,7 @@ class Recording:
 
     def take(self, report: pytest.TestReport) -> None:
         """Write a cell's findings as soon as they are here, and keep its evidence if somebody may want it."""
-        found = handed(report)
+        found = payload_of(report)
         if found is None or self._writer is None:
             return
         self._results += found.results

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from harness.benchmark.pools import WarmPools
+from harness.benchmark.warm_pools import WarmPools
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
@@ -26,19 +26,19 @@ from harness.launch.local.devices import devices_of
 from harness.launch.local.launcher import Launched, start
 from harness.launch.pool import Pool
 from harness.launch.timeouts import Timeouts
-from harness.machine.lease import Lease, share, share_now
+from harness.machine.lease import Lease, shared_lease, try_shared_lease
 from harness.planning.expectations import expected, known_of_subject, read_expectations
 from harness.planning.options import Options
 from harness.planning.plan import Declaration, Planned, plan
 from harness.planning.reproduction import Reproduction
-from harness.pytest_plugin.run_recording import Recording
+from harness.pytest_plugin.run_recording import RunRecording
 from harness.pytest_plugin.xdist_transport import outcome_of
 from harness.report.tables.undeclared import undeclared_in_words
 from harness.report.terminal.speed import speed_for_terminal
 from harness.report.terminal.summary import support_for_terminal
 from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result
 from harness.results.run import read_run
-from harness.statistics.launch_estimate import FEWEST_LAUNCHES
+from harness.statistics.intervals import FEWEST_LAUNCHES
 from harness.subjects.locator import parse_subject
 from harness.workloads import PERFORMANCE
 
@@ -71,7 +71,7 @@ class Session:
         torch.set_num_threads(1)
         self._say = say
         self._options = Options(options, root, say)
-        self._recording = Recording(self._options)
+        self._recording = RunRecording(self._options)
         self._reproduction = Reproduction(options, self._options.matrix, self._options.default_gpus)
         self.settings, self.launches = self._options.settings, self._options.launches
         self.recorded = self._recording.known
@@ -84,7 +84,7 @@ class Session:
         self._ahead: Ahead | None = None
         self._left_out: dict[Coordinates, Result] = {}
         known = read_expectations(self._options.expectations(suite))
-        lease = share()  # to import a library is work too
+        lease = shared_lease()  # to import a library is work too
         self._pools = {locator: self._launcher.pool(*where) for locator, where in self._options.interpreters.items()}
         try:
             self._declarations = [
@@ -180,7 +180,7 @@ class Session:
             ahead.drop()
         folder = self.new_folder()
         if lease is None:
-            lease = share(self._devices_of(planned), together=self.settings.oversubscribe, say=self._say)
+            lease = shared_lease(self._devices_of(planned), share_devices=self.settings.oversubscribe, notify=self._say)
         try:
             pool = self.pool_of(self.locator_of(planned.cell.subject))
             launched = start(pool, planned.cell, folder, self.settings)
@@ -193,7 +193,7 @@ class Session:
         """Begin the next test's cell: its ranks train while this process judges the last one."""
         if self._next is None or self._next.refusal or self.reason_not_to_run(self._next.cell.subject):
             return
-        lease = share_now(self._devices_of(self._next), together=self.settings.oversubscribe)
+        lease = try_shared_lease(self._devices_of(self._next), share_devices=self.settings.oversubscribe)
         if lease is None:
             return  # somebody measures, or waits to, or has the devices: so does the next test then
         try:

@@ -25,7 +25,7 @@ class ReportPayload:
     evidence: Path | None
 
 
-def say_outcome(item: pytest.Item, word: str) -> None:
+def attach_outcome(item: pytest.Item, word: str) -> None:
     """Let the report say how the cell ended."""
     item.user_properties.append((_OUTCOME, word))
 
@@ -35,13 +35,13 @@ def outcome_of(report: pytest.TestReport) -> str | None:
     return str(dict(report.user_properties).get(_OUTCOME)) if report.when == "call" else None
 
 
-def hand_over(item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None) -> None:
+def attach_payload(item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None) -> None:
     """Let the report bring a cell's records along, and say where its evidence lies."""
     lines = [record.model_dump_json() for record in records]
     item.user_properties.append((_RECORDS, json.dumps({"records": lines, "evidence": evidence})))
 
 
-def handed(report: pytest.TestReport) -> ReportPayload | None:
+def payload_of(report: pytest.TestReport) -> ReportPayload | None:
     """Return what came along with a report; None if it brought nothing."""
     found = dict(report.user_properties).get(_RECORDS)
     if report.when != "call" or found is None:

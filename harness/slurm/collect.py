@@ -9,17 +9,9 @@ from dataclasses import dataclass
 from harness.core.outcome import Outcome
 from harness.results.atomic import write_text
 from harness.results.errors import MissingHeader
+from harness.results.header_footer import Footer, Header
 from harness.results.json_lines import line_of
-from harness.results.records import (
-    UNEXPECTED_PASS,
-    CellRecord,
-    Footer,
-    Header,
-    Measurement,
-    PlannedCell,
-    Result,
-    ending,
-)
+from harness.results.records import UNEXPECTED_PASS, CellRecord, Measurement, PlannedCell, Result, ending
 from harness.results.run import RESULTS, Run, read_run
 from harness.slurm.submission import Submission
 

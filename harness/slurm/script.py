@@ -11,7 +11,7 @@ from harness.core.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchScript:
     """What a job asks of SLURM, and what it then does.
 
     ``options`` are sbatch's, by their long names without dashes, None for one that takes no value; ``comments`` say

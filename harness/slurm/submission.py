@@ -11,8 +11,8 @@ from typing import Any
 from harness.core.errors import PlumblineError
 from harness.results.atomic import point_symlink
 from harness.results.run import LATEST
-from harness.slurm.matrix import Selected
-from harness.slurm.script import Batch
+from harness.slurm.script import BatchScript
+from harness.slurm.select_cells import SelectedCell
 
 FOLDER = "submission"
 """In the run's folder, what belongs to its jobs."""
@@ -35,8 +35,8 @@ class Submission:
 
     run: Path
     command: tuple[str, ...]
-    batch: Batch
-    cells: tuple[Selected, ...]
+    batch: BatchScript
+    cells: tuple[SelectedCell, ...]
     tasks: tuple[tuple[str, ...], ...]
 
     @property
@@ -81,8 +81,8 @@ class Submission:
         try:
             values = json.loads((run / FOLDER / "submission.json").read_text())
             lists = {name: tuple(values["batch"][name]) for name in ("modules", "commands")}
-            batch = Batch(**{**values["batch"], **lists})
-            cells = tuple(Selected(**cell) for cell in values["cells"])
+            batch = BatchScript(**{**values["batch"], **lists})
+            cells = tuple(SelectedCell(**cell) for cell in values["cells"])
             tasks = tuple(map(tuple, values["tasks"]))
             return cls(run, tuple(values["command"]), batch, cells, tasks)
         except FileNotFoundError as error:
@@ -102,6 +102,6 @@ class Submission:
         return {task: line["job"] for line in lines for task in line["tasks"]}
 
 
-def shares(cells: Sequence[str], tasks: int) -> tuple[tuple[str, ...], ...]:
+def split_cells(cells: Sequence[str], tasks: int) -> tuple[tuple[str, ...], ...]:
     """Deal cells out to at most ``tasks`` tasks, one after the other: large topologies come last, so each gets some."""
     return tuple(tuple(cells[task::tasks]) for task in range(min(tasks, len(cells))))

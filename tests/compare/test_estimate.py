@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from harness.statistics.difference import CONFIDENCE, apart, in_turns
+from harness.statistics.two_samples import CONFIDENCE, apart, in_turns
 
 NOISES = {
     "normal": lambda noise: noise.gauss(0, 0.02),

@@ -9,7 +9,7 @@ import pytest
 
 from harness.report.comparison.scale import LEAST_EFFECT, RATIO
 from harness.report.comparison.verdict import FALSE_ALARMS, Case, Size, sizes
-from harness.statistics.difference import apart, in_turns
+from harness.statistics.two_samples import apart, in_turns
 
 LEAST = RATIO.least(LEAST_EFFECT)
 SLOWER = math.log(1.10)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.statistics.launch_estimate import FEWEST_LAUNCHES, WIDEST_RATIO, WIDEST_SHARE, estimate, unstable
+from harness.statistics.intervals import FEWEST_LAUNCHES, WIDEST_RATIO, WIDEST_SHARE, estimate, unstable
 
 positive = st.floats(1e-6, 1e9)
 several = st.lists(positive, min_size=FEWEST_LAUNCHES, max_size=10)

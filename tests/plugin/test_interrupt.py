@@ -10,7 +10,7 @@ import sys
 CELLS = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32")
 INTERRUPTED = """
 import os, signal
-from harness.results.run import RunWriter
+from harness.results.run_writer import RunWriter
 write, left = RunWriter.write, [2]
 def interrupting(self, *records):
     write(self, *records)

@@ -12,8 +12,8 @@ import pytest
 from harness.cli.main import main
 from harness.results.run import read_run
 from harness.slurm.follow import Follower
-from harness.slurm.prepare import Asked, prepare
 from harness.slurm.submission import Submission
+from harness.slurm.submit_request import SubmitRequest, prepare
 
 ROOT = Path(__file__).parents[2]
 GATED = Path(__file__).parent / "subjects" / "gated.py"
@@ -25,7 +25,7 @@ def planned(tmp_path_factory):
     """A submission of two cells, one of which waits for a gate, in one task; nothing is sent."""
     words = (str(ROOT / "suites" / "conformance"), "--subject", str(GATED), "--workloads", "mlp")
     words += ("--precisions", "32", "--backends", "none,ddp", "-p", "no:cacheprovider")
-    asked = Asked(
+    asked = SubmitRequest(
         nodes=2,
         gpus=1,
         time="00:05:00",

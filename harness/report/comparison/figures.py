@@ -13,7 +13,7 @@ from harness.report.comparison.comparable import definitions_differ
 from harness.report.comparison.scale import Scale, scale_of
 from harness.report.comparison.verdict import Case, Size, sizes
 from harness.results.records import Measurement
-from harness.statistics.difference import FEWEST_LAUNCHES, apart, in_turns
+from harness.statistics.two_samples import FEWEST_LAUNCHES, apart, in_turns
 
 FROM_NOTHING: Final = "there was none of it before"
 TO_NOTHING: Final = "there is none of it any more"

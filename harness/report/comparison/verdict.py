@@ -33,7 +33,7 @@ from typing import Final
 from scipy.special import ndtri  # type: ignore[import-untyped]
 from scipy.stats import false_discovery_control  # type: ignore[import-untyped]
 
-from harness.statistics.difference import CONFIDENCE, Estimate
+from harness.statistics.two_samples import CONFIDENCE, Estimate
 
 FALSE_ALARMS: Final = 1 - CONFIDENCE
 MOST_LAUNCHES: Final = 1_000_000

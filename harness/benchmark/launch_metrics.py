@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from harness.benchmark.group import Timed
+from harness.benchmark.timed_launch import LaunchTimings
 from harness.evidence.timing import Round
 
 QUANTILES: Final = 41
@@ -60,14 +60,14 @@ class SamplesError(ValueError):
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSample:
     """One launch of the cell, and the rounds of the hand-written loop that took turns with it, if there is one."""
 
-    timed: Timed
-    yardstick: Timed | None = None
+    timed: LaunchTimings
+    yardstick: LaunchTimings | None = None
 
 
-def samples_of(launches: Sequence[Launch], devices: int) -> dict[Key, list[float]]:
+def samples_of(launches: Sequence[LaunchSample], devices: int) -> dict[Key, list[float]]:
     """Return for each figure what each launch measured of it, in turn; what no launch measured is not there.
 
     Raises:
@@ -80,13 +80,13 @@ def samples_of(launches: Sequence[Launch], devices: int) -> dict[Key, list[float
     return {key: values for key, values in found.items() if len(values) == len(launches)}
 
 
-def step_quantiles(launches: Sequence[Launch]) -> tuple[float, ...]:
+def step_quantiles(launches: Sequence[LaunchSample]) -> tuple[float, ...]:
     """Return ``QUANTILES`` evenly spaced quantiles of single steps, in seconds, over all launches."""
     steps = [step for launch in launches for step in _steps(launch.timed)]
     return tuple(map(float, np.quantile(steps, np.linspace(0, 1, QUANTILES))))
 
 
-def _figures(launch: Launch, devices: int) -> Iterable[tuple[Key, float]]:
+def _figures(launch: LaunchSample, devices: int) -> Iterable[tuple[Key, float]]:
     timed = launch.timed
     seconds = sum(_wall(rounds) for rounds in _rounds(timed))
     throughput = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds
@@ -112,7 +112,7 @@ def _figures(launch: Launch, devices: int) -> Iterable[tuple[Key, float]]:
             yield (metric, rank.rank), float(value)
 
 
-def _rounds(timed: Timed) -> Iterable[tuple[Round, ...]]:
+def _rounds(timed: LaunchTimings) -> Iterable[tuple[Round, ...]]:
     """Return each timed round as all ranks saw it."""
     return zip(*(rank.rounds for rank in timed.ranks), strict=True)
 
@@ -135,7 +135,7 @@ def _consumed(rounds: Sequence[Round]) -> int:
     return len(samples)
 
 
-def _steps(timed: Timed) -> list[float]:
+def _steps(timed: LaunchTimings) -> list[float]:
     """Return the seconds of each step: from the moment that the last rank had done the one before it."""
     steps: list[float] = []
     for rounds in _rounds(timed):
@@ -145,7 +145,7 @@ def _steps(timed: Timed) -> list[float]:
     return steps
 
 
-def _skew(timed: Timed) -> float:
+def _skew(timed: LaunchTimings) -> float:
     """Return by how much, in the median step, the last rank ended it later than the first."""
     ends = [moment for rounds in _rounds(timed) for moment in zip(*(one.ended for one in rounds), strict=True)]
     skew: float = median(max(moment) - min(moment) for moment in ends)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
+class ProbeResult:
     """``found`` is what is there; ``advice`` what to do about it, None where all is well.
 
     ``is_note``: the machine is fit for a run all the same.

@@ -1,6 +1,6 @@
 """Which cells a pytest command means, found out by asking it to collect them in a process of its own.
 
-Run as a module it is that process: ``python -m harness.slurm.matrix FILE suites/ --gpus 8`` leaves them in FILE.
+Run as a module it is that process: ``python -m harness.slurm.select_cells FILE suites/ --gpus 8`` leaves them in FILE.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from harness.core.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Selected:
+class SelectedCell:
     """A cell that was selected: its id, what pytest calls it (with an absolute path), and its coordinates as JSON."""
 
     cell: str
@@ -33,23 +33,23 @@ class Selection:
     ``reports`` is where runs are written, ``flags`` are pytest's words but for paths.
     """
 
-    cells: tuple[Selected, ...]
+    cells: tuple[SelectedCell, ...]
     reports: Path
     flags: tuple[str, ...]
 
 
-def select(arguments: Sequence[str]) -> Selection:
+def select_cells(arguments: Sequence[str]) -> Selection:
     """Return what ``pytest ARGUMENTS`` would examine.
 
     Planned for simulated devices, because the machine that submits need not have any; nothing is trained.
 
     Raises:
-        PlanError: pytest refuses the arguments, or they select no cell.
+        PlanError: pytest refuses the arguments, or they select_cells no cell.
     """
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
         file = Path(folder) / "cells.json"
         asked = [*arguments, "--accelerator", "cpu", "--collect-only", "-q"]
-        command = [sys.executable, "-m", "harness.slurm.matrix", str(file), *asked]
+        command = [sys.executable, "-m", "harness.slurm.select_cells", str(file), *asked]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode or not file.exists():
             refusal = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
@@ -59,7 +59,7 @@ def select(arguments: Sequence[str]) -> Selection:
     if not values["cells"]:
         raise PlanError(f"pytest {' '.join(arguments)}: selects no cell")
     flags = tuple(word for word in arguments if word not in values["paths"])
-    return Selection(tuple(Selected(**cell) for cell in values["cells"]), Path(values["reports"]), flags)
+    return Selection(tuple(SelectedCell(**cell) for cell in values["cells"]), Path(values["reports"]), flags)
 
 
 class _Collector:

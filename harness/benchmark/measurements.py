@@ -9,14 +9,14 @@ import json
 import sys
 from collections.abc import Sequence
 
-from harness.benchmark.figures import METRICS, Key, Launch, samples_of, step_quantiles
+from harness.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
 from harness.core.cell import Cell
 from harness.results.records import Measurement
-from harness.statistics.launch_estimate import estimate
+from harness.statistics.intervals import estimate
 from harness.workloads import PERFORMANCE, Workload
 
 
-def measurements(cell: Cell, launches: Sequence[Launch], reproduce: str) -> list[Measurement]:
+def measurements(cell: Cell, launches: Sequence[LaunchSample], reproduce: str) -> list[Measurement]:
     """Return every figure of ``cell``; one that is worth nothing has no value, but says so.
 
     Raises:

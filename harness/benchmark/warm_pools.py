@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from harness.core.errors import LaunchError
 from harness.launch.pool import Pool
-from harness.machine.state import memory_left
+from harness.machine.hardware import memory_left
 
 GIB = 1 << 30
 SERVER = 0.4 * GIB

@@ -10,26 +10,26 @@ from pathlib import Path
 
 from harness.machine.cpu_load import load, work_done
 from harness.machine.doctor.communication import ports, ranks
-from harness.machine.doctor.devices import devices, links
+from harness.machine.doctor.gpus import devices, links
+from harness.machine.doctor.installations import python, subjects, torch_build
 from harness.machine.doctor.limits import clock, cores, disk, limits, memory, shared_memory
-from harness.machine.doctor.line import Line
-from harness.machine.doctor.software import python, subjects, torch_build
+from harness.machine.doctor.probe_result import ProbeResult
 
 QUIET = 30.0
-"""Seconds without any work done for the questions, after which one without an answer hangs."""
+"""Seconds without any work done for the probes, after which one without an answer hangs."""
 
 LONGEST = 600.0
-"""Seconds for all questions together, however much work is done."""
+"""Seconds for all probes together, however much work is done."""
 
 _LEAST_WORK = 0.02
 """Seconds of computing, or of waiting for a processor, that count as work."""
 
 _POLL = 0.2
 
-Question = Callable[[], Iterator[Line]]
+Probe = Callable[[], Iterator[ProbeResult]]
 
 
-def questions(report_dir: Path) -> dict[str, Question]:
+def probes(report_dir: Path) -> dict[str, Probe]:
     """Return every question by its name, in the order of the answers. The load is measured before any is asked."""
     measured = load()
     return {
@@ -50,9 +50,9 @@ def questions(report_dir: Path) -> dict[str, Question]:
     }
 
 
-def examination(
-    asked: Mapping[str, Question], quiet: float = QUIET, longest: float = LONGEST
-) -> Iterator[tuple[str, Line]]:
+def run_probes(
+    asked: Mapping[str, Probe], quiet: float = QUIET, longest: float = LONGEST
+) -> Iterator[tuple[str, ProbeResult]]:
     """Yield the lines of each question with its name, in order, as they are answered; all are asked at once.
 
     One that raises says so. One without an answer is waited for as long as work is done for any of them, however slow
@@ -67,10 +67,16 @@ def examination(
             except queue.Empty:
                 if watch.quiet > quiet:
                     found = f"no answer, and nothing has been computed for {watch.quiet:.0f} s"
-                    yield name, Line(found, "it hangs: see what it waits for, a device, a file system or the network")
+                    yield (
+                        name,
+                        ProbeResult(found, "it hangs: see what it waits for, a device, a file system or the network"),
+                    )
                     break
                 if watch.seconds > longest:
-                    yield name, Line(f"no answer within {longest:.0f} s", "ask again when the machine is less busy")
+                    yield (
+                        name,
+                        ProbeResult(f"no answer within {longest:.0f} s", "ask again when the machine is less busy"),
+                    )
                     break
                 continue
             if line is None:
@@ -79,7 +85,7 @@ def examination(
 
 
 class _Watch:
-    """Tells for how long nothing has been done for the questions. Where the system does not say, work goes on."""
+    """Tells for how long nothing has been done for the probes. Where the system does not say, work goes on."""
 
     def __init__(self) -> None:
         self._begun = self._since = time.monotonic()
@@ -87,7 +93,7 @@ class _Watch:
 
     @property
     def seconds(self) -> float:
-        """The time since the questions were asked."""
+        """The time since the probes were asked."""
         return time.monotonic() - self._begun
 
     @property
@@ -99,16 +105,18 @@ class _Watch:
         return time.monotonic() - self._since
 
 
-def _asked(question: Question) -> queue.SimpleQueue[Line | None]:
+def _asked(question: Probe) -> queue.SimpleQueue[ProbeResult | None]:
     """Ask in a thread that nobody has to wait for, and return where the lines will be; None is the end of them."""
-    answers: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[ProbeResult | None] = queue.SimpleQueue()
 
     def answer() -> None:
         try:
             for line in question():
                 answers.put(line)
-        except Exception as error:  # whatever is wrong with a machine, the other questions are asked
-            answers.put(Line(f"cannot be found out ({type(error).__name__}: {error})", "see to what the error names"))
+        except Exception as error:  # whatever is wrong with a machine, the other probes are asked
+            answers.put(
+                ProbeResult(f"cannot be found out ({type(error).__name__}: {error})", "see to what the error names")
+            )
         answers.put(None)
 
     threading.Thread(target=answer, daemon=True).start()

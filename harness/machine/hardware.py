@@ -24,7 +24,7 @@ _GPU_FIGURES = {
 }
 
 
-def answer(*command: str) -> str | None:
+def command_output(*command: str) -> str | None:
     """Return what ``command`` prints, or None if it is not there, fails, or takes too long."""
     # A git hook sets GIT_DIR and GIT_INDEX_FILE, which would make git answer about another repository.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -105,7 +105,7 @@ def cpu_governor() -> str | None:
 
 def gpu_rows(*names: str) -> list[list[str]]:
     """Return what nvidia-smi says of each GPU in this machine, a row a GPU; nothing where it cannot say it."""
-    said = answer("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
+    said = command_output("nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits")
     rows = [[value.strip() for value in line.rsplit(",", len(names) - 1)] for line in (said or "").splitlines()]
     return rows if all(len(row) == len(names) for row in rows) else []
 

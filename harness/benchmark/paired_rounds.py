@@ -7,17 +7,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
-from harness.benchmark.figures import Launch
-from harness.benchmark.group import Group, GroupError
+from harness.benchmark.launch_metrics import LaunchSample
+from harness.benchmark.timed_launch import TimedLaunch, TimedLaunchError
 from harness.core.outcome import Outcome
 
-Begin = Callable[[int], Group]
+Begin = Callable[[int], TimedLaunch]
 """Begins a launch, which is told its number."""
 
 T = TypeVar("T")
 
 
-class Turns:
+class PairedRounds:
     """``rounds`` rounds of a launch, then those of the next one. For each ``prepare``, then ``round``; last ``settle``.
 
     ``round`` alone is what is to be timed. The yardstick's rounds are paired with the cell's, one before, one after,
@@ -26,14 +26,14 @@ class Turns:
     """
 
     def __init__(self, begin: Begin, yardstick: Begin | None, rounds: int) -> None:
-        self.launches: list[Launch] = []
+        self.launches: list[LaunchSample] = []
         self._begin = begin
         self._begin_yardstick = yardstick
         self._rounds = rounds
         self._done = 0
         self._unsettled = False
-        self._group: Group | None = None
-        self._yardstick: Group | None = None
+        self._group: TimedLaunch | None = None
+        self._yardstick: TimedLaunch | None = None
 
     def prepare(self) -> None:
         """Make everything ready for a round: a new launch, or the yardstick's round, if it is their turn."""
@@ -79,7 +79,7 @@ class Turns:
         self._group.look()
         timed = self._group.end()
         yardstick = None if self._yardstick is None else _by_hand(self._yardstick.end)
-        self.launches.append(Launch(timed, yardstick))
+        self.launches.append(LaunchSample(timed, yardstick))
         self._done, self._group, self._yardstick = 0, None, None
 
 
@@ -87,7 +87,7 @@ def _by_hand(do: Callable[[], T]) -> T:
     """Return what ``do`` returns; what goes wrong with the yardstick is no fault of the trainer under test."""
     try:
         return do()
-    except GroupError as failed:
+    except TimedLaunchError as failed:
         said = f"the hand-written loop beside it went wrong: {failed.finding.message}"
         finding = replace(failed.finding, outcome=Outcome.ERRORED, message=said)
-        raise GroupError(finding, failed.folder) from failed
+        raise TimedLaunchError(finding, failed.folder) from failed

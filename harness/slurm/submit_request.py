@@ -11,14 +11,14 @@ from pathlib import Path
 
 from harness.core.errors import PlanError
 from harness.core.invocation import SUITES, pytest_arguments
-from harness.results.records import new_run_id
-from harness.slurm.matrix import Selection, select
-from harness.slurm.script import Batch
-from harness.slurm.submission import FOLDER, LOG, Submission, shares
+from harness.results.header_footer import new_run_id
+from harness.slurm.script import BatchScript
+from harness.slurm.select_cells import Selection, select_cells
+from harness.slurm.submission import FOLDER, LOG, Submission, split_cells
 
 
 @dataclass(frozen=True)
-class Asked:
+class SubmitRequest:
     """What the user asked for. ``nodes`` and ``gpus`` (of each node) are a job's; ``tasks`` share the cells."""
 
     nodes: int
@@ -39,7 +39,7 @@ class Asked:
                 raise PlanError(f"--{name.replace('tasks', 'array')} {getattr(self, name)}: at least one is needed")
 
 
-def prepare(asked: Asked, command: tuple[str, ...]) -> Submission:
+def prepare(asked: SubmitRequest, command: tuple[str, ...]) -> Submission:
     """Plan a submission; ``command`` is what the user typed. Nothing is written.
 
     Raises:
@@ -49,14 +49,14 @@ def prepare(asked: Asked, command: tuple[str, ...]) -> Submission:
     if not words or words[0] in SUITES or words[0].startswith("-"):
         words = tuple(pytest_arguments(words))
     matrix = [*words, "--nodes", str(asked.nodes), "--gpus", str(asked.gpus)]
-    selection = select(matrix)
+    selection = select_cells(matrix)
     reports = (asked.report_dir or selection.reports).resolve()
     run = reports / new_run_id(datetime.now(timezone.utc))
-    tasks = shares([cell.cell for cell in selection.cells], asked.tasks)
+    tasks = split_cells([cell.cell for cell in selection.cells], asked.tasks)
     return Submission(run, command, batch_of(asked, selection, run, len(tasks)), selection.cells, tasks)
 
 
-def batch_of(asked: Asked, selection: Selection, run: Path, tasks: int) -> Batch:
+def batch_of(asked: SubmitRequest, selection: Selection, run: Path, tasks: int) -> BatchScript:
     """Return what each task of a run does: pytest over its own cells, on all of its nodes."""
     gpus: dict[str, str | int | None] = {} if asked.accelerator == "cpu" else {"gpus-per-node": asked.gpus}
     wished = {"partition": asked.partition, "time": asked.time}
@@ -79,7 +79,7 @@ def batch_of(asked: Asked, selection: Selection, run: Path, tasks: int) -> Batch
     flags = [*selection.flags, "--accelerator", asked.accelerator, "--launcher", "slurm"]
     part = f"{shlex.quote(str(run / FOLDER))}/task-$SLURM_ARRAY_TASK_ID"
     words = shlex.join([sys.executable, "-m", "pytest", *flags])
-    return Batch(
+    return BatchScript(
         options=options,
         command=f"{words} --report-dir {part} @{part}/cells.txt",
         folder=str(Path.cwd()),

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from harness.benchmark.round_control import Gates, MissingRanksError
+from harness.benchmark.round_control import MissingRanksError, RoundControl
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, TraceError
 from harness.core.finding import Finding
@@ -24,7 +24,7 @@ from harness.launch.settings import Settings
 from harness.results.records import PERFORMANCE
 
 
-class GroupError(Exception):
+class TimedLaunchError(Exception):
     """A group that did not come to the end of its training: the finding says why; its logs lie in ``folder``."""
 
     def __init__(self, finding: Finding, folder: Path) -> None:
@@ -34,14 +34,14 @@ class GroupError(Exception):
 
 
 @dataclass(frozen=True)
-class Timed:
+class LaunchTimings:
     """What one launch measured, by rank; ``seconds`` is all of it, from the start of its ranks to their end."""
 
     ranks: tuple[RankTiming, ...]
     seconds: float
 
 
-class Group:
+class TimedLaunch:
     """One launch of a cell of a performance workload. Its ranks are warm, and wait, when ``begin`` returns.
 
     Every method but ``close`` may raise ``GroupError`` (a rank raised, died or hung, or did not make one step of each
@@ -49,7 +49,7 @@ class Group:
     has one group at a time; groups of several pools may take turns, since those that wait take no time from others.
     """
 
-    def __init__(self, cell: Cell, folder: Path, gates: Gates, launched: Launched, seconds: float) -> None:
+    def __init__(self, cell: Cell, folder: Path, gates: RoundControl, launched: Launched, seconds: float) -> None:
         self._cell = cell
         self.folder = folder
         self._gates = gates
@@ -58,9 +58,9 @@ class Group:
         self._is_over = False
 
     @classmethod
-    def begin(cls, pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Group:
+    def begin(cls, pool: Pool, cell: Cell, folder: Path, settings: Settings) -> TimedLaunch:
         """Start the ranks and let them train their warm-up; ``folder`` is there, and the group's from now on."""
-        gates = Gates(folder / "gate", cell.processes)
+        gates = RoundControl(folder / "gate", cell.processes)
         try:
             launched = start(pool, cell, folder, settings, gate=folder / "gate")
         except BaseException:
@@ -80,7 +80,7 @@ class Group:
         for _ in range(2):
             self.round()
 
-    def end(self) -> Timed:
+    def end(self) -> LaunchTimings:
         """Take the ranks' reports, and let them train to the end."""
         try:
             reports = self._gates.reports(self._seconds)
@@ -91,14 +91,14 @@ class Group:
         if wrong is not None:
             raise self._told(wrong)
         shutil.rmtree(self.folder, ignore_errors=True)
-        return Timed(tuple(map(RankTiming.from_json, reports)), trace.seconds or 0.0)
+        return LaunchTimings(tuple(map(RankTiming.from_json, reports)), trace.seconds or 0.0)
 
     def close(self) -> None:
         """End a group that nobody wants any more; of one that is over nothing is left to end."""
         if self._is_over:
             return
         self._gates.close()  # those that wait there take it as the end
-        with suppress(GroupError, LaunchError):
+        with suppress(TimedLaunchError, LaunchError):
             self._ended(GRACE)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -108,7 +108,7 @@ class Group:
         except MissingRanksError as missing:
             raise self._failed(missing) from None
 
-    def _failed(self, missing: MissingRanksError) -> GroupError:
+    def _failed(self, missing: MissingRanksError) -> TimedLaunchError:
         """Return what became of a group of which ranks are missing at a boundary."""
         if not missing.late:
             self._gates.close()  # somebody is gone: nobody need wait any longer
@@ -135,8 +135,8 @@ class Group:
         finally:
             self._gates.close()
 
-    def _told(self, finding: Finding) -> GroupError:
-        return GroupError(replace(finding, check=PERFORMANCE), self.folder)
+    def _told(self, finding: Finding) -> TimedLaunchError:
+        return TimedLaunchError(replace(finding, check=PERFORMANCE), self.folder)
 
 
 class TakesTurns(Protocol):
