@@ -36,7 +36,7 @@ from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.statistics.intervals import Estimate, estimate
+from harness.statistics.intervals import FigureInterval, figure_interval
 from harness.workloads import PERFORMANCE
 
 YARDSTICK = str(Path(__file__).parents[1] / "suites" / "performance" / "yardsticks.py")
@@ -90,10 +90,9 @@ def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
             else:
                 by_hand.append(launch(cell.workload, cell.topology.devices))
     (figure,) = (one for one in measurements(cell, measured, "") if one.metric == "throughput")
-    ratio = estimate([hand / own for hand, own in zip(by_hand, figure.samples, strict=True)])
-    print(
-        f"{cell.id:32} {told(estimate(figure.samples)):>32} {told(estimate(by_hand)):>32} {told(ratio):>24}", flush=True
-    )
+    ratio = figure_interval([hand / own for hand, own in zip(by_hand, figure.samples, strict=True)])
+    both = [told(figure_interval(samples)) for samples in (figure.samples, by_hand)]
+    print(f"{cell.id:32} {both[0]:>32} {both[1]:>32} {told(ratio):>24}", flush=True)
     return ratio.low <= 1 <= ratio.high
 
 
@@ -110,7 +109,7 @@ def by_harness(subject: str, cell: Cell) -> LaunchSample:
             return LaunchSample(group.end())
 
 
-def told(one: Estimate) -> str:
+def told(one: FigureInterval) -> str:
     """Write a figure with its bounds."""
     return f"{one.value:,.4g} ({one.low:,.4g} … {one.high:,.4g})"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from harness.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
 from harness.core.cell import Cell
 from harness.results.records import Measurement
-from harness.statistics.intervals import estimate
+from harness.statistics.intervals import figure_interval
 from harness.workloads import PERFORMANCE, Workload
 
 
@@ -39,7 +39,7 @@ def _measurement(
     if metric.unit == "count":
         # Once is enough: what a median of counts would hide is what is asked for.
         return Measurement.of(cell, name, metric.unit, metric.better, value=max(samples), **figures)
-    told = estimate(samples, share=metric.unit == "share")
+    told = figure_interval(samples, share=metric.unit == "share")
     value = None if told.refusal else told.value
     bounds = {"value": value, "low": told.low, "high": told.high, "refusal": told.refusal}
     return Measurement.of(cell, name, metric.unit, metric.better, **bounds, **figures)

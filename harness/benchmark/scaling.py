@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from harness.benchmark.launch_metrics import METRICS
 from harness.results.records import Measurement
-from harness.statistics.intervals import unstable
+from harness.statistics.intervals import why_unstable
 from harness.workloads import PERFORMANCE
 
 
@@ -36,7 +36,7 @@ def _efficiency(several: Measurement, single: Measurement) -> Measurement:
     middle = _middle(several) - _middle(single) - math.log(devices)
     half = math.hypot(_half(several), _half(single))
     low, high = math.exp(middle - half), math.exp(middle + half)
-    wide = unstable(low, high)
+    wide = why_unstable(low, high)
     assert several.value is not None
     assert single.value is not None
     return several.model_copy(
