@@ -14,7 +14,8 @@ from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.software import Software
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
-from harness.machine.fingerprint import Fingerprint, plumbline_version
+from harness.machine.fingerprint import Fingerprint
+from harness.machine.installed_software import plumbline_version
 from harness.results.fields import Count, Plain, Text, UtcTime
 from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, PlannedCell, Record, Result, ending
 

@@ -14,7 +14,6 @@ import pytest
 
 import harness.machine.doctor.probes
 from harness.cli.main import main
-from harness.machine import cpu_load
 from harness.machine.doctor import gpus as gpu_probes
 from harness.machine.doctor import limits
 from harness.machine.doctor.communication import ranks
@@ -151,7 +150,7 @@ def test_a_busy_machine_is_measured_and_is_no_trouble() -> None:
     command = [sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=1000)]
     others = [subprocess.Popen(command) for _ in range(3)]
     try:
-        busy = cpu_load.load()
+        busy = limits.load()
     finally:
         os.sched_setaffinity(0, cores)
         for other in others:

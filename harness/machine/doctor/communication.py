@@ -1,4 +1,4 @@
-"""Whether processes of this machine can be started and talk to each other: tried, not guessed."""
+"""Probes that start processes on this machine and let them communicate."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from harness.machine.doctor.probe_result import ProbeResult
 if TYPE_CHECKING:
     from harness.launch.pool import Pool
 
-SECONDS = 10.0
-"""For two ranks that train together on a machine that starts the fork server at once."""
+TRAINING_LIMIT_S = 10.0
+"""Time limit of two ranks that train together, on a machine that starts the fork server at once."""
 
-STARTS = 4
-"""A busy machine, or a slow one, has as many times longer as it took to start the fork server."""
+START_TIMES = 4
+"""On a slow or busy machine the limit is longer by so many times the start of the fork server."""
 
 FEWEST_PORTS = 1000
 
 
 def ranks() -> Iterator[ProbeResult]:
-    """Answer whether ranks come to life here, and whether two of them average gradients over gloo, and over NCCL.
+    """Check that ranks can be started, and that two of them average gradients over gloo, and over NCCL.
 
-    They train the smallest cell, and the judge says whether the gradients were averaged.
+    They train the smallest cell, and the judge decides whether the gradients were averaged.
     """
     from harness.launch.pool import Pool
 
@@ -37,7 +37,7 @@ def ranks() -> Iterator[ProbeResult]:
         assert pool.subjects
         started = time.monotonic() - begun
         yield ProbeResult(f"the fork server started in {started:.1f} s")
-        limit = SECONDS + STARTS * started
+        limit = TRAINING_LIMIT_S + START_TIMES * started
         advice = "is the loopback interface up? may processes here connect to each other?"
         yield _together(pool, "cpu", "gloo", advice, limit)
         over_nccl = _over_nccl(pool, limit)
@@ -48,11 +48,11 @@ def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
-        return ProbeResult("NCCL is not in this build of torch; simulated devices do without")
+        return ProbeResult("this build of torch has no NCCL; simulated devices do not need it")
     version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     if torch.cuda.device_count() < 2:
         return ProbeResult(f"{version}; fewer than two CUDA devices to try it on")
-    advice = "set NCCL_DEBUG=INFO; in a container, is there shared memory enough?"
+    advice = "set NCCL_DEBUG=INFO; in a container, is there enough shared memory?"
     return _together(pool, "cuda", version, advice, limit)
 
 
@@ -72,13 +72,13 @@ def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float
 
 
 def ports() -> Iterator[ProbeResult]:
-    """Answer whether there are free ports for ranks to meet on."""
+    """Check that there are free ports for the rendezvous of ranks."""
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         used = len(Path("/proc/net/tcp").read_text().splitlines()) - 1
     except (OSError, ValueError):
-        yield ProbeResult("this system does not say which ports it gives out")
+        yield ProbeResult("the system does not report its range of ephemeral ports")
         return
     free = last - first + 1 - used
-    advice = "widen net.ipv4.ip_local_port_range, or end what holds them" if free < FEWEST_PORTS else None
+    advice = "widen net.ipv4.ip_local_port_range, or end the processes that hold them" if free < FEWEST_PORTS else None
     yield ProbeResult(f"{free} of the ports {first} to {last} are free", advice)

@@ -1,4 +1,4 @@
-"""CUDA devices and what is between them. A machine without any is well: its devices are simulated."""
+"""Probes of the CUDA devices and their links. A machine without any is fit for a run: devices are simulated."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXCLUSIVE = ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
 
 
 def devices() -> Iterator[ProbeResult]:
-    """Answer which CUDA devices torch sees, and whether ranks may use them."""
+    """Check which CUDA devices torch sees, and whether several ranks may use them."""
     import torch
 
     seen = torch.cuda.device_count()
@@ -25,7 +25,7 @@ def devices() -> Iterator[ProbeResult]:
         elif torch.version.cuda:
             yield ProbeResult(
                 f"{len(rows)} GPUs are in this machine, and torch sees none",
-                "look at CUDA_VISIBLE_DEVICES, at the driver, and whether the container was given the GPUs",
+                "check CUDA_VISIBLE_DEVICES, the driver, and whether the container has access to the GPUs",
             )
         else:
             yield ProbeResult(
@@ -43,7 +43,7 @@ def devices() -> Iterator[ProbeResult]:
 
 
 def links() -> Iterator[ProbeResult]:
-    """Answer how the CUDA devices reach each other."""
+    """Check how the CUDA devices are linked."""
     import torch
 
     seen = torch.cuda.device_count()
@@ -58,7 +58,7 @@ def links() -> Iterator[ProbeResult]:
         shown = ", ".join(f"{first} and {second}" for first, second in apart[:4])
         yield ProbeResult(
             f"no peer access between {_pairs(len(apart))} of devices ({shown}{', …' if len(apart) > 4 else ''})",
-            "NCCL takes the way through the host there: look at NCCL_P2P_DISABLE and at ACS in the BIOS",
+            "NCCL copies through the host there: check NCCL_P2P_DISABLE, and ACS in the BIOS",
         )
     else:
         yield ProbeResult(f"each of {seen} devices reaches each other one directly")
@@ -67,13 +67,13 @@ def links() -> Iterator[ProbeResult]:
 def link_kinds(matrix: str) -> dict[str, int]:
     """Return how many pairs of GPUs are linked in which way, from what ``nvidia-smi topo -m`` prints."""
     plain = re.sub(r"\x1b\[[0-9;]*m", "", matrix)
-    # The head is indented, and other devices have rows of their own.
+    # The header row is indented, and NICs have rows of their own.
     gpus = [line.split() for line in plain.splitlines() if re.match(r"GPU\d+\s", line)]
     return dict(Counter(kind for place, row in enumerate(gpus) for kind in _beside(row, place, len(gpus))))
 
 
 def _beside(row: Sequence[str], place: int, count: int) -> Sequence[str]:
-    """Return the links to the devices after this one: the matrix says everything twice."""
+    """Return the links to the devices after this one: the matrix is symmetric."""
     return row[1 : count + 1][place + 1 :]
 
 

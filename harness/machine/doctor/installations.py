@@ -1,4 +1,4 @@
-"""Python, torch and the trainers: what is installed. Nothing of theirs is run."""
+"""Probes of the installed Python, torch and trainers. No trainer is imported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OLDEST_TORCH = (2, 4)
 
 
 def python() -> Iterator[ProbeResult]:
-    """Answer whether this interpreter is new enough for the parent's side."""
+    """Check that this interpreter is new enough for the parent process."""
     found = f"{platform.python_implementation()} {platform.python_version()} on {platform.system()}"
     wanted = ".".join(map(str, OLDEST_PYTHON))
     old = sys.version_info[:2] < OLDEST_PYTHON
@@ -23,7 +23,7 @@ def python() -> Iterator[ProbeResult]:
 
 
 def torch_build() -> Iterator[ProbeResult]:
-    """Answer which torch is there, and whether it was built for the GPUs that are."""
+    """Check that torch can be imported and is new enough, and which CUDA it was built for."""
     try:
         import torch
     except Exception as error:  # a broken torch raises OSError, RuntimeError, …
@@ -41,7 +41,7 @@ def torch_build() -> Iterator[ProbeResult]:
 
 
 def subjects() -> Iterator[ProbeResult]:
-    """Answer which of the trainers that ship can be examined here."""
+    """List which of the shipped subjects can be examined here."""
     from harness.subjects.environments import LIBRARIES
     from harness.subjects.load import SHORT_NAMES
 
@@ -55,4 +55,4 @@ def subjects() -> Iterator[ProbeResult]:
     yield ProbeResult(", ".join(there))
     if missing:
         listing = command("plumbline", "subjects")
-        yield ProbeResult(f"not installed, which is fine: {', '.join(missing)} (`{listing}` says how to get them)")
+        yield ProbeResult(f"not installed, and not required: {', '.join(missing)} (`{listing}` says how to get them)")

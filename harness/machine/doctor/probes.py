@@ -1,4 +1,4 @@
-"""What a machine must have for a run, question by question: each answers with lines that say ok, or what to do."""
+"""All probes of this machine by name, and running them beside each other."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from harness.machine.cpu_load import load, work_done
+from harness.machine.cpu_load import work_done
 from harness.machine.doctor.communication import ports, ranks
 from harness.machine.doctor.gpus import devices, links
 from harness.machine.doctor.installations import python, subjects, torch_build
-from harness.machine.doctor.limits import clock, cores, disk, limits, memory, shared_memory
+from harness.machine.doctor.limits import clock, cores, disk, limits, load, memory, shared_memory
 from harness.machine.doctor.probe_result import ProbeResult
 
-QUIET = 30.0
-"""Seconds without any work done for the probes, after which one without an answer hangs."""
+IDLE_LIMIT_S = 30.0
+"""A probe without a result hangs if no processor time has been used for the probes for so long."""
 
-LONGEST = 600.0
-"""Seconds for all probes together, however much work is done."""
+TOTAL_LIMIT_S = 600.0
+"""For all probes together, however much processor time they use."""
 
-_LEAST_WORK = 0.02
-"""Seconds of computing, or of waiting for a processor, that count as work."""
+_LEAST_WORK_S = 0.02
+"""Processor time, or waiting for a processor, that counts as work."""
 
-_POLL = 0.2
+_POLL_S = 0.2
 
 Probe = Callable[[], Iterator[ProbeResult]]
 
 
 def probes(report_dir: Path) -> dict[str, Probe]:
-    """Return every question by its name, in the order of the answers. The load is measured before any is asked."""
+    """Return every probe by its name, in the order of the results. The load is measured now, before any of them."""
     measured = load()
     return {
         "load": lambda: iter([measured]),
@@ -51,41 +51,36 @@ def probes(report_dir: Path) -> dict[str, Probe]:
 
 
 def run_probes(
-    asked: Mapping[str, Probe], quiet: float = QUIET, longest: float = LONGEST
+    named: Mapping[str, Probe], quiet: float = IDLE_LIMIT_S, longest: float = TOTAL_LIMIT_S
 ) -> Iterator[tuple[str, ProbeResult]]:
-    """Yield the lines of each question with its name, in order, as they are answered; all are asked at once.
+    """Run all probes at once; yield the results of each with its name, in order, as they arrive.
 
-    One that raises says so. One without an answer is waited for as long as work is done for any of them, however slow
-    the machine is: it hangs where nothing has been computed for ``quiet`` seconds, and nothing waited for a processor.
-    After ``longest`` seconds no question is waited for.
+    A probe that raises has a result that says so. One without a result is waited for as long as any of them uses
+    processor time, however slow the machine is: it hangs if none was used, or waited for, for ``quiet`` seconds. After
+    ``longest`` seconds no probe is waited for.
     """
-    watch = _Watch()
-    for name, answers in [(name, _asked(question)) for name, question in asked.items()]:
+    activity = _Activity()
+    for name, results in [(name, _start(probe)) for name, probe in named.items()]:
         while True:
             try:
-                line = answers.get(timeout=min(_POLL, quiet))
+                result = results.get(timeout=min(_POLL_S, quiet))
             except queue.Empty:
-                if watch.quiet > quiet:
-                    found = f"no answer, and nothing has been computed for {watch.quiet:.0f} s"
-                    yield (
-                        name,
-                        ProbeResult(found, "it hangs: see what it waits for, a device, a file system or the network"),
-                    )
+                if activity.quiet > quiet:
+                    found = f"no answer, and nothing has been computed for {activity.quiet:.0f} s"
+                    yield name, ProbeResult(found, "it hangs: a device, a file system or the network does not respond")
                     break
-                if watch.seconds > longest:
-                    yield (
-                        name,
-                        ProbeResult(f"no answer within {longest:.0f} s", "ask again when the machine is less busy"),
-                    )
+                if activity.seconds > longest:
+                    found = f"no answer within {longest:.0f} s"
+                    yield name, ProbeResult(found, "try again when the machine is less busy")
                     break
                 continue
-            if line is None:
+            if result is None:
                 break
-            yield name, line
+            yield name, result
 
 
-class _Watch:
-    """Tells for how long nothing has been done for the probes. Where the system does not say, work goes on."""
+class _Activity:
+    """For how long the probes have used no processor time. Where the system does not report it, they always do."""
 
     def __init__(self) -> None:
         self._begun = self._since = time.monotonic()
@@ -93,31 +88,31 @@ class _Watch:
 
     @property
     def seconds(self) -> float:
-        """The time since the probes were asked."""
+        """The time since the probes were started."""
         return time.monotonic() - self._begun
 
     @property
     def quiet(self) -> float:
-        """The time since there was work."""
+        """The time since work was last seen."""
         done = work_done()
-        if done is None or self._done is None or abs(done - self._done) > _LEAST_WORK:
+        if done is None or self._done is None or abs(done - self._done) > _LEAST_WORK_S:
             self._done, self._since = done, time.monotonic()
         return time.monotonic() - self._since
 
 
-def _asked(question: Probe) -> queue.SimpleQueue[ProbeResult | None]:
-    """Ask in a thread that nobody has to wait for, and return where the lines will be; None is the end of them."""
-    answers: queue.SimpleQueue[ProbeResult | None] = queue.SimpleQueue()
+def _start(probe: Probe) -> queue.SimpleQueue[ProbeResult | None]:
+    """Run a probe in a daemon thread, and return the queue of its results; None is the end of them."""
+    results: queue.SimpleQueue[ProbeResult | None] = queue.SimpleQueue()
 
-    def answer() -> None:
+    def run() -> None:
         try:
-            for line in question():
-                answers.put(line)
-        except Exception as error:  # whatever is wrong with a machine, the other probes are asked
-            answers.put(
-                ProbeResult(f"cannot be found out ({type(error).__name__}: {error})", "see to what the error names")
+            for result in probe():
+                results.put(result)
+        except Exception as error:  # whatever is wrong with the machine, the other probes go on
+            results.put(
+                ProbeResult(f"cannot be found out ({type(error).__name__}: {error})", "look into what the error names")
             )
-        answers.put(None)
+        results.put(None)
 
-    threading.Thread(target=answer, daemon=True).start()
-    return answers
+    threading.Thread(target=run, daemon=True).start()
+    return results
