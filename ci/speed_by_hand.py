@@ -105,7 +105,7 @@ def by_harness(subject: str, cell: Cell) -> LaunchSample:
         with closing(TimedLaunch.begin(pool, cell, own, Settings())) as group:
             for _ in range(PERFORMANCE[cell.workload].rounds):
                 group.round()
-            group.look()
+            group.profile()
             return LaunchSample(group.end())
 
 

@@ -1,4 +1,4 @@
-"""The launches of one cell, a round at a time, with the hand-written loop's rounds between them."""
+"""The launches of one measured cell, round by round, paired with rounds of the hand-written loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.benchmark.timed_launch import TimedLaunch, TimedLaunchError
 from harness.core.outcome import Outcome
 
 Begin = Callable[[int], TimedLaunch]
-"""Begins a launch, which is told its number."""
+"""Begins the launch of a number, counted from 0."""
 
 T = TypeVar("T")
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 class PairedRounds:
     """``rounds`` rounds of a launch, then those of the next one. For each ``prepare``, then ``round``; last ``settle``.
 
-    ``round`` alone is what is to be timed. The yardstick's rounds are paired with the cell's, one before, one after,
-    one before, …: a machine that grows slower all the while is as slow for one as for the other. ``launches`` has those
-    that are over. Where it raises (``GroupError``, ``LaunchError``) nothing of it goes on running.
+    Only ``round`` is to be timed. The yardstick's rounds are paired with the cell's, one before, one after, one before,
+    …: a machine that grows slower slows both equally. ``launches`` has the ones that are over. Where a method raises
+    (``TimedLaunchError``, ``LaunchError``), ``close`` ends what still runs.
     """
 
     def __init__(self, begin: Begin, yardstick: Begin | None, rounds: int) -> None:
@@ -32,62 +32,62 @@ class PairedRounds:
         self._rounds = rounds
         self._done = 0
         self._unsettled = False
-        self._group: TimedLaunch | None = None
+        self._timed: TimedLaunch | None = None
         self._yardstick: TimedLaunch | None = None
 
     def prepare(self) -> None:
-        """Make everything ready for a round: a new launch, or the yardstick's round, if it is their turn."""
+        """Do what comes before a round: begin a new launch or train the yardstick's round, if it is their turn."""
         self.settle()
         if self._done == 0:
             number = len(self.launches)
-            self._group = self._begin(number)
+            self._timed = self._begin(number)
             if self._begin_yardstick is not None:
-                self._yardstick = _by_hand(partial(self._begin_yardstick, number))
+                self._yardstick = _blaming_yardstick(partial(self._begin_yardstick, number))
         if self._done % 2 == 0:
-            self._yardsticks_round()
+            self._train_yardstick()
 
     def round(self) -> None:
         """Let the cell's ranks train a round."""
-        assert self._group is not None
+        assert self._timed is not None
         self._unsettled = True
-        self._group.round()
+        self._timed.round()
 
     def settle(self) -> None:
-        """Do what is left to do after a round, once; ``prepare`` does it for the one before."""
+        """Do what comes after a round, once; ``prepare`` does it for the round before."""
         if not self._unsettled:
             return
         self._unsettled = False
         if self._done % 2 == 1:
-            self._yardsticks_round()
+            self._train_yardstick()
         self._done += 1
         if self._done == self._rounds:
             self._end_launch()
 
     def close(self) -> None:
         """End whatever is still running."""
-        for group in (self._group, self._yardstick):
-            if group is not None:
-                group.close()
-        self._group = self._yardstick = None
+        for timed in (self._timed, self._yardstick):
+            if timed is not None:
+                timed.close()
+        self._timed = self._yardstick = None
 
-    def _yardsticks_round(self) -> None:
+    def _train_yardstick(self) -> None:
         if self._yardstick is not None:
-            _by_hand(self._yardstick.round)
+            _blaming_yardstick(self._yardstick.round)
 
     def _end_launch(self) -> None:
-        assert self._group is not None
-        self._group.look()
-        timed = self._group.end()
-        yardstick = None if self._yardstick is None else _by_hand(self._yardstick.end)
+        assert self._timed is not None
+        self._timed.profile()
+        timed = self._timed.end()
+        yardstick = None if self._yardstick is None else _blaming_yardstick(self._yardstick.end)
         self.launches.append(LaunchSample(timed, yardstick))
-        self._done, self._group, self._yardstick = 0, None, None
+        self._done, self._timed, self._yardstick = 0, None, None
 
 
-def _by_hand(do: Callable[[], T]) -> T:
-    """Return what ``do`` returns; what goes wrong with the yardstick is no fault of the trainer under test."""
+def _blaming_yardstick(do: Callable[[], T]) -> T:
+    """Return what ``do`` returns; its failure is reported as the yardstick's, and not as the trainer's."""
     try:
         return do()
     except TimedLaunchError as failed:
-        said = f"the hand-written loop beside it went wrong: {failed.finding.message}"
-        finding = replace(failed.finding, outcome=Outcome.ERRORED, message=said)
+        message = f"the hand-written loop beside it went wrong: {failed.finding.message}"
+        finding = replace(failed.finding, outcome=Outcome.ERRORED, message=message)
         raise TimedLaunchError(finding, failed.folder) from failed

@@ -222,7 +222,7 @@ class _Turn:
         _of(self.place, self.group.round)
 
     def end(self) -> Any:
-        _of(self.place, self.group.look)
+        _of(self.place, self.group.profile)
         return _of(self.place, self.group.end)
 
 

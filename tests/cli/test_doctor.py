@@ -252,7 +252,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.mark.parametrize(
     ("total", "free", "word"),
-    [(64 << 20, 60 << 20, "--shm-size"), (8 << 30, 1 << 20, "something fills it"), (8 << 30, 8 << 30, None)],
+    [(64 << 20, 60 << 20, "--shm-size"), (8 << 30, 1 << 20, "nearly full"), (8 << 30, 8 << 30, None)],
 )
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, total: int, free: int, word: str | None) -> None:
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: Usage(total, total - free, free))

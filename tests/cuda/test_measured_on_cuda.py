@@ -26,7 +26,7 @@ def timed(cuda_cell, warm_pool, tmp_path):
         try:
             for _ in range(4):
                 group.round()
-            group.look()
+            group.profile()
             return group.end().ranks
         finally:
             group.close()

@@ -56,7 +56,7 @@ def timed(begun):
         group = begun(*which, **settings)
         for _ in range(rounds):
             group.round()
-        group.look()
+        group.profile()
         return group.end()
 
     return whole

@@ -25,8 +25,8 @@ class Noting:
         if self.rounds == self.failing:
             raise TimedLaunchError(Finding("performance", Outcome.CRASHED, "rank 0: killed", rank=0), Path("there"))
 
-    def look(self):
-        self.notes.append(f"{self.name} looks")
+    def profile(self):
+        self.notes.append(f"{self.name} profiles")
 
     def end(self):
         self.notes.append(f"{self.name} ends")
@@ -65,20 +65,20 @@ def test_neighbours_are_paired_and_neither_always_comes_first():
     ]
 
 
-def test_a_launch_is_over_before_the_next_begins_and_is_looked_at_once():
+def test_a_launch_is_over_before_the_next_begins_and_is_profiled_once():
     notes = []
     drive(turns_of(notes, 2), 4)
     assert notes.index("cell 0 ends") < notes.index("cell 1")
     assert notes.index("hand 0 ends") < notes.index("hand 1")
-    assert notes.count("cell 0 looks") == notes.count("cell 1 looks") == 1
-    assert "hand 0 looks" not in notes
+    assert notes.count("cell 0 profiles") == notes.count("cell 1 profiles") == 1
+    assert "hand 0 profiles" not in notes
 
 
 def test_without_a_loop_by_hand_the_cell_trains_alone():
     notes = []
     turns = PairedRounds(lambda number: Noting("cell", notes), None, 2)
     drive(turns, 2)
-    assert notes == ["cell", "cell", "cell looks", "cell ends"]
+    assert notes == ["cell", "cell", "cell profiles", "cell ends"]
     assert turns.launches[0].yardstick is None
 
 
