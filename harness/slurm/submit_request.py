@@ -1,4 +1,4 @@
-"""From what was asked for to a submission: the cells, their tasks, and the batch script. Sends nothing."""
+"""Plans a submission from the user's request: cells, tasks and the batch script. Submits nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from harness.slurm.submission import FOLDER, LOG, Submission, split_cells
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """What the user asked for. ``nodes`` and ``gpus`` (of each node) are a job's; ``tasks`` share the cells."""
+    """The options of ``plumbline submit``: each of ``tasks`` has ``nodes`` nodes with ``gpus`` devices each."""
 
     nodes: int
     gpus: int
@@ -39,51 +39,51 @@ class SubmitRequest:
                 raise PlanError(f"--{name.replace('tasks', 'array')} {getattr(self, name)}: at least one is needed")
 
 
-def prepare(asked: SubmitRequest, command: tuple[str, ...]) -> Submission:
-    """Plan a submission; ``command`` is what the user typed. Nothing is written.
+def prepare(request: SubmitRequest, command: tuple[str, ...]) -> Submission:
+    """Return the submission of a request; ``command`` is the user's command. Nothing is written.
 
     Raises:
-        PlanError: it cannot be planned, or written down for SLURM.
+        PlanError: it selects no cell, or cannot be expressed in a batch script.
     """
-    words = asked.pytest
+    words = request.pytest
     if not words or words[0] in SUITES or words[0].startswith("-"):
         words = tuple(pytest_arguments(words))
-    matrix = [*words, "--nodes", str(asked.nodes), "--gpus", str(asked.gpus)]
+    matrix = [*words, "--nodes", str(request.nodes), "--gpus", str(request.gpus)]
     selection = select_cells(matrix)
-    reports = (asked.report_dir or selection.reports).resolve()
+    reports = (request.report_dir or selection.reports).resolve()
     run = reports / new_run_id(datetime.now(timezone.utc))
-    tasks = split_cells([cell.cell for cell in selection.cells], asked.tasks)
-    return Submission(run, command, batch_of(asked, selection, run, len(tasks)), selection.cells, tasks)
+    tasks = split_cells([cell.cell for cell in selection.cells], request.tasks)
+    return Submission(run, command, batch_of(request, selection, run, len(tasks)), selection.cells, tasks)
 
 
-def batch_of(asked: SubmitRequest, selection: Selection, run: Path, tasks: int) -> BatchScript:
-    """Return what each task of a run does: pytest over its own cells, on all of its nodes."""
-    gpus: dict[str, str | int | None] = {} if asked.accelerator == "cpu" else {"gpus-per-node": asked.gpus}
-    wished = {"partition": asked.partition, "time": asked.time}
+def batch_of(request: SubmitRequest, selection: Selection, run: Path, tasks: int) -> BatchScript:
+    """Return the script of each task: pytest over its own cells, on all of its nodes."""
+    gpus: dict[str, str | int | None] = {} if request.accelerator == "cpu" else {"gpus-per-node": request.gpus}
+    wished = {"partition": request.partition, "time": request.time}
     options: dict[str, str | int | None] = {
         "job-name": "plumbline",
-        "nodes": asked.nodes,
-        "ntasks-per-node": asked.gpus,
+        "nodes": request.nodes,
+        "ntasks-per-node": request.gpus,
         **gpus,
         **{name: value for name, value in wished.items() if value is not None},
         "array": "0" if tasks == 1 else f"0-{tasks - 1}",
         "output": str(run / FOLDER / LOG),
         "no-requeue": None,
-        **asked.slurm,
+        **request.slurm,
     }
     comments = {
-        "ntasks-per-node": "Room for a rank a device.",
-        "no-requeue": "A task that is preempted is sent again by `plumbline submit`, with what it left undone only.",
+        "ntasks-per-node": "Room for one rank on each device.",
+        "no-requeue": "`plumbline submit` resubmits a preempted task, with its unfinished cells only.",
     }
-    # Instead of the user's files and folders, each task is told its cells by name.
-    flags = [*selection.flags, "--accelerator", asked.accelerator, "--launcher", "slurm"]
+    # Each task gets its cells by name instead of the user's files and folders.
+    flags = [*selection.flags, "--accelerator", request.accelerator, "--launcher", "slurm"]
     part = f"{shlex.quote(str(run / FOLDER))}/task-$SLURM_ARRAY_TASK_ID"
     words = shlex.join([sys.executable, "-m", "pytest", *flags])
     return BatchScript(
         options=options,
         command=f"{words} --report-dir {part} @{part}/cells.txt",
         folder=str(Path.cwd()),
-        modules=asked.modules,
-        environment=asked.environment,
+        modules=request.modules,
+        environment=request.environment,
         comments=comments,
     )

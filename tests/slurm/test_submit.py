@@ -114,7 +114,7 @@ def test_a_task_that_is_preempted_is_sent_again_with_what_it_left(cluster, submi
 
     told = Told().at("1 of 2 cells; tasks: 1 running", more_urgent)
     run = follow(made, told)
-    assert "task 0 (preempted) left 1 cell undone: they are sent again" in told
+    assert "task 0 (preempted) left 1 cell unfinished: resubmitting" in told
     assert not run.incomplete
     assert not ends_of(run)
     assert [line for line in told if line.startswith("job ")][1].endswith("1 cell in 1 task")
@@ -141,7 +141,9 @@ def test_a_task_that_never_gets_anywhere_is_given_up_with_its_log(cluster, submi
     told = Told()
     broken = replace(made, batch=replace(made.batch, modules=("a-module-that-is-nowhere",)))
     assert follow(broken, told) is None
-    assert re.search(r"task 0: ended twice \(FAILED\) and examined nothing more; 2 cells not examined: see", told[-1])
+    assert re.search(
+        r"task 0: ended twice \(FAILED\) without examining another cell; 2 cells not examined: see", told[-1]
+    )
     log = Path(told[-1].rpartition("see ")[2])
     assert "module" in log.read_text()
 
