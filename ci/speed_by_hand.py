@@ -31,14 +31,14 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness.benchmark.figures import Launch
-from harness.benchmark.group import Group
-from harness.benchmark.records import measurements
+from harness.benchmark.launch_metrics import LaunchSample
+from harness.benchmark.measurements import measurements
+from harness.benchmark.timed_launch import TimedLaunch
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.statistics.launch_estimate import Estimate, estimate
+from harness.statistics.intervals import FigureInterval, figure_interval
 from harness.workloads import PERFORMANCE
 
 YARDSTICK = str(Path(__file__).parents[1] / "suites" / "performance" / "yardsticks.py")
@@ -83,7 +83,7 @@ def on_cores(number: int) -> Iterator[None]:
 
 def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
     """Measure a cell both ways, in turns."""
-    measured: list[Launch] = []
+    measured: list[LaunchSample] = []
     by_hand: list[float] = []
     for number in range(launches):
         for turn in (0, 1) if number % 2 else (1, 0):
@@ -92,27 +92,26 @@ def agrees_here(subject: str, cell: Cell, launches: int) -> bool:
             else:
                 by_hand.append(launch(cell.workload, cell.topology.devices))
     (figure,) = (one for one in measurements(cell, measured, "") if one.metric == "throughput")
-    ratio = estimate([hand / own for hand, own in zip(by_hand, figure.samples, strict=True)])
-    print(
-        f"{cell.id:32} {told(estimate(figure.samples)):>32} {told(estimate(by_hand)):>32} {told(ratio):>24}", flush=True
-    )
+    ratio = figure_interval([hand / own for hand, own in zip(by_hand, figure.samples, strict=True)])
+    both = [told(figure_interval(samples)) for samples in (figure.samples, by_hand)]
+    print(f"{cell.id:32} {both[0]:>32} {both[1]:>32} {told(ratio):>24}", flush=True)
     return ratio.low <= 1 <= ratio.high
 
 
-def by_harness(subject: str, cell: Cell) -> Launch:
+def by_harness(subject: str, cell: Cell) -> LaunchSample:
     """Return one launch of a server of its own, as suites/performance has them, without a loop beside it."""
     with tempfile.TemporaryDirectory() as folder, closing(Pool(subject)) as pool:
         pool.settle()
         own = Path(folder, "launch")
         own.mkdir()
-        with closing(Group.begin(pool, cell, own, Settings())) as group:
+        with closing(TimedLaunch.begin(pool, cell, own, Settings())) as group:
             for _ in range(PERFORMANCE[cell.workload].rounds):
                 group.round()
-            group.look()
-            return Launch(group.end())
+            group.profile()
+            return LaunchSample(group.end())
 
 
-def told(one: Estimate) -> str:
+def told(one: FigureInterval) -> str:
     """Write a figure with its bounds."""
     return f"{one.value:,.4g} ({one.low:,.4g} … {one.high:,.4g})"
 

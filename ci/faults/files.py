@@ -24,8 +24,9 @@ from harness.report.markdown.support import support_page
 from harness.report.tables.support import support_table
 from harness.report.terminal.summary import support_for_terminal
 from harness.results.errors import CorruptRecord, NewerSchema
+from harness.results.header_footer import SCHEMA_VERSION, Footer, Header
 from harness.results.json_lines import line_of
-from harness.results.records import SCHEMA_VERSION, Footer, Header, Result
+from harness.results.records import Result
 from harness.results.run import RESULTS, read_run
 
 AT_ONCE = 200

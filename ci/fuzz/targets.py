@@ -40,8 +40,9 @@ from harness.planning.plan import Matrix, plan
 from harness.report.markdown.support import support_page
 from harness.report.tables.support import support_table
 from harness.report.terminal.summary import support_for_terminal
+from harness.results.header_footer import Footer, Header
 from harness.results.json_lines import line_of
-from harness.results.records import Footer, Header, Result
+from harness.results.records import Result
 from harness.results.run import RESULTS, read_run
 from harness.subjects.locator import parse_subject
 from harness.trainer.environments.slurm import expand_hosts

@@ -1,4 +1,4 @@
-"""The parent's side of the boundaries between rounds: it waits until all ranks are there, and lets them go together."""
+"""The parent's side of the barrier between rounds: it waits for all ranks, and releases them together."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from harness.worker.timing.round_barrier import GO, REPORT
 
 
 class MissingRanksError(Exception):
-    """A boundary that not all ranks reached: ``ranks`` did not. ``late``: they are still there, but time is up."""
+    """Not all ranks reached the barrier: ``ranks`` did not. ``late``: they still run, but the time limit has passed."""
 
     def __init__(self, ranks: set[int], *, late: bool) -> None:
-        super().__init__(f"ranks {sorted(ranks)} did not reach the boundary")
+        super().__init__(f"ranks {sorted(ranks)} did not reach the barrier")
         self.ranks = ranks
         self.late = late
 
 
-class Gates:
-    """Where ``ranks`` ranks of one launch stop, by a socket at ``path``.
+class RoundControl:
+    """The barrier of the ``ranks`` ranks of one launch, a Unix socket at ``path``.
 
     Raises:
-        LaunchError: there can be no socket at that path.
+        LaunchError: no socket can be bound to that path.
     """
 
     def __init__(self, path: Path, ranks: int) -> None:
@@ -39,7 +39,7 @@ class Gates:
         except OSError as error:
             self._listener.close()
             raise LaunchError(
-                f"ranks cannot be made to wait at {path} ({error}): let TMPDIR name a short path on this machine"
+                f"no socket can be bound to {path} ({error}): set TMPDIR to a short path on this machine"
             ) from error
         self._listener.listen(ranks)
         self._selector = selectors.DefaultSelector()
@@ -49,29 +49,29 @@ class Gates:
         self._gone: set[int] = set()
 
     def wait(self, seconds: float) -> None:
-        """Wait until every rank has reached the next boundary.
+        """Wait until every rank has reached the barrier.
 
         Raises:
-            MissingRanksError: a rank's connection ended before, or it took longer than ``seconds``.
+            MissingRanksError: a rank's connection was closed, or it took longer than ``seconds``.
         """
         for _ in self._next_lines(seconds):
             pass
 
     def release(self) -> None:
         """Let all ranks begin the next round."""
-        self._tell(GO)
+        self._send(GO)
 
     def reports(self, seconds: float) -> list[dict[str, Any]]:
-        """Ask all ranks, which wait at a boundary, for what they have measured; return it in their order.
+        """Request the reports of all ranks, which wait at the barrier; return them in the order of the ranks.
 
         Raises:
             MissingRanksError: as in :meth:`wait`.
         """
-        self._tell(REPORT)
+        self._send(REPORT)
         return [json.loads(line) for _, line in sorted(self._next_lines(seconds))]
 
     def close(self) -> None:
-        """Leave all ranks alone: those that wait take it as the end."""
+        """Close all connections: ranks that wait take it as the end."""
         self._selector.close()
         self._listener.close()
         self._path.unlink(missing_ok=True)
@@ -79,15 +79,15 @@ class Gates:
             connection.close()
         self._rests = {}
 
-    def _tell(self, what: bytes) -> None:
+    def _send(self, message: bytes) -> None:
         for connection in self._rests:
             try:
-                connection.sendall(what)
+                connection.sendall(message)
             except OSError:
-                continue  # it is gone, which the next wait will find
+                continue  # closed: the next wait reports it
 
     def _next_lines(self, seconds: float) -> Iterator[tuple[int, bytes]]:
-        """Yield the next line of each rank, as they come."""
+        """Yield the next line of each rank, as they arrive."""
         waiting = set(self._ranks)
         deadline = time.monotonic() + seconds
         while waiting:
@@ -112,7 +112,7 @@ class Gates:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _lines(self, connection: socket.socket) -> Iterator[tuple[int, bytes]]:
-        """Yield whole lines of a connection; the first says whose it is. One that has ended is taken off."""
+        """Yield whole lines of a connection; the first is the rank's number. A closed one is unregistered."""
         try:
             chunk = connection.recv(1 << 16)
         except ConnectionError:

@@ -1,7 +1,7 @@
-"""How much of each device is left when there are several: throughput over that of one device, times their number.
+"""Scaling efficiency: throughput on several devices over that on one device times their number.
 
-With the batch of each device kept (weak scaling) it says what the coming together costs; with the batch of all devices
-kept (strong scaling), also what smaller shares cost. Either way 1 is all that can be hoped for.
+With a constant batch on each device (weak scaling) it shows the cost of communication; with a constant global batch
+(strong scaling), also that of smaller batches on each device. 1 is perfect.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from harness.benchmark.figures import METRICS
+from harness.benchmark.launch_metrics import METRICS
 from harness.results.records import Measurement
-from harness.statistics.launch_estimate import unstable
+from harness.statistics.intervals import why_unstable
 from harness.workloads import PERFORMANCE
 
 
 def scaling(measurements: Sequence[Measurement]) -> list[Measurement]:
-    """Return the scaling efficiency of each throughput on several devices of which there is one on a single device.
+    """Return the scaling efficiency of each throughput on several devices that was also measured on a single one.
 
-    ``samples`` divides launch by launch; the bounds take both figures' into account, as independent of each other.
+    ``samples`` are divided launch by launch; the bounds combine those of both figures, taken as independent.
     """
     figures = [one for one in measurements if one.metric == "throughput" and one.value is not None]
     single = {_kind(one): one for one in figures if one.num_nodes * one.gpus == 1}
@@ -36,7 +36,7 @@ def _efficiency(several: Measurement, single: Measurement) -> Measurement:
     middle = _middle(several) - _middle(single) - math.log(devices)
     half = math.hypot(_half(several), _half(single))
     low, high = math.exp(middle - half), math.exp(middle + half)
-    wide = unstable(low, high)
+    wide = why_unstable(low, high)
     assert several.value is not None
     assert single.value is not None
     return several.model_copy(

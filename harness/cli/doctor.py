@@ -31,12 +31,12 @@ def doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from harness.machine.doctor.examination import examination, questions
+    from harness.machine.doctor.probes import probes, run_probes
     from harness.report.text import printable
 
     console = Console(highlight=False, soft_wrap=True)
     troubles = notes = 0
-    for name, line in examination(questions(options.report_dir)):
+    for name, line in run_probes(probes(options.report_dir)):
         sign, style = ("ok", "green")
         if line.advice is not None:
             sign, style = ("~~", "yellow") if line.is_note else ("!!", "bold red")

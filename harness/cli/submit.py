@@ -44,8 +44,8 @@ def submit(options: argparse.Namespace) -> int:
     from harness.report.terminal.summary import support_for_terminal
     from harness.report.write import write_report
     from harness.slurm.follow import Follower
-    from harness.slurm.prepare import Asked, prepare
     from harness.slurm.submission import Submission
+    from harness.slurm.submit_request import SubmitRequest, prepare
 
     if options.attach:
         submission = Submission.load(options.attach)
@@ -53,7 +53,7 @@ def submit(options: argparse.Namespace) -> int:
         if options.nodes is None or options.gpus is None:
             raise PlanError("submit needs --nodes and --gpus (of each node), or --attach RUN")
         submission = prepare(
-            Asked(
+            SubmitRequest(
                 nodes=options.nodes,
                 gpus=options.gpus,
                 tasks=options.array,

@@ -15,7 +15,7 @@ from harness.launch.cell_launch import CellLaunch, behavior_of, start, with_inte
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.launch.this_machine import devices_of
-from harness.machine.lease import share
+from harness.machine.lease import shared_lease
 from harness.workloads import find
 
 
@@ -33,7 +33,7 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
     Where a cell is being measured on this machine, or its devices are in use, that comes first.
     """
     try:
-        with share(devices_of(cell, settings.oversubscribe), together=settings.oversubscribe):
+        with shared_lease(devices_of(cell, settings.oversubscribe), share_devices=settings.oversubscribe):
             return verdict(start(pool, cell, folder, settings), cell)
     except LaunchError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)

@@ -13,9 +13,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness.benchmark.figures import Launch, SamplesError
-from harness.benchmark.group import Group, GroupError, interleaved
-from harness.benchmark.records import measurements
+from harness.benchmark.launch_metrics import LaunchSample, SamplesError
+from harness.benchmark.measurements import measurements
+from harness.benchmark.timed_launch import TimedLaunch, TimedLaunchError, interleaved
 from harness.core.accelerator import resolve_accelerator
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
@@ -24,16 +24,18 @@ from harness.core.outcome import Outcome
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.machine.fingerprint import take_fingerprint
-from harness.machine.lease import have_alone
+from harness.machine.lease import exclusive_lease
 from harness.planning.declaration import Declaration
 from harness.planning.plan import Matrix, check_devices, plan
 from harness.planning.topologies import DEFAULT_GPUS
 from harness.report.comparison.comparison import IN_TURNS
 from harness.report.write import write_report
+from harness.results.header_footer import Footer, Header
 from harness.results.records import PERFORMANCE as CHECK
-from harness.results.records import Footer, Header, Measurement, Result
-from harness.results.run import Run, RunWriter, read_run
-from harness.statistics.launch_estimate import FEWEST_LAUNCHES
+from harness.results.records import Measurement, Result
+from harness.results.run import Run, read_run
+from harness.results.run_writer import RunWriter
+from harness.statistics.intervals import FEWEST_LAUNCHES
 from harness.subjects.locator import parse_subject
 from harness.workloads import PERFORMANCE
 
@@ -160,11 +162,11 @@ class SideError(Exception):
 
 def measured(cells: Sequence[Cell], sides: Sequence[Side], number: int) -> list[list[Measurement | Result]]:
     """Return the records of both cells. Where one goes wrong, it says how, and the other is not measured either."""
-    launches: list[list[Launch]] = [[], []]
+    launches: list[list[LaunchSample]] = [[], []]
     try:
         for done in range(number):
             # What differs between two interpreters, such as where memory lies, is drawn anew for each launch.
-            with _folder() as folder, closing(sides[0].pool()) as a, closing(sides[1].pool()) as b, have_alone():
+            with _folder() as folder, closing(sides[0].pool()) as a, closing(sides[1].pool()) as b, exclusive_lease():
                 for place, launch in _launched((a, b), cells, folder, backwards=done % 2 == 1):
                     launches[place].append(launch)
     except SideError as failed:
@@ -174,7 +176,7 @@ def measured(cells: Sequence[Cell], sides: Sequence[Side], number: int) -> list[
     return [_records(cell, done) for cell, done in zip(cells, launches, strict=True)]
 
 
-def _records(cell: Cell, launches: Sequence[Launch]) -> list[Measurement | Result]:
+def _records(cell: Cell, launches: Sequence[LaunchSample]) -> list[Measurement | Result]:
     try:
         return list(measurements(cell, launches, _reproduce()))
     except SamplesError as error:
@@ -191,18 +193,18 @@ def _folder() -> AbstractContextManager[str]:
 
 def _launched(
     pools: Sequence[Pool], cells: Sequence[Cell], folder: str, *, backwards: bool
-) -> Iterator[tuple[int, Launch]]:
+) -> Iterator[tuple[int, LaunchSample]]:
     """Yield one launch of each side; their rounds alternate. ``backwards``: B begins."""
     turns: list[_Turn] = []
     try:
         for place in (1, 0) if backwards else (0, 1):
             own = Path(folder, str(place))
             own.mkdir()
-            begin = partial(Group.begin, pools[place], cells[place], own, Settings())
+            begin = partial(TimedLaunch.begin, pools[place], cells[place], own, Settings())
             turns.append(_Turn(place, _of(place, begin)))
         interleaved(turns, PERFORMANCE[cells[0].workload].rounds)
         for turn in turns:
-            yield turn.place, Launch(turn.end())
+            yield turn.place, LaunchSample(turn.end())
     finally:
         for turn in turns:
             turn.group.close()
@@ -213,20 +215,20 @@ class _Turn:
     """A group that says whose it is where it goes wrong."""
 
     place: int
-    group: Group
+    group: TimedLaunch
 
     def round(self) -> None:
         _of(self.place, self.group.round)
 
     def end(self) -> Any:
-        _of(self.place, self.group.look)
+        _of(self.place, self.group.profile)
         return _of(self.place, self.group.end)
 
 
 def _of(place: int, do: Callable[[], Any]) -> Any:
     try:
         return do()
-    except GroupError as failed:
+    except TimedLaunchError as failed:
         raise SideError(place, failed.finding) from failed
     except LaunchError as error:
         raise SideError(place, Finding(CHECK, Outcome.ERRORED, str(error))) from error

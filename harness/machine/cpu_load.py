@@ -1,4 +1,4 @@
-"""How busy this machine is, measured, and how much work this process and those below it have done or waited to do."""
+"""How busy the processors are, measured, and how much processor time this process and its descendants have used."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from harness.machine.doctor.line import Line
-from harness.machine.state import usable_cores
 from harness.worker.processes import present
-
-BUSY = 1.5
-"""From so many times its processor time on, a computation says that others want the processors."""
-
-MOST_PROBES = 4
 
 _PROBE = """
 import time
@@ -27,32 +20,17 @@ print((time.monotonic() - began) / (time.process_time() - used))
 """
 
 
-def slowdown(probes: int) -> float:
-    """Return how many times its processor time a computation takes, of so many beside each other the slowest."""
+def slowdown(processes: int) -> float:
+    """Return the wall time of a computation over its processor time, in the slowest of several ``processes``."""
     command = [sys.executable, "-I", "-S", "-c", _PROBE]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(probes)]
-    return max(float(probe.communicate()[0] or 1) for probe in running)
-
-
-def load() -> Line:
-    """Measure how busy the machine is. A busy one is fit for a run, and slow."""
-    cores = usable_cores() or 1
-    factor = slowdown(min(cores, MOST_PROBES))
-    found = f"computing takes {factor:.1f} × its processor time"
-    with suppress(OSError):
-        found += f"; load average {os.getloadavg()[0]:.1f} on {cores} cores"
-    if factor < BUSY:
-        return Line(found)
-    advice = (
-        "the machine is busy: a run takes longer (see --time-limit), and speeds measured now are not to be relied on"
-    )
-    return Line(found, advice, is_note=True)
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
+    return max(float(process.communicate()[0] or 1) for process in running)
 
 
 def work_done() -> float | None:
-    """Return the seconds for which this process and those below it have computed, or waited for a processor.
+    """Return the seconds for which this process and its descendants have run on a processor, or waited for one.
 
-    The calling thread is left out. None where the system does not say.
+    The calling thread is not counted. None where the system does not report it.
     """
     own = str(threading.get_native_id())
     if not Path(f"/proc/self/task/{own}/schedstat").exists():
@@ -62,6 +40,6 @@ def work_done() -> float | None:
         with suppress(OSError):  # it has ended
             for thread in os.listdir(f"/proc/{process}/task"):
                 if thread != own:
-                    computed, waited, _ = Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()
-                    nanoseconds += int(computed) + int(waited)
+                    ran, waited, _ = Path(f"/proc/{process}/task/{thread}/schedstat").read_text().split()
+                    nanoseconds += int(ran) + int(waited)
     return nanoseconds / 1e9

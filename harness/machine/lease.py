@@ -1,12 +1,13 @@
-"""Who may use the machine: cells that are examined share it, a cell that is measured has it for itself.
+"""Locks on this machine and its CUDA devices: examined cells share the machine, a measured cell has it exclusively.
 
-Between processes (xdist's workers, two runs at once), by locks that the kernel holds on files in the temporary
-directory and drops when their holder dies. Everybody comes through the door, and who wants the machine for itself stays
-there while it waits for the others to leave: else those who share could go on passing it for ever.
+The locks are ``flock`` locks on files in the temporary directory, so they hold between processes (xdist workers, two
+runs at once) and the kernel drops them when their holder dies.
 
-Who shares the machine has its CUDA devices for itself: two trainings on one device may want more memory than it has,
-and would be found wrong for it. Devices are taken in the order of their names, by everybody: nobody waits for one that
-is held by somebody who waits for him.
+A process takes the door lock before the machine lock, and one that wants the machine exclusively keeps the door while
+it waits: otherwise new shared leases could starve it.
+
+A shared lease has its CUDA devices exclusively: two trainings on one device may need more memory than it has. Every
+process takes devices in the order of their names, so no deadlock can arise.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,27 +24,27 @@ _DOOR, _MACHINE = "plumbline.door.lock", "plumbline.machine.lock"
 
 
 class Lease:
-    """The right to use the machine, and some of its devices, until it is given back; as a context, to its end."""
+    """A lock on the machine, and on some of its devices, until it is given back; a context manager."""
 
     def __init__(self, machine: int) -> None:
         self._machine: int | None = machine
         self._devices: list[int] = []
 
     def give_back_devices(self) -> None:
-        """Give the devices back, and keep the machine: there is still something to be computed on its CPUs."""
+        """Release the devices and keep the machine, for work that remains on its CPUs."""
         while self._devices:
             os.close(self._devices.pop())
 
     def give_back(self) -> None:
-        """Give all of it back; once is enough."""
+        """Release everything. Further calls do nothing."""
         self.give_back_devices()
         if self._machine is not None:
             os.close(self._machine)
             self._machine = None
 
-    def take(self, device: str, how: int) -> None:
-        """Take a device as well; ``how`` is as for flock."""
-        self._devices.append(_lock(_file_of(device), how))
+    def take(self, device: str, operation: int) -> None:
+        """Lock a device too; ``operation`` is that of :func:`fcntl.flock`."""
+        self._devices.append(_lock(_file_of(device), operation))
 
     def __enter__(self) -> Lease:
         return self
@@ -54,37 +55,42 @@ class Lease:
         self.give_back()
 
 
-def share(
-    devices: Sequence[str] = (), *, together: bool = False, say: Callable[[str], None] = lambda text: None
+def shared_lease(
+    devices: Sequence[str] = (),
+    *,
+    share_devices: bool = False,
+    notify: Callable[[str], None] = lambda message: None,
 ) -> Lease:
-    """Wait until nobody has the machine for itself, or wants it, and share it; have ``devices`` of it for oneself.
+    """Wait until no other process has or wants the machine exclusively, and share it; lock ``devices`` of it.
 
-    With ``together`` the devices are shared with others who take them so. ``say`` is told for what is waited.
+    With ``share_devices`` other leases of that kind may have the same devices. ``notify`` receives a message when a
+    device has to be waited for.
     """
-    with _locked(_DOOR, fcntl.LOCK_EX):
+    with Lease(_lock(_DOOR, fcntl.LOCK_EX)):
         lease = Lease(_lock(_MACHINE, fcntl.LOCK_SH))
+    operation = fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX
     try:
         for device in sorted(devices):
-            how = fcntl.LOCK_SH if together else fcntl.LOCK_EX
             try:
-                lease.take(device, how | fcntl.LOCK_NB)
+                lease.take(device, operation | fcntl.LOCK_NB)
             except BlockingIOError:
-                say(f"waiting for {device}, held by {_holders(device) or 'another process'}")
-                lease.take(device, how)
+                notify(f"waiting for {device}, held by {_holders(device) or 'another process'}")
+                lease.take(device, operation)
     except BaseException:
         lease.give_back()
         raise
     return lease
 
 
-def share_now(devices: Sequence[str] = (), *, together: bool = False) -> Lease | None:
-    """Share the machine, and have ``devices`` of it, if that needs no waiting, else return None."""
+def try_shared_lease(devices: Sequence[str] = (), *, share_devices: bool = False) -> Lease | None:
+    """Return what :func:`shared_lease` returns if that needs no waiting, else None."""
+    operation = fcntl.LOCK_SH if share_devices else fcntl.LOCK_EX
     lease = None
     try:
-        with _locked(_DOOR, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        with Lease(_lock(_DOOR, fcntl.LOCK_EX | fcntl.LOCK_NB)):
             lease = Lease(_lock(_MACHINE, fcntl.LOCK_SH | fcntl.LOCK_NB))
         for device in sorted(devices):
-            lease.take(device, (fcntl.LOCK_SH if together else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            lease.take(device, operation | fcntl.LOCK_NB)
     except BlockingIOError:
         if lease is not None:
             lease.give_back()
@@ -92,31 +98,25 @@ def share_now(devices: Sequence[str] = (), *, together: bool = False) -> Lease |
     return lease
 
 
-def have_alone() -> Lease:
-    """Wait until nobody uses the machine, and have it for oneself. Nobody may wait here who shares it already."""
-    with _locked(_DOOR, fcntl.LOCK_EX):
+def exclusive_lease() -> Lease:
+    """Wait until no other process uses the machine, and lock it. A process with a shared lease would deadlock here."""
+    with Lease(_lock(_DOOR, fcntl.LOCK_EX)):
         return Lease(_lock(_MACHINE, fcntl.LOCK_EX))
-
-
-@contextmanager
-def _locked(name: str, how: int) -> Iterator[None]:
-    with Lease(_lock(name, how)):
-        yield
 
 
 def _file_of(device: str) -> str:
     return f"plumbline.{device.replace('/', '-').replace(' ', '-')}.lock"
 
 
-def _lock(name: str, how: int) -> int:
+def _lock(name: str, operation: int) -> int:
     path = os.path.join(tempfile.gettempdir(), name)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except PermissionError:
-        # It is another user's, in a directory in which nobody may create what is there already.
+        # Another user's file in a sticky directory: O_CREAT is refused there (fs.protected_regular).
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, how)
+        fcntl.flock(descriptor, operation)
     except BaseException:
         os.close(descriptor)
         raise
@@ -124,12 +124,12 @@ def _lock(name: str, how: int) -> int:
 
 
 def _holders(device: str) -> str:
-    """Return who has a device, "" where the kernel does not say."""
+    """Return the processes that hold a device's lock, "" where the kernel does not list them."""
     found = []
     with suppress(OSError):
         inode = os.stat(os.path.join(tempfile.gettempdir(), _file_of(device))).st_ino
         for line in Path("/proc/locks").read_text().splitlines():
-            # As in: 7: FLOCK ADVISORY WRITE 1234 fd:01:5678 0 EOF; who waits has an arrow before the kind.
+            # For example "7: FLOCK ADVISORY WRITE 1234 fd:01:5678 0 EOF"; a waiter has "->" before the kind.
             words = line.split()
             if words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
                 found.append(f"process {words[4]}")

@@ -9,12 +9,13 @@ from typing import Any
 
 from harness.core.accelerator import resolve_accelerator
 from harness.core.errors import PlanError
-from harness.launch.launchers import Launcher, LauncherOptions, find_launcher
+from harness.launch.launchers import find_launcher
+from harness.launch.launchers.base import Launcher, LauncherOptions
 from harness.launch.settings import Settings
 from harness.planning.expectation_files import FOLDER, ExpectationsError
 from harness.planning.plan import Matrix, check_devices, plan
 from harness.planning.topologies import DEFAULT_GPUS, topologies
-from harness.results.run import check_report_dir
+from harness.results.run_writer import check_report_dir
 from harness.subjects.locator import parse_subject
 
 

@@ -12,7 +12,7 @@ from harness.core.invocation import suite_command
 from harness.launch.settings import Settings
 from harness.planning.declaration import Declaration
 from harness.planning.plan import Matrix, Planned, plan
-from harness.statistics.launch_estimate import FEWEST_LAUNCHES
+from harness.statistics.intervals import FEWEST_LAUNCHES
 from harness.workloads import PERFORMANCE, WORKLOADS
 
 SIZE = ("gpus", "nodes")

@@ -1,4 +1,4 @@
-"""What the test function of one cell is handed: it examines the cell, or says what is known of it already."""
+"""The test of one examined cell: it trains and judges the cell, or repeats how it ended in a resumed run."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from harness.core.errors import LaunchError
 from harness.core.finding import Finding, in_reading_order, is_unexplained
 from harness.core.outcome import Outcome
 from harness.engine.examine import Examined, verdict
+from harness.planning.expectations import expected
 from harness.planning.plan import Planned
 from harness.pytest_plugin.session import Session
-from harness.pytest_plugin.xdist_transport import hand_over, say_outcome
+from harness.pytest_plugin.xdist_transport import attach_outcome, attach_payload
 from harness.report.tables.failures import as_consequence, is_wrong
 from harness.report.tables.parameters import parameter_table
 from harness.results.records import KNOWN, Measurement, Result, ending
@@ -31,100 +32,113 @@ class ConformanceCase:
         self._measurements: Sequence[Measurement] = ()
 
     def examine(self) -> None:
-        """Train the cell, judge it, hand the findings over, and end the test as the verdict says.
-
-        A cell that the resumed run has already ends as it did then.
-        """
-        recorded = self._session.recorded(self._planned.cell)
-        if recorded is None and (reason := self._session.reason_not_to_run(self._planned.cell.subject)):
+        """Train and judge the cell, attach its records to the test's report, and end the test accordingly."""
+        cell = self._planned.cell
+        recorded = self._session.recording.known(cell)
+        if recorded is None and (reason := self._session.timeouts.reason(cell.subject)):
             pytest.skip(reason)  # without a record: the run is incomplete, and can be resumed
-        self._end(recorded or self._examined(), recorded=recorded is not None)
+        self._end(recorded or self._examine(), recorded=recorded is not None)
 
-    def _examined(self) -> Sequence[Result]:
-        cell, session = self._planned.cell, self._session
+    def _examine(self) -> Sequence[Result]:
         if self._planned.refusal:
             return self.declined()
         try:
-            examined = self._tried()
+            examined = self._train_and_judge()
         except LaunchError as error:
-            # Not the subject's fault, as far as anybody can tell: once more, with another pool.
-            examined = self._tried_again(error)
-        return session.results(cell, examined.findings, self._reproduce(), examined.seconds)
+            # A failed launch says nothing about the subject, so the cell gets a second one, with another pool.
+            examined = self._try_again(error)
+        return self._results(examined.findings, examined.seconds)
 
     def declined(self) -> Sequence[Result]:
-        """Return the record of a cell that its subject does not do; nothing is trained."""
-        return self._session.results(self._planned.cell, (self._planned.declined,), self._reproduce(), None)
+        """Return the record of a cell that its subject does not declare; nothing is trained."""
+        return self._results((self._planned.declined,), None)
 
     def _reproduce(self) -> str:
-        """Return the command that runs just this cell again, from where this one was called."""
+        """Return the command that runs just this cell again, from pytest's working directory."""
         return self._session.reproduce(self._planned, self._item.path.parent)
 
-    def _tried(self) -> Examined:
-        ahead = self._session.launched(self._planned)
-        self._evidence = str(ahead.folder)
-        with ahead.lease:
+    def _results(self, findings: Sequence[Finding], seconds: float | None) -> list[Result]:
+        """Return the records of findings, with what was expected of them; ``seconds`` is the wall time of the launch.
 
-            def meanwhile() -> None:
-                ahead.lease.give_back_devices()  # what follows is computed on the CPU
-                self._session.launch_ahead()
+        A subject that this makes time out too often is reported.
+        """
+        cell, session, reproduce = self._planned.cell, self._session, self._reproduce()
+        if session.timeouts.count(cell.subject, seconds):
+            session.notify(str(session.timeouts.reason(cell.subject)))
+        known = expected(cell, findings, session.expectations[cell.subject])
+        return [
+            Result.of(cell, finding, reproduce, seconds, entry, len(findings))
+            for finding, entry in zip(findings, known, strict=True)
+        ]
 
-            return verdict(ahead.launched, self._planned.cell, meanwhile)
+    def _train_and_judge(self) -> Examined:
+        launch = self._session.prefetch.launch(self._planned)
+        self._evidence = str(launch.folder)
+        with launch.lease:
 
-    def _tried_again(self, first: LaunchError) -> Examined:
-        """Try a cell once more that the harness could not launch; the findings say so."""
+            def begin_next() -> None:
+                launch.lease.give_back_devices()  # judging needs the CPU only
+                self._session.begin_upcoming()
+
+            return verdict(launch.launched, self._planned.cell, begin_next)
+
+    def _try_again(self, first: LaunchError) -> Examined:
+        """Train a cell again whose launch failed; the findings mention the first failure."""
         if self._evidence:
             shutil.rmtree(self._evidence, ignore_errors=True)
         try:
-            examined = self._tried()
+            examined = self._train_and_judge()
         except LaunchError as error:
             both = f"tried twice: {first}{'' if str(error) == str(first) else f'; then {error}'}"
             return Examined((Finding("launch", Outcome.ERRORED, both, cause="launcher-lost", family="launch"),), None)
         note = f"this cell was tried again, because {first}"
         others = tuple(finding for finding in examined.findings if finding.check != "launch")
         launch = next((finding for finding in examined.findings if finding.check == "launch"), None)
-        told = Finding("launch", Outcome.PASSED, note)
-        if launch is not None:
-            told = replace(launch, message=f"{launch.message}\n{note}")
-        return Examined((told, *others), examined.seconds)
+        if launch is None:
+            launch = Finding("launch", Outcome.PASSED, note)
+        else:
+            launch = replace(launch, message=f"{launch.message}\n{note}")
+        return Examined((launch, *others), examined.seconds)
 
     def _end(self, results: Sequence[Result], *, recorded: bool) -> None:
+        """End the test as ``results`` say; they are attached to its report unless they are ``recorded`` already."""
         end = ending(results)
         word = end.value if isinstance(end, Outcome) else end
-        say_outcome(self._item, word)
+        attach_outcome(self._item, word)
         if not recorded:
-            # Figures come first: with the last of its results a cell is whole.
-            hand_over(self._item, (*self._measurements, *results), self._evidence)
+            # Figures come first: a cell is whole once the last of its results is written.
+            attach_payload(self._item, (*self._measurements, *results), self._evidence)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(results[0].message)
         results = in_reading_order(results)
-        said = [told(result) for result in results if result.outcome.is_bad or result.expected]
+        paragraphs = [describe(result) for result in results if result.outcome.is_bad or result.expected]
         if end == KNOWN:
-            pytest.skip("\n".join(said))
-        if said:
-            # pytest's summary shows this line alone.
-            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{_why(results)}"
-            pytest.fail("\n".join([head, *said, f"reproduce: {results[0].reproduce}"]), pytrace=False)
+            pytest.skip("\n".join(paragraphs))
+        if paragraphs:
+            # pytest's short summary shows the first line alone.
+            head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{_cause(results)}"
+            pytest.fail("\n".join([head, *paragraphs, f"reproduce: {results[0].reproduce}"]), pytrace=False)
 
 
-def _why(results: Sequence[Result]) -> str:
-    """Return what a cell went wrong by, where that has a name."""
+def _cause(results: Sequence[Result]) -> str:
+    """Return the check and the cause of the first finding that is wrong, "" where no cause is known."""
     first = next((result for result in results if is_wrong(result)), None)
     return "" if first is None or is_unexplained(first) else f": {first.check}: {first.cause}"
 
 
-def told(result: Result) -> str:
-    """Return a finding as people read it where a test ends."""
-    if (said := result.expected) is None:
+def describe(result: Result) -> str:
+    """Return the text of a finding for pytest's failure section."""
+    if (entry := result.expected) is None:
         if result.consequence_of is not None:
             return as_consequence(result)
         table = parameter_table(tuple(result.parameters.items()), result.limit_x_noise)
         return "\n".join([f"{result.check}: {result.outcome.value}: {result.message}", *table])
-    seen = f" with {said.measured}" if said.measured else ""
+    measured = f" with {entry.measured}" if entry.measured else ""
     if result.is_known:
-        known = f"is known of {said.library}" if said.library else "is known"
-        place = f"{said.entry}; {said.link}" if said.link else said.entry
-        return f"{result.check}: {result.outcome.value}, which {known}: {said.reason} ({place})"
+        known = f"is known of {entry.library}" if entry.library else "is known"
+        place = f"{entry.entry}; {entry.link}" if entry.link else entry.entry
+        return f"{result.check}: {result.outcome.value}, which {known}: {entry.reason} ({place})"
     return (
-        f"{result.check}: {result.outcome.value}, and {said.outcome.value} was expected: {said.reason}\n"
-        f"  so it was measured{seen}; if it has been mended, take the cell out of {said.entry}, or the entry"
+        f"{result.check}: {result.outcome.value}, and {entry.outcome.value} was expected: {entry.reason}\n"
+        f"  that was measured{measured}; if it has been fixed, take the cell out of {entry.entry}, or the entry"
     )

@@ -1,7 +1,7 @@
-"""One line below pytest's own output while cells run: how many are done, how many fail, how long it will take.
+"""A progress line below pytest's own output, on a terminal: cells done, cells failing, time left.
 
-Only on a terminal. pytest writes where it always does; the line below is wiped before anybody writes and drawn again
-afterwards, by sequences that every terminal since the VT100 knows. Nothing is left that a crash could leave behind.
+pytest writes where it always does; the line below is erased before each of its writes and drawn again afterwards, by
+escape sequences that every terminal since the VT100 has. A crash leaves no changed terminal behind.
 """
 
 from __future__ import annotations
@@ -9,23 +9,24 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Generator, Mapping
+from typing import Any
 
 import pytest
 
 NAME = "plumbline-live"
 
-# Save the cursor, go to the beginning of the next line, wipe it; then come back.
-_WIPE, _BACK = "\x1b7\x1b[B\r\x1b[2K", "\x1b8"
+# Save the cursor, go to the beginning of the next line and erase it; restore the cursor.
+_ERASE, _BACK = "\x1b7\x1b[B\r\x1b[2K", "\x1b8"
 # Down and up again in the same column: on the last line of the screen this makes room for one more.
 _MAKE_ROOM = "\x1bD\x1bM"
 
 
-def follow(config: pytest.Config, cells: Mapping[str, int]) -> None:
-    """Show how far ``cells`` are: their ids, and how many ranks each has; nothing where nobody would see it.
+def show_progress(config: pytest.Config, cells: Mapping[str, int]) -> None:
+    """Show the progress of ``cells``: their ids, and how many ranks each has. Without a terminal, nothing is shown.
 
-    A user's ``-s`` or ``--pdb`` needs the terminal for itself.
+    Nor is it with ``-s`` or ``--pdb``, which use the terminal themselves.
     """
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     if (
         cells
         and hasattr(terminal, "write_raw")  # since pytest 9; and there may be no terminal reporter at all
@@ -40,12 +41,12 @@ def follow(config: pytest.Config, cells: Mapping[str, int]) -> None:
 
 
 class ProgressLine:
-    """The line. ``write`` puts text on the terminal as it is; ``cells`` are ids, with the number of ranks of each."""
+    """The line, a pytest plugin. ``write`` writes raw text to the terminal; ``cells`` has the ranks of each by id."""
 
     def __init__(
         self, write: Callable[..., None], cells: Mapping[str, int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        # A cell is launched and judged once, and trained by each rank: its ranks and one more say how long it takes.
+        # A cell's launch and judging take about as long as the training of one rank, and ranks share the cores.
         self._left = {cell: 1 + ranks for cell, ranks in cells.items()}
         self._cells = len(self._left)
         self._work = sum(self._left.values())
@@ -57,7 +58,7 @@ class ProgressLine:
 
     @property
     def text(self) -> str:
-        """What the line says."""
+        """The text of the line."""
         words = [f"{self._cells - len(self._left)}/{self._cells} cells", f"{self._failing} failing"]
         left = sum(self._left.values())
         if 0 < left < self._work:
@@ -67,45 +68,45 @@ class ProgressLine:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logstart(self) -> Generator[None, object, object]:
-        """Make way for the name of a test, or of its file."""
-        return (yield from self._making_way())
+        """Make room for the name of a test, or of its file."""
+        return (yield from self._below_output())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
-        """Count, and make way for a test's sign."""
+        """Count the cell, and make room for the status of a test."""
         cell = report.nodeid.rpartition("[")[2].removesuffix("]")
         self._failing += report.failed and cell in self._left
         if report.when == "teardown":
             self._left.pop(cell, None)
-        return (yield from self._making_way())
+        return (yield from self._below_output())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logfinish(self) -> Generator[None, object, object]:
-        """Make way for how far pytest is."""
-        return (yield from self._making_way())
+        """Make room for pytest's own progress."""
+        return (yield from self._below_output())
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
-        """Leave the terminal to the summary."""
-        self._wipe()
+        """Erase the line before the summary."""
+        self._erase()
 
-    def _making_way(self) -> Generator[None, object, object]:
-        self._wipe()
+    def _below_output(self) -> Generator[None, object, object]:
+        self._erase()
         result = yield
         if self._left:
             width = shutil.get_terminal_size((100, 24)).columns
-            self._write(f"{_MAKE_ROOM}{_WIPE}{self.text[: width - 1]}{_BACK}", flush=True)
+            self._write(f"{_MAKE_ROOM}{_ERASE}{self.text[: width - 1]}{_BACK}", flush=True)
             self._shown = True
         return result
 
-    def _wipe(self) -> None:
+    def _erase(self) -> None:
         if self._shown:
-            self._write(f"{_WIPE}{_BACK}", flush=True)
+            self._write(f"{_ERASE}{_BACK}", flush=True)
             self._shown = False
 
 
 def in_minutes(seconds: float) -> str:
-    """Return a duration as people read it: ``0:05``, ``1:40``, ``1:02:00``."""
+    """Return a duration as minutes and seconds: ``0:05``, ``1:40``, ``1:02:00``."""
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

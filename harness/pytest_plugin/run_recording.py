@@ -1,9 +1,9 @@
-"""The run on disk, from the side of a session: begun or gone on with, written as findings fall, and closed."""
+"""The run on disk during a session: begun or resumed, written as test reports arrive, and closed."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,28 +11,29 @@ import pytest
 
 from harness.benchmark.scaling import scaling
 from harness.core.cell import Cell
-from harness.core.errors import PlanError
 from harness.core.invocation import command as command_line
 from harness.core.software import Software
 from harness.core.training_behavior import TrainingBehavior
 from harness.launch.workspace import Workspace
 from harness.machine.fingerprint import take_fingerprint
 from harness.planning.options import Options
-from harness.pytest_plugin.xdist_transport import handed
+from harness.pytest_plugin.resumed_run import check_unchanged, find_resumed_run
+from harness.pytest_plugin.xdist_transport import payload_of
 from harness.report.write import write_report
-from harness.results.errors import NothingToResume, ResultsError
-from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.results.run import LATEST, Run, RunWriter, read_run
+from harness.results.errors import ResultsError
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Coordinates, Measurement, PlannedCell, Result
+from harness.results.run_writer import RunWriter
 
 
-class Recording:
-    """What a session writes down, and where evidence lies until then.
+class RunRecording:
+    """What a session writes, and the folders that traces lie in until then. It is a pytest plugin.
 
-    Under xdist the controller alone begins a run. A worker has none: its evidence lies in its own workspace until the
-    controller has looked through it.
+    Under xdist only the controller begins a run. A worker writes none: its traces lie in its own workspace until the
+    controller has moved them.
 
     Raises:
-        NothingToResume: the run to go on with was asked something else, or on another machine.
+        ResultsError: the run to resume cannot be read, or was begun with other options or on another machine.
     """
 
     def __init__(self, options: Options) -> None:
@@ -40,30 +41,36 @@ class Recording:
         self._writer: RunWriter | None = None
         self._results: list[Result] = []
         self._measurements: list[Measurement] = []
+        self._undeclared: dict[Coordinates, Result] = {}
         self._command: list[str] = []
         self._own: Workspace | None = None
         self._workspaces: dict[Path, Workspace] = {}
-        self._resumed = self._run_to_resume()
+        self._resumed = find_resumed_run(options)
         self._known = self._resumed.whole if self._resumed else {}
 
     @property
     def path(self) -> Path | None:
-        """The run's folder, None where nothing was begun."""
+        """The run's folder, None where no run was begun."""
         return None if self._writer is None else self._writer.path
 
     @property
-    def to_go_on(self) -> str:
-        """The command that goes on with the run."""
+    def resume_command(self) -> str:
+        """The command that resumes the run."""
         resume = [] if self._options.resume is not None else ["--resume"]
         return command_line(*self._command, *resume)
 
     @property
     def resumes(self) -> bool:
-        """Whether a run is gone on with."""
+        """Whether an earlier run is continued."""
         return self._resumed is not None
 
+    @property
+    def undeclared(self) -> Sequence[Result]:
+        """The records of the cells that their subjects do not declare and that have no test."""
+        return tuple(self._undeclared.values())
+
     def known(self, cell: Cell) -> Sequence[Result] | None:
-        """Return what the resumed run has of a cell, None if it is still to be examined."""
+        """Return what the resumed run has about a cell, None if it is still to be examined."""
         return self._known.get(PlannedCell.of(cell).coordinates)
 
     def begin(
@@ -74,16 +81,18 @@ class Recording:
         subjects: Mapping[str, Software],
         behaviors: Mapping[Cell, TrainingBehavior],
     ) -> None:
-        """Open the run for these cells; ``behaviors`` says of each how its subject declares that it trains.
+        """Open the run for these cells; ``behaviors`` has what the subject of each declares of its way of training.
 
         Raises:
-            PlanError: the run that is gone on with does not know one of them.
-            NothingToResume: or was begun with other versions of the subjects' libraries, or other declarations.
-            ResultsError: nothing can be written there.
+            PlanError: the resumed run has not planned one of them.
+            NothingToResume: it was begun with other versions of the subjects' libraries, or other declarations.
+            ResultsError: the run cannot be written.
         """
         self._command = command
         if self._resumed is not None:
-            self._go_on(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, behaviors)
+            check_unchanged(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, behaviors)
+            self._writer, run = RunWriter.resume(self._resumed.path)
+            self._results, self._measurements = list(run.results), list(run.measurements)
             return
         accelerator = self._options.matrix.accelerator
         header = Header.of(
@@ -98,77 +107,36 @@ class Recording:
         )
         self._writer = RunWriter(self._options.report_dir, header)
 
-    def _go_on(
-        self,
-        resumed: Run,
-        chosen: Set[str],
-        subjects: Mapping[str, Software],
-        behaviors: Mapping[Cell, TrainingBehavior],
-    ) -> None:
-        """Open the run that broke off, for cells that it means to answer for."""
-        unknown = chosen - {planned.cell for planned in resumed.header.planned}
-        if unknown:
-            raise PlanError(
-                f"--resume: {resumed.path} was not to answer for {min(unknown)}: select what it was begun with: "
-                f"{command_line(*resumed.header.command)}"
-            )
-        for name, software in subjects.items():
-            if (before := resumed.header.subjects.get(name, software)) != software:
-                raise NothingToResume(
-                    f"--resume: {resumed.path} examined {name} with {before}, and now it is {software}."
-                )
-        declared = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
-        for planned in resumed.header.planned:
-            if not planned.measured and (now := declared.get(planned.cell, planned.conduct)) != planned.conduct:
-                raise NothingToResume(
-                    f"--resume: in {resumed.path} {planned.subject} declares {planned.conduct or 'nothing'}, "
-                    f"and now it declares {now or 'nothing'}: its cells would be judged by other rules."
-                )
-        self._writer, run = RunWriter.resume(resumed.path)
-        self._results, self._measurements = list(run.results), list(run.measurements)
-
-    def _run_to_resume(self) -> Run | None:
-        asked = self._options.resume
-        if asked is None:
-            return None
-        run = read_run(self._options.report_dir / LATEST if asked == LATEST else Path(asked))
-        recorded = self._options.recorded
-        differing = [name for name, value in recorded.items() if run.header.options.get(name, value) != value]
-        if differing:
-            raise NothingToResume(
-                f"--resume: {run.path} was begun with other options ({', '.join(differing)}): repeat its own: "
-                f"{command_line(*run.header.command)}"
-            )
-        if run.header.fingerprint.key != take_fingerprint(self._options.matrix.accelerator).key:
-            raise NothingToResume(f"--resume: {run.path} was begun on another machine, or with other software.")
-        return run
+    def add_undeclared(self, results: Iterable[Result]) -> None:
+        """Take the records of cells that have no test, because their subjects do not declare them."""
+        self._undeclared = {result.coordinates: result for result in results}
 
     def new_folder(self) -> Path:
-        """Return an empty folder for the evidence of a launch; it is removed with the run."""
+        """Return an empty folder for the trace of a launch; it is removed with the run."""
         if self._own is None:
-            # What ranks on other machines write must lie where this process sees it.
-            elsewhere = self._options.launcher.nodes is not None
-            self._own = Workspace.new(self._options.report_dir.resolve() if elsewhere else None)
+            # The traces of ranks on other machines must be written where this process can read them.
+            on_other_machines = self._options.launcher.nodes is not None
+            self._own = Workspace.new(self._options.report_dir.resolve() if on_other_machines else None)
             self._workspaces[self._own.path] = self._own
         return self._own.folder()
 
-    def take(self, report: pytest.TestReport) -> None:
-        """Write a cell's findings as soon as they are here, and keep its evidence if somebody may want it."""
-        found = handed(report)
-        if found is None or self._writer is None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Write a cell's records as soon as they arrive, and keep its trace if it may be needed."""
+        payload = payload_of(report)
+        if payload is None or self._writer is None:
             return
-        self._results += found.results
-        self._measurements += found.measurements
-        with _ending_in_a_sentence():
-            self._writer.write(*found.measurements, *found.results)
-            if found.evidence is not None:
-                self._keep(found.evidence, found.results, self._writer.path)
+        self._results += payload.results
+        self._measurements += payload.measurements
+        with _exit_on_write_error():
+            self._writer.write(*payload.measurements, *payload.results)
+            if payload.evidence is not None:
+                self._keep_trace(payload.evidence, payload.results, self._writer.path)
 
-    def _keep(self, folder: Path, results: Sequence[Result], run: Path) -> None:
+    def _keep_trace(self, folder: Path, results: Sequence[Result], run: Path) -> None:
         if folder.parent not in self._workspaces and folder.is_dir():
-            # An xdist worker's, who may be gone before us.
+            # It belongs to an xdist worker, which may end before this process does.
             self._workspaces[folder.parent] = Workspace.of(folder.parent)
-        # What was expected to be bad, and may be judged better one day, is evidence too.
+        # Expected failures are kept too: `plumbline judge` may judge them differently one day.
         wanted = any(result.outcome.is_bad or result.expected for result in results)
         if not wanted and not self._options.keep_traces:
             shutil.rmtree(folder, ignore_errors=True)
@@ -177,32 +145,28 @@ class Recording:
             shutil.rmtree(kept, ignore_errors=True)  # from before the run was resumed
             shutil.move(folder, kept)
 
-    def finish(self, exitstatus: int, left_out: Iterable[Result] = ()) -> None:
-        """Close the run, unless somebody interrupted it, and write its tables.
-
-        ``left_out`` are the records of cells that no test speaks of: a run that is whole has them too.
-        """
+    def finish(self, exitstatus: int) -> None:
+        """Close the run, unless it was interrupted, and write its tables."""
         for workspace in self._workspaces.values():
-            # An xdist worker has no writer: what it leaves is still to be looked through.
+            # An xdist worker has no writer, and leaves its workspace to the controller.
             workspace.leave(remove=self._writer is not None)
         self._workspaces.clear()
         if self._writer is None:
             return
-        if exitstatus != pytest.ExitCode.INTERRUPTED:
-            with _ending_in_a_sentence():
-                unsaid = [result for result in left_out if result.coordinates not in self._known]
-                self._results += unsaid
-                self._writer.write(*unsaid, *scaling(self._measurements))
+        with _exit_on_write_error():
+            if exitstatus != pytest.ExitCode.INTERRUPTED:
+                unwritten = [result for result in self.undeclared if result.coordinates not in self._known]
+                self._results += unwritten
+                self._writer.write(*unwritten, *scaling(self._measurements))
                 self._writer.close(Footer.of(self._results, int(exitstatus)))
-        with _ending_in_a_sentence():
             write_report(self._writer.path)
 
 
 @contextmanager
-def _ending_in_a_sentence() -> Iterator[None]:
-    """End the session, as if somebody had interrupted it, where what it found cannot be written."""
+def _exit_on_write_error() -> Iterator[None]:
+    """End the session as if the user had interrupted it where the run cannot be written."""
     try:
         yield
     except (ResultsError, OSError) as error:
-        told = f"{error} What is there can be gone on with: --resume."
-        pytest.exit(told, returncode=int(pytest.ExitCode.INTERRUPTED))
+        message = f"{error} Continue what has been written with --resume."
+        pytest.exit(message, returncode=int(pytest.ExitCode.INTERRUPTED))

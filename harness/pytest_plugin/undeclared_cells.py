@@ -1,6 +1,6 @@
-"""Cells that a subject does not declare: they are selected like any other, counted and recorded, and are no tests.
+"""Cells that a subject does not declare: they are selected, counted and recorded like any other, but have no test.
 
-Under xdist every worker leaves out the same ones, and tells the controller when it ends.
+Under xdist every worker deselects the same ones, and sends their records to the controller when it ends.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.pytest_plugin.conformance_case import ConformanceCase
-from harness.pytest_plugin.session import nothing_to_run
+from harness.pytest_plugin.terminal_summary import nothing_to_run
 from harness.results.json_lines import record_of
 from harness.results.records import Result
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
     from harness.pytest_plugin.session import Session
 
-_LEFT_OUT = "plumbline-left-out"
+_UNDECLARED = "plumbline-undeclared"
 _PARAMETERS = ("plumbline_cell", "plumbline_benchmark")
 
 
-def leave_out(config: pytest.Config, session: Session, items: list[pytest.Item]) -> None:
-    """Deselect the tests of cells that their subjects do not declare; who names one by its id gets it."""
+def deselect_undeclared(config: pytest.Config, session: Session, items: list[pytest.Item]) -> None:
+    """Deselect the tests of cells that their subjects do not declare, except those named by their id."""
     named = {argument.rpartition("[")[2].removesuffix("]") for argument in config.args if "[" in argument}
     kept: list[pytest.Item] = []
-    left: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
     results: list[Result] = []
     for item in items:
         callspec = getattr(item, "callspec", None)
@@ -35,30 +35,31 @@ def leave_out(config: pytest.Config, session: Session, items: list[pytest.Item])
         if planned is None or planned.refusal is None or planned.cell.id in named:
             kept.append(item)
             continue
-        left.append(item)
+        deselected.append(item)
         results += ConformanceCase(session, planned, item).declined()
-    if not left:
+    if not deselected:
         return
     items[:] = kept
-    config.hook.pytest_deselected(items=left)
-    session.leave_out(results)
+    config.hook.pytest_deselected(items=deselected)
+    session.recording.add_undeclared(results)
     if hasattr(config, "workeroutput"):
-        config.workeroutput[_LEFT_OUT] = [result.model_dump_json() for result in results]
+        config.workeroutput[_UNDECLARED] = [result.model_dump_json() for result in results]
 
 
-def take_over(config: pytest.Config, session: Session | None, told: Mapping[str, Any]) -> None:
-    """Take in the controller what a worker has left out; without a session no cell at all was to be run."""
-    results = [record for line in told.get(_LEFT_OUT, ()) if isinstance(record := record_of(line.encode()), Result)]
+def receive_undeclared(config: pytest.Config, session: Session | None, output: Mapping[str, Any]) -> None:
+    """Take the records from a worker's ``output`` in the controller, which has no session if there is no test."""
+    records = [record_of(line.encode()) for line in output.get(_UNDECLARED, ())]
+    results = [record for record in records if isinstance(record, Result)]
     if not results:
         return
     if session is not None:
-        session.leave_out(results)
-    elif not config.pluginmanager.has_plugin(_LEFT_OUT):
-        config.pluginmanager.register(_NothingToRun(results), _LEFT_OUT)
+        session.recording.add_undeclared(results)
+    elif not config.pluginmanager.has_plugin(_UNDECLARED):
+        config.pluginmanager.register(_NothingToRun(results), _UNDECLARED)
 
 
 class _NothingToRun:
-    """Says in the controller why there was no cell to run."""
+    """A pytest plugin that prints in the controller why there was no cell to run."""
 
     def __init__(self, results: Sequence[Result]) -> None:
         self._results = results

@@ -1,4 +1,4 @@
-"""What the test of a cell hands over with its report, from one process to another under xdist."""
+"""Records and outcome of a cell as part of its test report, which xdist sends from a worker to the controller."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _OUTCOME = "plumbline-outcome"
 
 @dataclass(frozen=True)
 class ReportPayload:
-    """The records of a cell, and the folder of its evidence, None where it left none."""
+    """The records of a cell, and the folder of its trace, None if there is no trace."""
 
     results: tuple[Result, ...]
     measurements: tuple[Measurement, ...]
     evidence: Path | None
 
 
-def say_outcome(item: pytest.Item, word: str) -> None:
-    """Let the report say how the cell ended."""
-    item.user_properties.append((_OUTCOME, word))
+def attach_outcome(item: pytest.Item, outcome: str) -> None:
+    """Attach a cell's outcome to the report of its test."""
+    item.user_properties.append((_OUTCOME, outcome))
 
 
 def outcome_of(report: pytest.TestReport) -> str | None:
-    """Return the word for how a cell ended; None if this is no report of that."""
+    """Return the outcome that a report carries; None if it is not that of a test's call."""
     return str(dict(report.user_properties).get(_OUTCOME)) if report.when == "call" else None
 
 
-def hand_over(item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None) -> None:
-    """Let the report bring a cell's records along, and say where its evidence lies."""
+def attach_payload(item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None) -> None:
+    """Attach a cell's records, and the folder of its trace, to the report of its test."""
     lines = [record.model_dump_json() for record in records]
     item.user_properties.append((_RECORDS, json.dumps({"records": lines, "evidence": evidence})))
 
 
-def handed(report: pytest.TestReport) -> ReportPayload | None:
-    """Return what came along with a report; None if it brought nothing."""
+def payload_of(report: pytest.TestReport) -> ReportPayload | None:
+    """Return what :func:`attach_payload` attached to a report; None if it carries nothing."""
     found = dict(report.user_properties).get(_RECORDS)
     if report.when != "call" or found is None:
         return None

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from harness.results.records import Footer, Header, Measurement, Result
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Measurement, Result
 
 Line = Header | Result | Measurement | Footer
 """What a line may hold."""

@@ -1,6 +1,6 @@
-"""The lines of ``results.jsonl``: a header, one result a finding, one measurement a figure, a footer.
+"""The lines of ``results.jsonl`` about one cell: one result a finding, one measurement a figure.
 
-Strict JSON, one object a line.
+Strict JSON, one object a line; the first and the last line are in ``header_footer``.
 
 A field this version does not know is ignored, so that fields may be added within a schema version.
 Where JSON has no word for a number: an infinite ``error_x_noise`` is the string ``"inf"``; one that is not a
@@ -9,23 +9,17 @@ number is stored as ``"inf"`` too, because no multiple of noise explains it; a m
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime, timezone
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
-from harness.core.software import Software
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
-from harness.machine.fingerprint import Fingerprint, plumbline_version
-from harness.results.fields import AtLeastOne, Count, Figure, Plain, Text, UtcTime, XNoise
+from harness.results.fields import AtLeastOne, Count, Figure, Text, XNoise
 
-SCHEMA_VERSION = 1
 _LONGEST_MESSAGE = 10_000
 
 KNOWN: Final = "known"
@@ -86,62 +80,6 @@ class PlannedCell(CellRecord):
     def of(cls, cell: Cell, *, measured: bool = False, behavior: TrainingBehavior = ORDINARY) -> PlannedCell:
         """Write a cell down."""
         return cls(**_fields_of(cell), measured=measured, conduct=behavior.declared)
-
-
-class Header(Record):
-    """The first line: which run this is, and every cell it means to answer for.
-
-    ``simulated``: devices stand in for what was asked, and no figure of this run is about speed. ``subjects`` says of
-    each what it ran on.
-    """
-
-    type: Literal["header"] = "header"
-    schema_version: int = SCHEMA_VERSION
-    # The folder's name, so nothing that leads out of the report directory.
-    run_id: Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{0,99}$")]
-    started: UtcTime
-    plumbline: Text
-    command: tuple[Text, ...] = ()
-    options: Plain = {}
-    fingerprint: Fingerprint = Fingerprint()
-    simulated: bool
-    subjects: dict[Text, Software] = {}
-    planned: tuple[PlannedCell, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        cells: Iterable[Cell],
-        *,
-        measured: Iterable[Cell] = (),
-        command: Sequence[str],
-        options: Mapping[str, JsonValue],
-        fingerprint: Fingerprint,
-        simulated: bool,
-        subjects: Mapping[str, Software] | None = None,
-        behaviors: Mapping[Cell, TrainingBehavior] | None = None,
-        started: datetime | None = None,
-    ) -> Header:
-        """Begin a run of ``cells``, and of others that are ``measured``, now, or at ``started`` (an aware datetime).
-
-        ``behaviors`` has what the subjects declared of their way of training; a cell that is not there is ordinary.
-        The program in ``command[0]`` loses its folder, which would name the user's home in a public report.
-        """
-        started = started or datetime.now(timezone.utc)
-        return cls(
-            run_id=new_run_id(started),
-            started=started,
-            plumbline=plumbline_version(),
-            command=(Path(command[0]).name, *command[1:]) if command else (),
-            options=dict(options),
-            fingerprint=fingerprint,
-            simulated=simulated,
-            subjects=dict(subjects or {}),
-            planned=(
-                *(PlannedCell.of(cell, behavior=(behaviors or {}).get(cell, ORDINARY)) for cell in cells),
-                *(PlannedCell.of(cell, measured=True) for cell in measured),
-            ),
-        )
 
 
 class Expected(Record):
@@ -268,36 +206,6 @@ class Measurement(CellRecord):
         return cls(**_fields_of(cell), metric=metric, unit=unit, better=better, **others)
 
 
-class Footer(Record):
-    """The last line: the run came to its end.
-
-    Each cell is counted once: with those whose bad findings were all expected, with those that are better than
-    expected, or in ``cells``, by its worst outcome.
-    """
-
-    type: Literal["footer"] = "footer"
-    finished: UtcTime
-    cells: dict[Outcome, Count]
-    known: Count = 0
-    unexpected_passes: Count = 0
-    exit_status: int
-
-    @classmethod
-    def of(cls, results: Iterable[Result], exit_status: int, finished: datetime | None = None) -> Footer:
-        """End a run that left ``results``, now or at ``finished`` (an aware datetime)."""
-        cells: dict[Coordinates, list[Result]] = {}
-        for result in results:
-            cells.setdefault(result.coordinates, []).append(result)
-        ends = list(map(ending, cells.values()))
-        return cls(
-            finished=finished or datetime.now(timezone.utc),
-            cells={outcome: ends.count(outcome) for outcome in Outcome if outcome in ends},
-            known=ends.count(KNOWN),
-            unexpected_passes=ends.count(UNEXPECTED_PASS),
-            exit_status=exit_status,
-        )
-
-
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:
     """Return how the cell of these findings ended: as badly as the worst that nobody expected.
 
@@ -313,11 +221,6 @@ def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected 
     if any(result.is_unexpectedly_good for result in results):
         return UNEXPECTED_PASS
     return KNOWN if len(unknown) < len(results) else worst(unknown)
-
-
-def new_run_id(started: datetime) -> str:
-    """Return a name that sorts by time and that two runs of the same second do not share."""
-    return f"{started.astimezone(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"
 
 
 def _fields_of(cell: Cell) -> dict[str, Any]:

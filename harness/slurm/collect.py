@@ -1,4 +1,4 @@
-"""From the parts that tasks have written to one run: pure as far as records go, files at the edges."""
+"""Merges the runs that tasks have written into one run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,19 @@ from dataclasses import dataclass
 from harness.core.outcome import Outcome
 from harness.results.atomic import write_text
 from harness.results.errors import MissingHeader
+from harness.results.header_footer import Footer, Header
 from harness.results.json_lines import line_of
-from harness.results.records import (
-    UNEXPECTED_PASS,
-    CellRecord,
-    Footer,
-    Header,
-    Measurement,
-    PlannedCell,
-    Result,
-    ending,
-)
+from harness.results.records import UNEXPECTED_PASS, CellRecord, Measurement, PlannedCell, Result, ending
 from harness.results.run import RESULTS, Run, read_run
 from harness.slurm.submission import Submission
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What the parts hold: ``header`` is None while no task has begun, ``cells`` those that are whole, by their ids."""
+    """The records of all tasks: ``header`` is None while no task has begun, ``cells`` are the whole ones by id.
+
+    ``unlike``: tasks ran on machines that cannot be compared.
+    """
 
     header: Header | None
     cells: Mapping[str, tuple[Result | Measurement, ...]]
@@ -34,12 +29,12 @@ class Collected:
 
     @property
     def bad(self) -> int:
-        """How many cells should turn the run red."""
+        """How many cells make the run fail."""
         return sum(map(is_bad, self.cells.values()))
 
 
 def is_bad(records: Sequence[Result | Measurement]) -> bool:
-    """Say whether a cell of these records should turn a run red."""
+    """Return whether a cell of these records makes a run fail."""
     results = [record for record in records if isinstance(record, Result)]
     end = ending(results) if results else Outcome.PASSED
     return end == UNEXPECTED_PASS or (isinstance(end, Outcome) and end.is_bad)
@@ -49,13 +44,13 @@ def collect(submission: Submission) -> Collected:
     """Read what the tasks have written so far.
 
     Raises:
-        ResultsError: a part cannot be read.
+        ResultsError: a task's run cannot be read.
     """
     return merged(parts_of(submission), [cell.cell for cell in submission.cells])
 
 
 def parts_of(submission: Submission) -> list[Run]:
-    """Return what was collected before, and every run that a task has begun, in the order of time."""
+    """Return the run that was collected before, and every run that a task has begun, in the order of their starts."""
     runs = []
     for file in (*submission.run.glob(RESULTS), *submission.folder.glob(f"task-*/*/{RESULTS}")):
         if file.parent.is_symlink():
@@ -63,12 +58,12 @@ def parts_of(submission: Submission) -> list[Run]:
         try:
             runs.append(read_run(file))
         except MissingHeader:
-            continue  # it is being begun
+            continue  # its header is being written
     return sorted(runs, key=lambda run: run.header.run_id)
 
 
 def merged(parts: Sequence[Run], wanted: Iterable[str]) -> Collected:
-    """Return the cells that are whole in some part. What was measured on unlike machines is ``unlike``."""
+    """Return the cells that are whole in one of the ``parts``, in the order of ``wanted``."""
     cells: dict[str, tuple[Result | Measurement, ...]] = {}
     for run in parts:
         whole = run.whole
@@ -85,9 +80,9 @@ def merged(parts: Sequence[Run], wanted: Iterable[str]) -> Collected:
 
 
 def write(submission: Submission, collected: Collected) -> Run | None:
-    """Write the run as far as there is one, over what was there; None while there is nothing.
+    """Write the merged run, over an earlier one, and return it; None while there is none.
 
-    It has a footer when no cell is missing. Evidence of what went wrong moves to the run.
+    It has a footer if no cell is missing. Traces that the tasks kept are moved to it.
     """
     if collected.header is None:
         return None
@@ -109,7 +104,7 @@ def write(submission: Submission, collected: Collected) -> Run | None:
 
 
 def _planned(submission: Submission, collected: Collected) -> Iterable[PlannedCell]:
-    """Return every cell as its task had it: the machine that submits may not have the devices."""
+    """Yield every cell with the accelerator of its task: the machine that submits may have no devices."""
     assert collected.header is not None
     accelerator = next((planned.accelerator for planned in collected.header.planned), "cpu")
     for cell in submission.cells:
@@ -128,6 +123,6 @@ def _move_traces(submission: Submission, collected: Collected) -> None:
 
 
 def clear(submission: Submission) -> None:
-    """Remove what the tasks left that the run has now: their parts, and evidence nobody came to judge."""
+    """Remove the tasks' report directories, whose records the run has now."""
     for task in range(len(submission.tasks)):
         shutil.rmtree(submission.part(task), ignore_errors=True)

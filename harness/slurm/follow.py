@@ -1,4 +1,4 @@
-"""Follows a submission to its end: tells how it stands, sends again what a task left undone, collects the rest."""
+"""Follows a submission to its end: reports progress, resubmits unfinished cells, collects the run."""
 
 from __future__ import annotations
 
@@ -9,129 +9,135 @@ from dataclasses import dataclass, field
 
 from harness.results.run import Run
 from harness.slurm.collect import Collected, clear, collect, write
-from harness.slurm.scheduler import GONE, NOBODYS_FAULT, TaskState, sbatch, states
+from harness.slurm.scheduler import FORGOTTEN, INTERRUPTED, TaskState, sbatch, states
 from harness.slurm.submission import Submission
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.5, 15.0
-"""Seconds between two looks: a job that is over soon is seen soon, and a long one does not burden SLURM."""
+"""Seconds between two polls: the end of a short job is noticed soon, and a long one does not burden SLURM."""
 
 
 @dataclass
 class Follower:
-    """Follows one submission; ``tell`` is handed a line whenever something has changed.
+    """Follows one submission; ``notify`` receives a line whenever something has changed.
 
-    A task that ends before its cells are whole is sent again with those that are missing: always where it was nobody's
-    fault (preempted, its node failed), else as long as it comes forward, and once when it did not. A task that somebody
-    cancelled is left.
+    A task that ends before its cells are whole is resubmitted with the missing ones: always where the cluster ended it
+    (preempted, its node failed), else as long as each attempt examines some cells, and once if it examines none. A
+    cancelled task is not resubmitted.
     """
 
     submission: Submission
-    tell: Callable[[str], None]
+    notify: Callable[[str], None]
     _jobs: dict[int, int] = field(default_factory=dict)
     _before: dict[int, int] = field(default_factory=dict)
-    _idle: Counter[int] = field(default_factory=Counter)
-    _left: dict[int, str] = field(default_factory=dict)
+    _failed_attempts: Counter[int] = field(default_factory=Counter)
+    _given_up: dict[int, str] = field(default_factory=dict)
     _seen: set[tuple[int, int]] = field(default_factory=set)
 
     def follow(self) -> Run | None:
-        """Wait until nothing is left to wait for, and return the run; None where no task ever began.
+        """Wait until no task runs that could add to the run, and return the run; None if no task ever began.
 
         Raises:
-            SchedulerError, ResultsError: SLURM does not answer, or a part cannot be read.
+            SchedulerError, ResultsError: a command of SLURM failed, or a task's run cannot be read.
         """
         self._jobs = self.submission.jobs()
-        self._begin()
-        said, wait = "", SHORTEST_WAIT
+        self._submit_unfinished()
+        last, wait = "", SHORTEST_WAIT
         while True:
-            standing = self._standing()
+            states_by_task = self._states()
             collected = collect(self.submission)
-            ended = [task for task, state in standing.items() if not state.is_live and task not in self._left]
-            self._go_on_with({task: standing[task] for task in ended}, collected)
-            line = progress(self.submission, collected, standing)
-            if line != said:
-                self.tell(line)
-                said, wait = line, SHORTEST_WAIT
-            if not any(state.is_live for state in standing.values()) and not self._missing_tasks(collected):
+            ended = [task for task, state in states_by_task.items() if not state.is_live and task not in self._given_up]
+            self._resubmit({task: states_by_task[task] for task in ended}, collected)
+            line = progress(self.submission, collected, states_by_task)
+            if line != last:
+                self.notify(line)
+                last, wait = line, SHORTEST_WAIT
+            if not any(state.is_live for state in states_by_task.values()) and not self._missing_tasks(collected):
                 break
             time.sleep(wait)
             wait = min(wait * 1.3, LONGEST_WAIT)
-        for task, why in sorted(self._left.items()):
-            self.tell(f"task {task}: {why}")
+        for task, why in sorted(self._given_up.items()):
+            self.notify(f"task {task}: {why}")
         if collected.unlike:
-            self.tell("tasks ran on unlike machines: figures of this run are not to be compared with each other")
+            self.notify("tasks ran on different machines: figures of this run cannot be compared with each other")
         run = write(self.submission, collected)
         if run is not None and not run.incomplete:
             clear(self.submission)
         return run
 
-    def _begin(self) -> None:
-        """Send every task that has cells to examine and is not under way."""
-        standing, collected = self._standing(), collect(self.submission)
+    def _submit_unfinished(self) -> None:
+        """Submit every task that has cells to examine and is not pending or running."""
+        states_by_task, collected = self._states(), collect(self.submission)
         missing = {task: self._missing(task, collected) for task in range(len(self.submission.tasks))}
-        self._send({task: cells for task, cells in missing.items() if cells and not standing[task].is_live}, collected)
+        self._submit(
+            {task: cells for task, cells in missing.items() if cells and not states_by_task[task].is_live}, collected
+        )
 
-    def _standing(self) -> dict[int, TaskState]:
-        """Return how each task stands, by its last job."""
-        told = states(self._jobs.values())
+    def _states(self) -> dict[int, TaskState]:
+        """Return the state of each task, by its last job."""
+        found = states(self._jobs.values())
         tasks = range(len(self.submission.tasks))
-        return {task: told.get((self._jobs[task], task), GONE) if task in self._jobs else GONE for task in tasks}
+        return {
+            task: found.get((self._jobs[task], task), FORGOTTEN) if task in self._jobs else FORGOTTEN for task in tasks
+        }
 
     def _missing(self, task: int, collected: Collected) -> list[str]:
         return [cell for cell in self.submission.tasks[task] if cell not in collected.cells]
 
     def _missing_tasks(self, collected: Collected) -> list[int]:
-        """Return the tasks that lack cells and were not given up."""
+        """Return the tasks that lack cells and have not been given up."""
         tasks = range(len(self.submission.tasks))
-        return [task for task in tasks if task not in self._left and self._missing(task, collected)]
+        return [task for task in tasks if task not in self._given_up and self._missing(task, collected)]
 
-    def _go_on_with(self, ended: Mapping[int, TaskState], collected: Collected) -> None:
+    def _resubmit(self, ended: Mapping[int, TaskState], collected: Collected) -> None:
         again: dict[int, list[str]] = {}
         for task, state in ended.items():
             missing = self._missing(task, collected)
             place = (self._jobs[task], task)
             if not missing or place not in self._seen:
-                # What it wrote last may be here a little later than the news of its end.
+                # On a network file system its last records may become visible after its end.
                 self._seen.add(place)
                 continue
             if state.is_cancelled:
-                self._left[task] = f"job {self._jobs[task]}_{task} was cancelled; {_cells(len(missing))} not examined"
+                self._given_up[task] = (
+                    f"job {self._jobs[task]}_{task} was cancelled; {_cells(len(missing))} not examined"
+                )
                 continue
-            if state.name not in NOBODYS_FAULT:
-                self._idle[task] = (
+            if state.name not in INTERRUPTED:
+                self._failed_attempts[task] = (
                     0
                     if len(missing) < self._before.get(task, len(self.submission.tasks[task]))
-                    else self._idle[task] + 1
+                    else self._failed_attempts[task] + 1
                 )
-            if self._idle[task] > 1:
-                self._left[task] = (
-                    f"ended twice ({state.name or 'SLURM has forgotten how'}) and examined nothing more; "
+            if self._failed_attempts[task] > 1:
+                self._given_up[task] = (
+                    f"ended twice ({state.name or 'unknown state'}) without examining another cell; "
                     f"{_cells(len(missing))} not examined: see {self._log(task)}"
                 )
                 continue
-            how = state.name.lower().replace("_", " ") or "is gone"
-            self.tell(f"task {task} ({how}) left {_cells(len(missing))} undone: they are sent again")
+            how = state.name.lower().replace("_", " ") or "unknown state"
+            self.notify(f"task {task} ({how}) left {_cells(len(missing))} unfinished: resubmitting")
             again[task] = missing
-        self._send(again, collected)
+        self._submit(again, collected)
 
-    def _send(self, missing: Mapping[int, Collection[str]], collected: Collected) -> None:
+    def _submit(self, missing: Mapping[int, Collection[str]], collected: Collected) -> None:
         if not missing:
             return
         for task, cells in missing.items():
             self.submission.select(task, list(cells))
             self._before[task] = len(cells)
         job = sbatch(self.submission.batch.text(), ",".join(map(str, missing)))
-        self.submission.sent(job, list(missing))
+        self.submission.add_job(job, list(missing))
         self._jobs.update(dict.fromkeys(missing, job))
-        self.tell(f"job {job}: {_cells(sum(map(len, missing.values())))} in {_tasks(len(missing))}")
+        self.notify(f"job {job}: {_cells(sum(map(len, missing.values())))} in {_tasks(len(missing))}")
 
     def _log(self, task: int) -> str:
         return str(self.submission.log(self._jobs[task], task))
 
 
-def progress(submission: Submission, collected: Collected, standing: Mapping[int, TaskState]) -> str:
-    """Return one line: how many tasks stand how, and why they wait; how many cells are examined, and how many bad."""
-    counts = Counter(state.name.lower() for state in standing.values() if state.is_live)
-    reasons = sorted({state.reason for state in standing.values() if state.name == "PENDING" and state.reason})
+def progress(submission: Submission, collected: Collected, states_by_task: Mapping[int, TaskState]) -> str:
+    """Return one line: examined and bad cells, and the tasks by state, with the reasons of pending ones."""
+    counts = Counter(state.name.lower() for state in states_by_task.values() if state.is_live)
+    reasons = sorted({state.reason for state in states_by_task.values() if state.name == "PENDING" and state.reason})
     waiting = f" ({'; '.join(reasons)})" if reasons else ""
     tasks = ", ".join(f"{count} {name}{waiting if name == 'pending' else ''}" for name, count in counts.items())
     bad = f", {collected.bad} bad" if collected.bad else ""

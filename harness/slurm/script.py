@@ -1,4 +1,4 @@
-"""The batch script of a job, as text: what is shown before it is sent is what is sent."""
+"""The batch script of a job, as text."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from harness.core.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a job asks of SLURM, and what it then does.
+class BatchScript:
+    """The options of a job for sbatch, and what it runs.
 
-    ``options`` are sbatch's, by their long names without dashes, None for one that takes no value; ``comments`` say
-    why, by the same names. ``modules`` are loaded, ``environment`` is set and ``commands`` are run before ``command``
-    runs in ``folder``; these two are lines for the shell. Nothing else in the environment is touched: what SLURM set,
-    CUDA_VISIBLE_DEVICES among it, stays.
+    ``options`` are sbatch's, by their long names without dashes, None for one that takes no value; ``comments`` explain
+    them, by the same names. ``modules`` are loaded, ``environment`` is set and ``commands`` are run before ``command``
+    runs in ``folder``; commands are lines for the shell. The rest of the environment stays as SLURM has set it,
+    including CUDA_VISIBLE_DEVICES.
 
     Raises:
-        PlanError: an option or a variable cannot be written down.
+        PlanError: an option or a variable cannot be written to a script.
     """
 
     options: Mapping[str, str | int | None]
@@ -39,7 +39,7 @@ class Batch:
                 raise PlanError(f"sbatch's option {name} cannot be {value!r}: no quotes, backslashes or line breaks")
         for name in self.environment:
             if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-                raise PlanError(f"no variable can be called {name!r}")
+                raise PlanError(f"no variable can be named {name!r}")
 
     def text(self) -> str:
         """Return the script."""
@@ -49,7 +49,7 @@ class Batch:
                 lines.append(f"# {self.comments[name]}")
             lines.append(f"#SBATCH --{name}" + ("" if value is None else f"={_quoted(str(value))}"))
         if self.modules:
-            lines += ["", "# A batch shell has not read what tells it about modules."]
+            lines += ["", "# A batch shell has not read /etc/profile, which defines module."]
             lines += ["type module >/dev/null 2>&1 || . /etc/profile"]
             lines += [f"module load {shlex.quote(module)} || exit" for module in self.modules]
         lines += [""] if self.environment else []

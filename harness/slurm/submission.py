@@ -1,4 +1,4 @@
-"""What is kept of a submission: what was asked, the jobs that were sent, and where everything lies. JSON, no pickle."""
+"""A submission on disk: its cells, its batch script, its jobs and its paths. JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from typing import Any
 from harness.core.errors import PlumblineError
 from harness.results.atomic import point_symlink
 from harness.results.run import LATEST
-from harness.slurm.matrix import Selected
-from harness.slurm.script import Batch
+from harness.slurm.script import BatchScript
+from harness.slurm.select_cells import SelectedCell
 
 FOLDER = "submission"
-"""In the run's folder, what belongs to its jobs."""
+"""The folder of the jobs' files, in the run's folder."""
 
 LOG = "log-%A_%a.txt"
-"""What a task prints, by job and index, as SLURM spells it."""
+"""The file of a task's output, by job and index, in SLURM's notation."""
 
 
 class NoSubmissionError(PlumblineError):
-    """There is nothing to attach to."""
+    """There is no submission to attach to."""
 
 
 @dataclass(frozen=True)
 class Submission:
     """One job array over cells.
 
-    ``command`` is what the user typed. ``batch`` is what each task does. ``tasks`` holds the ids of each task's cells.
-    ``run`` is the folder of the run that will be.
+    ``command`` is the user's command. ``batch`` is the script of each task. ``tasks`` holds the ids of each task's
+    cells. ``run`` is the folder of the run that collects them.
     """
 
     run: Path
     command: tuple[str, ...]
-    batch: Batch
-    cells: tuple[Selected, ...]
+    batch: BatchScript
+    cells: tuple[SelectedCell, ...]
     tasks: tuple[tuple[str, ...], ...]
 
     @property
     def folder(self) -> Path:
-        """Where its files lie."""
+        """The folder of its files."""
         return self.run / FOLDER
 
     def part(self, task: int) -> Path:
@@ -49,21 +49,21 @@ class Submission:
         return self.folder / f"task-{task}"
 
     def selection(self, task: int) -> Path:
-        """Return the file that tells a task its cells, in words for pytest."""
+        """Return the file with the cells of a task, as arguments for pytest."""
         return self.part(task) / "cells.txt"
 
     def log(self, job: int, task: int) -> Path:
-        """Return what a task of a job printed."""
+        """Return the file with the output of a task of a job."""
         return self.folder / LOG.replace("%A", str(job)).replace("%a", str(task))
 
     def select(self, task: int, cells: Sequence[str]) -> None:
-        """Tell a task which cells it is to examine."""
+        """Write the file with the cells that a task is to examine."""
         nodeids = {cell.cell: cell.nodeid for cell in self.cells}
         self.part(task).mkdir(exist_ok=True)
         self.selection(task).write_text("".join(f"{nodeids[cell]}\n" for cell in cells))
 
     def save(self) -> None:
-        """Write it down, into a new folder."""
+        """Write it to a new folder."""
         self.folder.mkdir(parents=True)
         point_symlink(self.run.parent / LATEST, self.run.name)
         values = {**asdict(self), "run": str(self.run)}
@@ -75,14 +75,14 @@ class Submission:
         """Read what :meth:`save` wrote; ``run`` may be a link to the run's folder.
 
         Raises:
-            NoSubmissionError: nobody submitted that run, or its file is broken.
+            NoSubmissionError: that run was not submitted, or its file is broken.
         """
         run = run.resolve()
         try:
             values = json.loads((run / FOLDER / "submission.json").read_text())
             lists = {name: tuple(values["batch"][name]) for name in ("modules", "commands")}
-            batch = Batch(**{**values["batch"], **lists})
-            cells = tuple(Selected(**cell) for cell in values["cells"])
+            batch = BatchScript(**{**values["batch"], **lists})
+            cells = tuple(SelectedCell(**cell) for cell in values["cells"])
             tasks = tuple(map(tuple, values["tasks"]))
             return cls(run, tuple(values["command"]), batch, cells, tasks)
         except FileNotFoundError as error:
@@ -90,18 +90,18 @@ class Submission:
         except (ValueError, LookupError, TypeError) as error:
             raise NoSubmissionError(f"{run / FOLDER / 'submission.json'} cannot be read: {error}") from error
 
-    def sent(self, job: int, tasks: Sequence[int]) -> None:
-        """Write down that a job array was sent for some of the tasks."""
+    def add_job(self, job: int, tasks: Sequence[int]) -> None:
+        """Record that a job array was submitted for some of the tasks."""
         with (self.folder / "jobs.jsonl").open("a") as file:
             file.write(json.dumps({"job": job, "tasks": list(tasks)}) + "\n")
 
     def jobs(self) -> dict[int, int]:
-        """Return the job that was last sent for each task."""
+        """Return the job that was last submitted for each task."""
         file = self.folder / "jobs.jsonl"
         lines: list[dict[str, Any]] = list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
         return {task: line["job"] for line in lines for task in line["tasks"]}
 
 
-def shares(cells: Sequence[str], tasks: int) -> tuple[tuple[str, ...], ...]:
-    """Deal cells out to at most ``tasks`` tasks, one after the other: large topologies come last, so each gets some."""
+def split_cells(cells: Sequence[str], tasks: int) -> tuple[tuple[str, ...], ...]:
+    """Split cells among at most ``tasks`` tasks, round-robin: large topologies come last, so each task gets some."""
     return tuple(tuple(cells[task::tasks]) for task in range(min(tasks, len(cells))))

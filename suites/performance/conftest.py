@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.pytest_plugin.xdist_transport import handed
+from harness.pytest_plugin.xdist_transport import payload_of
 
 HERE = Path(__file__).parent.resolve()
 
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent.resolve()
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     """Show what the trainers cost over a loop by hand, beside each other."""
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
-    found = [handed(report) for report in reports if isinstance(report, pytest.TestReport)]
+    found = [payload_of(report) for report in reports if isinstance(report, pytest.TestReport)]
     sys.path.insert(0, str(HERE))
     from overhead import table
 

@@ -12,9 +12,11 @@ from harness.engine.examine import examine
 from harness.engine.rejudge import rejudge
 from harness.launch.settings import Settings
 from harness.machine.fingerprint import Fingerprint
+from harness.results.header_footer import Footer, Header
 from harness.results.json_lines import line_of
-from harness.results.records import Footer, Header, Result
-from harness.results.run import RunWriter, read_run
+from harness.results.records import Result
+from harness.results.run import read_run
+from harness.results.run_writer import RunWriter
 
 TRAINERS = Path(__file__).parent / "trainers.py"
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-import harness.machine.doctor.examination
+import harness.machine.doctor.probes
 from harness.cli.main import main
-from harness.machine import load as pace
-from harness.machine.doctor import devices, limits
+from harness.machine.doctor import gpus as gpu_probes
+from harness.machine.doctor import limits
 from harness.machine.doctor.communication import ranks
-from harness.machine.doctor.examination import examination, questions
-from harness.machine.doctor.line import Line
+from harness.machine.doctor.probe_result import ProbeResult
+from harness.machine.doctor.probes import probes, run_probes
 
 SPINNING = """
 import time
@@ -42,20 +42,20 @@ Legend:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Puts questions in the place of doctor's own: ``asked(name=lines)``."""
+    """Puts probes in the place of doctor's own: ``asked(name=lines)``."""
 
-    def ask(**lines: list[Line]) -> None:
+    def ask(**lines: list[ProbeResult]) -> None:
         answers = {name: (lambda found=found: iter(found)) for name, found in lines.items()}
-        monkeypatch.setattr(harness.machine.doctor.examination, "questions", lambda report_dir: answers)
+        monkeypatch.setattr(harness.machine.doctor.probes, "probes", lambda report_dir: answers)
 
     return ask
 
 
 def test_this_machine_is_asked_everything(tmp_path: Path) -> None:
     """Every question has an answer here but the one that trains, which the next test asks without a limit."""
-    asked = questions(tmp_path)
+    asked = probes(tmp_path)
     del asked["ranks"]
-    answered = list(examination(asked))
+    answered = list(run_probes(asked))
     assert {name for name, _ in answered} == set(asked)
     assert not [line.found for _, line in answered if "cannot be found out" in line.found]
 
@@ -69,7 +69,7 @@ def test_two_ranks_train_together(one_thread: None) -> None:
 
 
 def test_all_is_well(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
-    asked(python=[Line("3.11")], links=[Line("none"), Line("at all")])
+    asked(python=[ProbeResult("3.11")], links=[ProbeResult("none"), ProbeResult("at all")])
     assert main(["doctor"]) == 0
     assert (
         capsys.readouterr().out == "ok python: 3.11\nok links: none\nok links: at all\nThis machine is fit for a run.\n"
@@ -77,7 +77,7 @@ def test_all_is_well(asked: Callable[..., None], capsys: pytest.CaptureFixture) 
 
 
 def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
-    asked(python=[Line("3.11")], disk=[Line("full\x1b[31m\nto the brim", "make room")])
+    asked(python=[ProbeResult("3.11")], disk=[ProbeResult("full\x1b[31m\nto the brim", "make room")])
     assert main(["doctor"]) == 1
     assert (
         capsys.readouterr().out
@@ -86,56 +86,56 @@ def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytes
 
 
 def test_a_question_that_raises_hides_no_other() -> None:
-    def broken() -> Iterator[Line]:
-        yield Line("so far so good")
+    def broken() -> Iterator[ProbeResult]:
+        yield ProbeResult("so far so good")
         raise RuntimeError("gone")
 
-    answered = list(examination({"broken": broken, "sound": lambda: iter([Line("well")])}))
-    assert answered[0] == ("broken", Line("so far so good"))
+    answered = list(run_probes({"broken": broken, "sound": lambda: iter([ProbeResult("well")])}))
+    assert answered[0] == ("broken", ProbeResult("so far so good"))
     assert "RuntimeError: gone" in answered[1][1].found
     assert answered[1][1].advice is not None
-    assert answered[2] == ("sound", Line("well"))
+    assert answered[2] == ("sound", ProbeResult("well"))
 
 
 def test_a_question_that_hangs_is_not_waited_for() -> None:
     forever = threading.Event()
 
-    def hanging() -> Iterator[Line]:
-        yield Line("begun")
+    def hanging() -> Iterator[ProbeResult]:
+        yield ProbeResult("begun")
         forever.wait()
 
     try:
-        answered = list(examination({"hanging": hanging, "sound": lambda: iter([Line("well")])}, quiet=0.5))
+        answered = list(run_probes({"hanging": hanging, "sound": lambda: iter([ProbeResult("well")])}, quiet=0.5))
     finally:
         forever.set()
-    assert answered[0] == ("hanging", Line("begun"))
+    assert answered[0] == ("hanging", ProbeResult("begun"))
     assert "nothing has been computed" in answered[1][1].found
     assert "hangs" in (answered[1][1].advice or "")
-    assert ("sound", Line("well")) in answered
+    assert ("sound", ProbeResult("well")) in answered
 
 
 def test_a_question_that_computes_is_waited_for() -> None:
     """However slow it is: a rank, or the import of a library, may have little of a busy machine's processors."""
 
-    def slow() -> Iterator[Line]:
+    def slow() -> Iterator[ProbeResult]:
         subprocess.run([sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=2)], check=True)
-        yield Line("done")
+        yield ProbeResult("done")
 
-    assert list(examination({"slow": slow}, quiet=0.5)) == [("slow", Line("done"))]
+    assert list(run_probes({"slow": slow}, quiet=0.5)) == [("slow", ProbeResult("done"))]
 
 
 def test_nothing_is_waited_for_for_ever() -> None:
-    def spinning() -> Iterator[Line]:
+    def spinning() -> Iterator[ProbeResult]:
         with subprocess.Popen([sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=1000)]) as child:
             try:
                 ended.wait()
             finally:
                 child.kill()
-        yield Line("done")
+        yield ProbeResult("done")
 
     ended = threading.Event()
     try:
-        ((name, line),) = list(examination({"spinning": spinning}, longest=1))
+        ((name, line),) = list(run_probes({"spinning": spinning}, longest=1))
     finally:
         ended.set()
     assert name == "spinning"
@@ -150,7 +150,7 @@ def test_a_busy_machine_is_measured_and_is_no_trouble() -> None:
     command = [sys.executable, "-I", "-S", "-c", SPINNING.format(seconds=1000)]
     others = [subprocess.Popen(command) for _ in range(3)]
     try:
-        busy = pace.load()
+        busy = limits.load()
     finally:
         os.sched_setaffinity(0, cores)
         for other in others:
@@ -162,7 +162,7 @@ def test_a_busy_machine_is_measured_and_is_no_trouble() -> None:
 
 
 def test_a_note_is_no_trouble(asked: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
-    asked(load=[Line("a lot", "the machine is busy", is_note=True)], links=[Line("none")])
+    asked(load=[ProbeResult("a lot", "the machine is busy", is_note=True)], links=[ProbeResult("none")])
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out
     assert (
@@ -172,9 +172,9 @@ def test_a_note_is_no_trouble(asked: Callable[..., None], capsys: pytest.Capture
 
 
 def test_links_are_read_off_the_matrix() -> None:
-    assert devices.link_kinds(TOPOLOGY) == {"NV18": 1, "SYS": 2}
-    assert devices.link_kinds("nonsense") == {}
-    assert devices.link_kinds("") == {}
+    assert gpu_probes.link_kinds(TOPOLOGY) == {"NV18": 1, "SYS": 2}
+    assert gpu_probes.link_kinds("nonsense") == {}
+    assert gpu_probes.link_kinds("") == {}
 
 
 class FakeCuda:
@@ -200,8 +200,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ) -> None:
         monkeypatch.setattr(torch, "cuda", FakeCuda(seen, apart))
         monkeypatch.setattr(torch.version, "cuda", cuda)
-        monkeypatch.setattr(devices, "gpu_rows", lambda *names: rows)
-        monkeypatch.setattr(devices, "answer", lambda *command: TOPOLOGY)
+        monkeypatch.setattr(gpu_probes, "gpu_rows", lambda *names: rows)
+        monkeypatch.setattr(gpu_probes, "command_output", lambda *command: TOPOLOGY)
 
     return pretend
 
@@ -211,10 +211,10 @@ H200 = ["NVIDIA H200", "143771", "Default"]
 
 def test_gpus_are_named(gpus: Callable[..., None]) -> None:
     gpus(3, [H200] * 3)
-    assert [line.found for line in devices.devices()] == ["3 × NVIDIA H200, 143771 MiB, compute mode Default"]
-    kinds, reach = devices.links()
+    assert [line.found for line in gpu_probes.devices()] == ["3 × NVIDIA H200, 143771 MiB, compute mode Default"]
+    kinds, reach = gpu_probes.links()
     assert kinds.found == "NV18 between 1 pair, SYS between 2 pairs"
-    assert reach == Line("each of 3 devices reaches each other one directly")
+    assert reach == ProbeResult("each of 3 devices reaches each other one directly")
 
 
 @pytest.mark.parametrize(
@@ -230,19 +230,19 @@ def test_gpus_that_cannot_be_used_come_with_advice(
     gpus: Callable[..., None], seen: int, rows: list[list[str]], cuda: str | None, word: str
 ) -> None:
     gpus(seen, rows, cuda=cuda)
-    assert any(word in (line.advice or "") for line in devices.devices())
+    assert any(word in (line.advice or "") for line in gpu_probes.devices())
 
 
 def test_no_gpu_is_well(gpus: Callable[..., None]) -> None:
     gpus(0, [], cuda=None)
-    (line,) = devices.devices()
+    (line,) = gpu_probes.devices()
     assert line.advice is None
     assert "simulated" in line.found
 
 
 def test_pairs_that_do_not_reach_each_other_are_named(gpus: Callable[..., None]) -> None:
     gpus(3, [H200] * 3, apart=((0, 2),))
-    *_, line = devices.links()
+    *_, line = gpu_probes.links()
     assert "0 and 2" in line.found
     assert "NCCL_P2P_DISABLE" in (line.advice or "")
 
@@ -252,7 +252,7 @@ Usage = namedtuple("Usage", "total used free")
 
 @pytest.mark.parametrize(
     ("total", "free", "word"),
-    [(64 << 20, 60 << 20, "--shm-size"), (8 << 30, 1 << 20, "something fills it"), (8 << 30, 8 << 30, None)],
+    [(64 << 20, 60 << 20, "--shm-size"), (8 << 30, 1 << 20, "nearly full"), (8 << 30, 8 << 30, None)],
 )
 def test_shared_memory(monkeypatch: pytest.MonkeyPatch, total: int, free: int, word: str | None) -> None:
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda place: Usage(total, total - free, free))

@@ -16,8 +16,9 @@ from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.machine.fingerprint import Fingerprint
 from harness.report.find_cell import NoSuchCell, cell_called
-from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.results.run import RunWriter
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Measurement, PlannedCell, Result
+from harness.results.run_writer import RunWriter
 
 CELLS = [
     Cell("mine", workload, "ddp", Topology(1, gpus), "32", "cpu") for workload in ("mlp", "adam") for gpus in (2, 4)

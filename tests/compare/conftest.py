@@ -15,8 +15,10 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.machine.fingerprint import ComparabilityKey, Fingerprint
-from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.results.run import Run, RunWriter
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Measurement, PlannedCell, Result
+from harness.results.run import Run
+from harness.results.run_writer import RunWriter
 
 KEY = ComparabilityKey(accelerator="cuda", device="A GPU", device_count=8, cpu="A CPU", cpu_cores=8, torch="2.13")
 UNITS = {

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from harness.statistics.difference import CONFIDENCE, apart, in_turns
+from harness.statistics.intervals import CONFIDENCE
+from harness.statistics.two_samples import paired_difference, welch_difference
 
 NOISES = {
     "normal": lambda noise: noise.gauss(0, 0.02),
@@ -28,7 +29,7 @@ samples = st.lists(st.floats(-5, 5), min_size=2, max_size=10)
 
 @pytest.mark.parametrize("number", [3, 5, 10])
 @pytest.mark.parametrize("shape", NOISES)
-@pytest.mark.parametrize("method", [apart, in_turns])
+@pytest.mark.parametrize("method", [welch_difference, paired_difference])
 def test_intervals_miss_no_more_often_than_they_say(method, shape, number):
     noise = random.Random(f"{shape} {number}")
     draw = NOISES[shape]
@@ -44,7 +45,7 @@ def test_unequal_noise_and_numbers_do_not_shorten_the_interval():
     missed = 0
     for _ in range(REPETITIONS):
         a, b = ([noise.gauss(0, spread) for _ in range(number)] for spread, number in ((0.05, 3), (0.01, 10)))
-        low, high = apart(a, b).interval
+        low, high = welch_difference(a, b).interval
         missed += not low <= 0 <= high
     assert missed / REPETITIONS <= ALLOWED
 
@@ -68,28 +69,28 @@ def test_rounds_take_the_machine_s_drift_out():
     noise = random.Random(1)
     drift = [0.5 * place / 9 for place in range(10)]
     a, b = ([slower + noise.gauss(0, 0.005) for slower in drift] for _ in range(2))
-    low, high = in_turns(a, b).interval
-    assert high - low < 0.02 < 0.2 < apart(a, b).interval[1] - apart(a, b).interval[0]
+    low, high = paired_difference(a, b).interval
+    assert high - low < 0.02 < 0.2 < welch_difference(a, b).interval[1] - welch_difference(a, b).interval[0]
 
 
 @given(samples, samples, st.floats(0.001, 1000))
 def test_the_unit_of_a_figure_does_not_matter(a, b, factor):
     """Milliseconds for seconds move both logarithms alike."""
-    moved = apart([x + math.log(factor) for x in a], [x + math.log(factor) for x in b])
-    assert moved.difference == pytest.approx(apart(a, b).difference, abs=1e-9)
-    assert moved.error == pytest.approx(apart(a, b).error, abs=1e-6)
+    moved = welch_difference([x + math.log(factor) for x in a], [x + math.log(factor) for x in b])
+    assert moved.mean == pytest.approx(welch_difference(a, b).mean, abs=1e-9)
+    assert moved.error == pytest.approx(welch_difference(a, b).error, abs=1e-6)
 
 
 @given(samples, samples)
 def test_b_against_a_is_a_against_b_turned_over(a, b):
-    one, other = apart(a, b), apart(b, a)
+    one, other = welch_difference(a, b), welch_difference(b, a)
     assert one.interval == pytest.approx((-other.interval[1], -other.interval[0]))
     assert one.chance(0.1) == pytest.approx(other.chance(0.1))
 
 
 @given(samples, samples, st.floats(0, 2))
 def test_a_chance_is_small_just_where_the_interval_lies_beyond(a, b, least):
-    estimate = apart(a, b)
+    estimate = welch_difference(a, b)
     low, high = estimate.interval
     gap = max(low - least, -least - high)
     assume(abs(gap) > 1e-9)
@@ -98,23 +99,23 @@ def test_a_chance_is_small_just_where_the_interval_lies_beyond(a, b, least):
 
 @given(st.floats(0.1, 10), st.integers(2, 10), st.integers(2, 10))
 def test_launches_that_agree_leave_no_doubt(value, before, after):
-    estimate = apart([value] * before, [2 * value] * after)
+    estimate = welch_difference([value] * before, [2 * value] * after)
     assert estimate.interval == pytest.approx((value, value))
     assert estimate.chance() == pytest.approx(0)
-    assert apart([value] * before, [value] * after).chance(0.01) == 1
+    assert welch_difference([value] * before, [value] * after).chance(0.01) == 1
 
 
 def test_one_launch_says_nothing():
     with pytest.raises(ValueError, match="one launch"):
-        apart([1.0], [1.0, 2.0])
+        welch_difference([1.0], [1.0, 2.0])
     with pytest.raises(ValueError, match="one launch"):
-        in_turns([1.0], [2.0])
+        paired_difference([1.0], [2.0])
 
 
 def test_half_rounds_are_no_rounds():
     with pytest.raises(ValueError, match="longer"):
-        in_turns([1.0, 2.0], [1.0, 2.0, 3.0])
+        paired_difference([1.0, 2.0], [1.0, 2.0, 3.0])
 
 
 def test_the_estimate_is_the_difference_of_the_means():
-    assert apart([1, 2, 4], [2, 3]).difference == pytest.approx(fmean([2, 3]) - fmean([1, 2, 4]))
+    assert welch_difference([1, 2, 4], [2, 3]).mean == pytest.approx(fmean([2, 3]) - fmean([1, 2, 4]))

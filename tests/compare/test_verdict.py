@@ -9,7 +9,7 @@ import pytest
 
 from harness.report.comparison.scale import LEAST_EFFECT, RATIO
 from harness.report.comparison.verdict import FALSE_ALARMS, Case, Size, sizes
-from harness.statistics.difference import apart, in_turns
+from harness.statistics.two_samples import paired_difference, welch_difference
 
 LEAST = RATIO.least(LEAST_EFFECT)
 SLOWER = math.log(1.10)
@@ -28,7 +28,9 @@ def loud(noise: random.Random) -> float:
     return noise.gauss(0, 0.1)
 
 
-def table(noise, *, method=apart, cells=30, metrics=10, launch=steady, number=LAUNCHES, change=0.0, changed=None):
+def table(
+    noise, *, method=welch_difference, cells=30, metrics=10, launch=steady, number=LAUNCHES, change=0.0, changed=None
+):
     """Return what is said of a table whose cells have ``metrics`` figures each, most of their noise in common.
 
     ``change`` is what happened to the first ``changed`` cells, or to all.
@@ -39,7 +41,7 @@ def table(noise, *, method=apart, cells=30, metrics=10, launch=steady, number=LA
         common = [[launch(noise) for _ in range(number)] for _ in range(2)]
         for _ in range(metrics):
             a, b = ([shared + noise.gauss(0, 0.005) for shared in side] for side in common)
-            cases.append(Case(method(a, [sample + moved for sample in b]), LEAST, method is in_turns))
+            cases.append(Case(method(a, [sample + moved for sample in b]), LEAST, method is paired_difference))
     return sizes(cases)
 
 
@@ -55,12 +57,12 @@ def allowed(repetitions, promised=FALSE_ALARMS):
 
 
 @pytest.mark.parametrize("launch", [steady, hit_now_and_then, loud])
-@pytest.mark.parametrize("method", [apart, in_turns])
+@pytest.mark.parametrize("method", [welch_difference, paired_difference])
 def test_three_hundred_figures_of_the_same_thing_raise_no_alarm(method, launch):
     assert alarms(100, method=method, launch=launch) <= allowed(100)
 
 
-@pytest.mark.parametrize("method", [apart, in_turns])
+@pytest.mark.parametrize("method", [welch_difference, paired_difference])
 def test_one_figure_of_the_same_thing_raises_no_alarm(method):
     assert alarms(2000, method=method, cells=1, metrics=1, launch=loud) <= allowed(2000)
 
@@ -70,7 +72,10 @@ def test_even_the_smallest_least_effect_keeps_the_promise():
     noise = random.Random(1)
     found = 0
     for _ in range(200):
-        cases = [Case(apart(*([steady(noise) for _ in range(5)] for _ in range(2))), 0.0, False) for _ in range(50)]
+        cases = [
+            Case(welch_difference(*([steady(noise) for _ in range(5)] for _ in range(2))), 0.0, False)
+            for _ in range(50)
+        ]
         found += Size.CHANGED in sizes(cases)
     assert found / 200 <= allowed(200)
 
@@ -80,13 +85,13 @@ def test_a_machine_that_drifts_by_the_least_effect_between_two_runs_raises_no_al
     assert alarms(1000, cells=1, metrics=1, change=LEAST) <= allowed(1000)
 
 
-@pytest.mark.parametrize(("method", "number"), [(apart, 7), (in_turns, 5)])
+@pytest.mark.parametrize(("method", "number"), [(welch_difference, 7), (paired_difference, 5)])
 def test_a_slowdown_of_ten_per_cent_is_found(method, number):
     """With 2 % of noise between launches; apart, the change must lie beyond what drift may have done."""
     assert alarms(200, method=method, number=number, cells=1, metrics=6, change=SLOWER) >= 0.9
 
 
-@pytest.mark.parametrize(("method", "number"), [(apart, 12), (in_turns, 7)])
+@pytest.mark.parametrize(("method", "number"), [(welch_difference, 12), (paired_difference, 7)])
 def test_one_slow_cell_of_thirty_is_found(method, number):
     assert alarms(40, method=method, number=number, change=SLOWER, changed=1) >= 0.9
 
@@ -127,15 +132,17 @@ def test_noise_that_hides_a_change_is_no_sameness():
 
 def test_what_is_lost_among_many_is_said_to_be():
     noise = random.Random(1)
-    one = apart([steady(noise) for _ in range(5)], [math.log(1.13) + steady(noise) for _ in range(5)])
-    others = [apart(*([steady(noise) for _ in range(5)] for _ in range(2))) for _ in range(299)]
+    one = welch_difference([steady(noise) for _ in range(5)], [math.log(1.13) + steady(noise) for _ in range(5)])
+    others = [welch_difference(*([steady(noise) for _ in range(5)] for _ in range(2))) for _ in range(299)]
     assert sizes([Case(one, LEAST, False)]) == [Size.CHANGED]
     assert sizes([Case(estimate, LEAST, False) for estimate in (one, *others)])[0] is Size.CHANCE
 
 
 def test_drift_in_both_sides_needs_no_allowance():
     a = [0.0, 0.1, 0.2, 0.3, 0.4]
-    estimate = in_turns(a, [sample + shift for sample, shift in zip(a, (0.06, 0.04, 0.07, 0.05, 0.06), strict=True)])
+    estimate = paired_difference(
+        a, [sample + shift for sample, shift in zip(a, (0.06, 0.04, 0.07, 0.05, 0.06), strict=True)]
+    )
     assert sizes([Case(estimate, LEAST, True)]) == [Size.CHANGED]
     assert sizes([Case(estimate, LEAST, False)]) == [Size.UNCLEAR]
 
@@ -149,14 +156,16 @@ def test_so_many_launches_as_are_said_to_be_enough_are():
     noise = random.Random(1)
     told = []
     for _ in range(50):
-        few = Case(apart(*([noise.gauss(0, 0.08) for _ in range(8)] for _ in range(2))), LEAST, False)
+        few = Case(welch_difference(*([noise.gauss(0, 0.08) for _ in range(8)] for _ in range(2))), LEAST, False)
         many = few.enough(8)
         told.append(
-            Case(apart(*([noise.gauss(0, 0.08) for _ in range(many)] for _ in range(2))), LEAST, False).is_within
+            Case(
+                welch_difference(*([noise.gauss(0, 0.08) for _ in range(many)] for _ in range(2))), LEAST, False
+            ).is_within
         )
     assert sum(told) / len(told) > 0.5
 
 
 @pytest.mark.parametrize("far", [1e30, 1e152])
 def test_no_number_of_launches_is_asked_for_that_nobody_would_make(far):
-    assert Case(apart([0.0, 0.0, 0.0], [0.0, 0.0, far]), LEAST, False).enough(3) is None
+    assert Case(welch_difference([0.0, 0.0, 0.0], [0.0, 0.0, far]), LEAST, False).enough(3) is None

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from harness.benchmark.group import Group
+from harness.benchmark.timed_launch import TimedLaunch
 from harness.evidence.projection import fingerprint, sketch
 from harness.launch.settings import Settings
 from harness.worker.timing.device_clock import clock_of
@@ -22,11 +22,11 @@ def timed(cuda_cell, warm_pool, tmp_path):
 
     def measure(subject, workload, backend, topology, precision="32"):
         cell = cuda_cell(subject, workload, backend, topology, precision)
-        group = Group.begin(warm_pool(subject), cell, tmp_path, Settings(120.0))
+        group = TimedLaunch.begin(warm_pool(subject), cell, tmp_path, Settings(120.0))
         try:
             for _ in range(4):
                 group.round()
-            group.look()
+            group.profile()
             return group.end().ranks
         finally:
             group.close()

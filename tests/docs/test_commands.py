@@ -16,7 +16,7 @@ import tomllib
 from harness.cli import main
 from harness.core.backend import BACKENDS
 from harness.core.precision import PRECISIONS
-from harness.subjects.load import SHORT_NAMES
+from harness.subjects.short_names import SHORT_NAMES
 from harness.workloads import EVERY
 
 ROOT = Path(__file__).parents[2]

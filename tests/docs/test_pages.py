@@ -21,7 +21,7 @@ from harness.core.topology import Topology
 from harness.judge.checks import CHECKS
 from harness.report.tables.support import MARKS
 from harness.subjects.declare import CAPABILITIES
-from harness.subjects.load import SHORT_NAMES
+from harness.subjects.short_names import SHORT_NAMES
 from harness.worker.job import Job
 
 ROOT = Path(__file__).parents[2]

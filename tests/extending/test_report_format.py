@@ -10,8 +10,10 @@ from harness.machine.fingerprint import Fingerprint
 from harness.report import write
 from harness.report.tables.cells import cell_table
 from harness.results.atomic import write_text
-from harness.results.records import Footer, Header, Result
-from harness.results.run import RunWriter, read_run
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Result
+from harness.results.run import read_run
+from harness.results.run_writer import RunWriter
 
 
 def as_tap(run):

@@ -15,7 +15,8 @@ from harness.core.errors import LaunchError, PlanError
 from harness.core.topology import Topology
 from harness.judge.judge import judge
 from harness.launch.cell_launch import launch
-from harness.launch.launchers import LauncherOptions, check_devices_of_nodes, find_launcher
+from harness.launch.launchers import check_devices_of_nodes, find_launcher
+from harness.launch.launchers.base import LauncherOptions
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.workloads import WORKLOADS

@@ -16,7 +16,8 @@ import pytest
 from harness.core.errors import LaunchError, PlanError
 from harness.judge.judge import judge
 from harness.launch.cell_launch import launch
-from harness.launch.launchers import LauncherOptions, find_launcher
+from harness.launch.launchers import find_launcher
+from harness.launch.launchers.base import LauncherOptions
 from harness.launch.launchers.torchrun import TorchrunPool
 from harness.launch.settings import Settings
 from harness.results.run import read_run

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark.group import Group
+from harness.benchmark.timed_launch import TimedLaunch
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.settings import Settings
@@ -39,7 +39,7 @@ def begun(trainers, tmp_path_factory):
         nodes, gpus = map(int, topology.split("x"))
         backend = "none" if topology == "1x1" else "ddp"
         cell = Cell(subject, workload, backend, Topology(nodes, gpus), precision, "cpu")
-        group = Group.begin(pool, cell, tmp_path_factory.mktemp("g"), Settings(time_limit))
+        group = TimedLaunch.begin(pool, cell, tmp_path_factory.mktemp("g"), Settings(time_limit))
         groups.append(group)
         return group
 
@@ -56,7 +56,7 @@ def timed(begun):
         group = begun(*which, **settings)
         for _ in range(rounds):
             group.round()
-        group.look()
+        group.profile()
         return group.end()
 
     return whole

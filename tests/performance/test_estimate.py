@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.statistics.launch_estimate import FEWEST_LAUNCHES, WIDEST_RATIO, WIDEST_SHARE, estimate, unstable
+from harness.statistics.intervals import FEWEST_LAUNCHES, WIDEST_RATIO, WIDEST_SHARE, figure_interval, why_unstable
 
 positive = st.floats(1e-6, 1e9)
 several = st.lists(positive, min_size=FEWEST_LAUNCHES, max_size=10)
@@ -31,7 +31,7 @@ def test_the_bounds_hold_what_is_typical_as_often_as_they_promise(noise, launche
     tries = 3000
     held = 0
     for _ in range(tries):
-        found = estimate([math.exp(NOISE[noise](draw)) for _ in range(launches)])
+        found = figure_interval([math.exp(NOISE[noise](draw)) for _ in range(launches)])
         held += found.low <= typical <= found.high
     # Promised are 0.95; counting 3000 tries errs by 0.004. A bootstrap of three launches keeps 0.75.
     assert held / tries > 0.92
@@ -39,7 +39,7 @@ def test_the_bounds_hold_what_is_typical_as_often_as_they_promise(noise, launche
 
 @given(several, st.floats(0.001, 1000))
 def test_another_unit_changes_nothing_but_the_unit(samples, factor):
-    one, other = estimate(samples), estimate([sample * factor for sample in samples])
+    one, other = figure_interval(samples), figure_interval([sample * factor for sample in samples])
     assert (one.refusal is None) == (other.refusal is None) or math.isclose(one.high / one.low, WIDEST_RATIO)
     assert other.value == pytest.approx(one.value * factor)
     if one.high < 1e200:
@@ -48,38 +48,38 @@ def test_another_unit_changes_nothing_but_the_unit(samples, factor):
 
 @given(several)
 def test_the_figure_lies_within_its_bounds(samples):
-    found = estimate(samples)
+    found = figure_interval(samples)
     assert found.low <= found.value * (1 + 1e-9)
     assert found.value <= found.high * (1 + 1e-9)
 
 
 @given(st.lists(st.floats(0, 1), min_size=FEWEST_LAUNCHES, max_size=10))
 def test_a_share_stays_a_share(samples):
-    found = estimate(samples, share=True)
+    found = figure_interval(samples, share=True)
     assert 0 <= found.low <= found.high <= 1
 
 
 @given(positive, st.integers(FEWEST_LAUNCHES, 10))
 def test_launches_that_agree_leave_no_doubt(value, launches):
-    found = estimate([value] * launches)
+    found = figure_interval([value] * launches)
     assert (found.low, found.value, found.high, found.refusal) == (value, value, value, None)
 
 
 def test_what_could_be_twice_as_much_is_refused_with_a_sentence():
-    wide = estimate([1.0, 2.0, 4.0])
+    wide = figure_interval([1.0, 2.0, 4.0])
     assert wide.refusal is not None
     assert "unstable" in wide.refusal
     assert "--launches" in wide.refusal
-    assert estimate([1.0, 1.01, 1.02]).refusal is None
+    assert figure_interval([1.0, 1.01, 1.02]).refusal is None
 
 
 def test_a_share_is_refused_only_if_it_could_be_almost_anything():
-    assert estimate([0.001, 0.01, 0.03], share=True).refusal is None
-    assert estimate([0.1, 0.5, 0.9], share=True).refusal is not None
-    assert unstable(0.0, WIDEST_SHARE, share=True) is not None
+    assert figure_interval([0.001, 0.01, 0.03], share=True).refusal is None
+    assert figure_interval([0.1, 0.5, 0.9], share=True).refusal is not None
+    assert why_unstable(0.0, WIDEST_SHARE, share=True) is not None
 
 
 def test_nothing_is_still_a_figure():
-    found = estimate([0.0, 0.0, 1.0])
+    found = figure_interval([0.0, 0.0, 1.0])
     assert found.refusal is None
     assert found.value == 0

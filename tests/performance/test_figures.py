@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.benchmark.figures import METRICS, Launch, SamplesError, samples_of, step_quantiles
-from harness.benchmark.group import Timed
+from harness.benchmark.launch_metrics import METRICS, LaunchSample, SamplesError, samples_of, step_quantiles
+from harness.benchmark.timed_launch import LaunchTimings
 from harness.evidence.timing import RankTiming, Round
 
 
@@ -26,7 +26,7 @@ def rank_of(rank, *rounds, **looked):
 
 
 def launch_of(*ranks, yardstick=None):
-    return Launch(Timed(ranks, 1.0), yardstick)
+    return LaunchSample(LaunchTimings(ranks, 1.0), yardstick)
 
 
 def figures(*launches, devices=1):
@@ -93,7 +93,7 @@ def test_overhead_compares_neighbours():
     # The machine grows ten times slower meanwhile, for both.
     mine = [round_of(0.0, [1.1], [0]), round_of(5.0, [11.0], [1])]
     by_hand = [round_of(2.0, [1.0], [0]), round_of(20.0, [10.0], [1])]
-    found = figures(launch_of(rank_of(0, *mine), yardstick=Timed((rank_of(0, *by_hand),), 1.0)))
+    found = figures(launch_of(rank_of(0, *mine), yardstick=LaunchTimings((rank_of(0, *by_hand),), 1.0)))
     assert found["overhead", None] == pytest.approx(1.1)
 
 
@@ -120,5 +120,5 @@ def test_memory_stands_for_each_rank():
 def test_every_figure_has_a_unit():
     looked = {"memory": {"memory_private_peak": 1}, "tensors": {"tensors_gradients": 1}, "communication": 0.1}
     ranks = [rank_of(n, round_of(0.0, [1.0], [n]), **looked) for n in range(2)]
-    found = figures(launch_of(*ranks, yardstick=Timed(tuple(ranks), 1.0)), devices=2)
+    found = figures(launch_of(*ranks, yardstick=LaunchTimings(tuple(ranks), 1.0)), devices=2)
     assert {metric for metric, _ in found} <= METRICS.keys()

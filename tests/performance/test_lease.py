@@ -10,7 +10,10 @@ import tempfile
 import pytest
 
 from harness.launch.this_machine import devices_of
-from harness.machine.lease import have_alone, share, share_now
+from harness.machine.lease import exclusive_lease, shared_lease, try_shared_lease
+
+HANGS_AFTER = 600.0
+"""Seconds without a line after which a process hangs, however busy the machine is."""
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +33,7 @@ class Other:
             bufsize=0,  # else a line that was read ahead would not be seen by select
         )
 
-    def says(self, seconds=30.0):
+    def says(self, seconds=HANGS_AFTER):
         """Return its next line, "" if there is none for so long."""
         ready, _, _ = select.select([self._process.stdout], [], [], seconds)
         return self._process.stdout.readline().decode().strip() if ready else ""
@@ -51,15 +54,15 @@ class Other:
 
 HOLD = """
 import sys, tempfile
-from harness.launch.this_machine import devices_of
-from harness.machine.lease import have_alone, share
+from harness.launch.local.devices import devices_of
+from harness.machine.lease import exclusive_lease, shared_lease
 tempfile.tempdir = sys.argv[2]
-say = lambda text: print(text, flush=True)
-say("here")
+notify = lambda text: print(text, flush=True)
+notify("here")
 with eval(sys.argv[1]):
-    say("mine")
+    notify("mine")
     input()
-say("given back")
+notify("given back")
 """
 
 
@@ -79,94 +82,95 @@ def elsewhere():
 
 
 def test_cells_that_are_examined_share_the_machine(elsewhere):
-    assert elsewhere("share()").says() == "mine"
-    with share():
-        lease = share_now()
+    assert elsewhere("shared_lease()").says() == "mine"
+    with shared_lease():
+        lease = try_shared_lease()
         assert lease is not None
         lease.give_back()
 
 
 def test_nobody_shares_with_a_cell_that_is_measured(elsewhere):
-    other = elsewhere("have_alone()")
+    other = elsewhere("exclusive_lease()")
     assert other.says() == "mine"
-    assert share_now() is None
+    assert try_shared_lease() is None
     other.give_back()
-    with share():
+    with shared_lease():
         assert other.says() == "given back"
 
 
 def test_who_measures_waits_until_all_others_are_gone(elsewhere):
-    with share():
-        other = elsewhere("have_alone()")
+    with shared_lease():
+        other = elsewhere("exclusive_lease()")
         assert other.says(0.5) == ""
         # It waits at the door: whoever came now would make it wait for longer.
-        assert share_now() is None
+        assert try_shared_lease() is None
     assert other.says() == "mine"
 
 
 def test_two_that_measure_come_one_after_the_other(elsewhere):
-    first = elsewhere("have_alone()")
+    first = elsewhere("exclusive_lease()")
     assert first.says() == "mine"
-    second = elsewhere("have_alone()")
+    second = elsewhere("exclusive_lease()")
     assert second.says(0.5) == ""
     first.give_back()
     assert second.says() == "mine"
 
 
 def test_what_a_dead_process_held_is_free(elsewhere):
-    other = elsewhere("have_alone()")
+    other = elsewhere("exclusive_lease()")
     assert other.says() == "mine"
     other.die()
-    with share():
+    with shared_lease():
         pass
 
 
 def test_giving_back_twice_is_giving_back_once():
-    lease = have_alone()
+    lease = exclusive_lease()
     lease.give_back()
     lease.give_back()
-    with have_alone():
+    with exclusive_lease():
         pass
 
 
 def test_a_device_is_somebodys_alone_and_who_waits_for_it_says_for_whom(elsewhere):
-    first = elsewhere("share(['GPU 2', 'GPU 0'])")
+    first = elsewhere("shared_lease(['GPU 2', 'GPU 0'])")
     assert first.says() == "mine"
-    with share_now(["GPU 1"]):
-        assert share_now(["GPU 1", "GPU 2"]) is None
-    second = elsewhere("share(['GPU 1', 'GPU 2'], say=say)")
+    with try_shared_lease(["GPU 1"]):
+        assert try_shared_lease(["GPU 1", "GPU 2"]) is None
+    second = elsewhere("shared_lease(['GPU 1', 'GPU 2'], notify=notify)")
     assert second.says() == f"waiting for GPU 2, held by process {first.pid}"
     first.give_back()
     assert second.says() == "mine"
 
 
 def test_devices_are_shared_where_several_ranks_share_one_anyway(elsewhere):
-    assert elsewhere("share(['GPU 0'], together=True)").says() == "mine"
-    assert share_now(["GPU 0"]) is None
-    with share_now(["GPU 0"], together=True):
+    assert elsewhere("shared_lease(['GPU 0'], share_devices=True)").says() == "mine"
+    assert try_shared_lease(["GPU 0"]) is None
+    with try_shared_lease(["GPU 0"], share_devices=True):
         pass
 
 
 def test_devices_are_free_before_the_machine_is(elsewhere):
-    with share(["GPU 0"]) as lease:
-        other = elsewhere("share(['GPU 0'])")
+    with shared_lease(["GPU 0"]) as lease:
+        other = elsewhere("shared_lease(['GPU 0'])")
         assert other.says(0.5) == ""
         lease.give_back_devices()
         assert other.says() == "mine"
-        assert elsewhere("have_alone()").says(0.5) == ""
+        assert elsewhere("exclusive_lease()").says(0.5) == ""
 
 
 def test_those_who_want_several_devices_in_any_order_all_get_them(elsewhere):
-    program = "[share(wanted).give_back() for wanted in (['GPU 0', 'GPU 1'], ['GPU 1', 'GPU 0']) * 50] and share()"
+    orders = "(['GPU 0', 'GPU 1'], ['GPU 1', 'GPU 0'])"
+    program = f"[shared_lease(wanted).give_back() for wanted in {orders} * 50] and shared_lease()"
     for other in [elsewhere(program) for _ in range(3)]:
         assert other.says() == "mine"
 
 
 def test_a_device_of_a_dead_process_is_free(elsewhere):
-    other = elsewhere("share(['GPU 0'])")
+    other = elsewhere("shared_lease(['GPU 0'])")
     assert other.says() == "mine"
     other.die()
-    with share(["GPU 0"]):
+    with shared_lease(["GPU 0"]):
         pass
 
 

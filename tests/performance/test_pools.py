@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.benchmark.pools import SERVER, SPARE, WarmPools
+from harness.benchmark.warm_pools import SERVER, SPARE, WarmPools
 from harness.core.errors import LaunchError, SubjectError
 from harness.launch.pool import Pool
 

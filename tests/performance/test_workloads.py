@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from harness.benchmark.records import workload_key
+from harness.benchmark.measurements import workload_key
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.workloads import PERFORMANCE, WORKLOADS

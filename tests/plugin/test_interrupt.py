@@ -10,7 +10,7 @@ import sys
 CELLS = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32")
 INTERRUPTED = """
 import os, signal
-from harness.results.run import RunWriter
+from harness.results.run_writer import RunWriter
 write, left = RunWriter.write, [2]
 def interrupting(self, *records):
     write(self, *records)
@@ -29,7 +29,7 @@ def test_the_command_that_is_printed_goes_on_with_the_run(project):
     command = [sys.executable, "-m", "pytest", *asked]
     done = subprocess.run(command, cwd=project.root, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    _, _, said = done.stdout.partition("interrupted after 2 of 5 cells; to go on:\n")
+    _, _, said = done.stdout.partition("interrupted after 2 of 5 cells; resume with:\n")
     printed = said.splitlines()[0].strip()
     assert shlex.split(printed)[-len(asked) - 1 :] == [*asked, "--resume"]
     before = project.run_in("my reports")
@@ -37,7 +37,7 @@ def test_the_command_that_is_printed_goes_on_with_the_run(project):
 
     done = subprocess.run(printed, shell=True, cwd=project.root, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "to go on" not in done.stdout
+    assert "resume with" not in done.stdout
     after = project.run_in("my reports")
     assert after.name == before.name
     assert after.footer is not None

@@ -13,8 +13,10 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.machine.fingerprint import ComparabilityKey, Fingerprint
-from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
-from harness.results.run import Run, RunWriter
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Measurement, PlannedCell, Result
+from harness.results.run import Run
+from harness.results.run_writer import RunWriter
 
 TOPOLOGIES = [Topology(1, 1), Topology(1, 2), Topology(1, 8), Topology(2, 2), Topology(2, 4), Topology(4, 2)]
 WORKLOADS = ["linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens"]

@@ -21,8 +21,9 @@ import pytest
 
 from harness.core.cell import Cell
 from harness.report.write import write_report
-from harness.results.records import Footer
-from harness.results.run import Run, RunWriter
+from harness.results.header_footer import Footer
+from harness.results.run import Run
+from harness.results.run_writer import RunWriter
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)

@@ -13,7 +13,8 @@ from harness.core.topology import Topology
 from harness.report.markdown.support import support_page
 from harness.report.tables.support import MARKS, mark_columns, support_table
 from harness.report.terminal.summary import support_for_terminal
-from harness.results.records import Expected, Footer
+from harness.results.header_footer import Footer
+from harness.results.records import Expected
 from harness.results.run import Run
 
 BuildRun = Callable[..., Run]

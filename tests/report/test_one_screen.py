@@ -13,7 +13,7 @@ from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.report.markdown.one_screen import MOST_LINES, one_screen
-from harness.results.records import Footer
+from harness.results.header_footer import Footer
 from harness.results.run import Run
 
 BuildRun = Callable[..., Run]

@@ -23,9 +23,11 @@ from harness.core.topology import Topology
 from harness.machine.fingerprint import ComparabilityKey, Fingerprint
 from harness.report.html.page import MOST_FAILURES, MOST_GROUPS, report_page
 from harness.report.write import write_report
+from harness.results.header_footer import Footer, Header
 from harness.results.logs import LONGEST_LINE, MOST_LINES
-from harness.results.records import Expected, Footer, Header, Measurement, Result
-from harness.results.run import Run, RunWriter
+from harness.results.records import Expected, Measurement, Result
+from harness.results.run import Run
+from harness.results.run_writer import RunWriter
 
 BuildRun = Callable[..., Run]
 

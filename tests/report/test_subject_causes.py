@@ -15,7 +15,8 @@ from harness.report.markdown.support import support_page
 from harness.report.tables.subject_causes import subject_causes
 from harness.report.tables.support import support_table
 from harness.report.terminal.summary import support_for_terminal
-from harness.results.records import Footer, Header, Result
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Result
 from harness.results.run import Run
 
 NEVER = ("not-synchronised", "sync", "they were never all-reduced")

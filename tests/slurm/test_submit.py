@@ -12,8 +12,8 @@ import pytest
 from harness.cli.main import main
 from harness.results.run import read_run
 from harness.slurm.follow import Follower
-from harness.slurm.prepare import Asked, prepare
 from harness.slurm.submission import Submission
+from harness.slurm.submit_request import SubmitRequest, prepare
 
 ROOT = Path(__file__).parents[2]
 GATED = Path(__file__).parent / "subjects" / "gated.py"
@@ -25,7 +25,7 @@ def planned(tmp_path_factory):
     """A submission of two cells, one of which waits for a gate, in one task; nothing is sent."""
     words = (str(ROOT / "suites" / "conformance"), "--subject", str(GATED), "--workloads", "mlp")
     words += ("--precisions", "32", "--backends", "none,ddp", "-p", "no:cacheprovider")
-    asked = Asked(
+    asked = SubmitRequest(
         nodes=2,
         gpus=1,
         time="00:05:00",
@@ -114,7 +114,7 @@ def test_a_task_that_is_preempted_is_sent_again_with_what_it_left(cluster, submi
 
     told = AnyFinding().at("1 of 2 cells; tasks: 1 running", more_urgent)
     run = follow(made, told)
-    assert "task 0 (preempted) left 1 cell undone: they are sent again" in told
+    assert "task 0 (preempted) left 1 cell unfinished: resubmitting" in told
     assert not run.incomplete
     assert not ends_of(run)
     assert [line for line in told if line.startswith("job ")][1].endswith("1 cell in 1 task")
@@ -141,7 +141,9 @@ def test_a_task_that_never_gets_anywhere_is_given_up_with_its_log(cluster, submi
     told = AnyFinding()
     broken = replace(made, batch=replace(made.batch, modules=("a-module-that-is-nowhere",)))
     assert follow(broken, told) is None
-    assert re.search(r"task 0: ended twice \(FAILED\) and examined nothing more; 2 cells not examined: see", told[-1])
+    assert re.search(
+        r"task 0: ended twice \(FAILED\) without examining another cell; 2 cells not examined: see", told[-1]
+    )
     log = Path(told[-1].rpartition("see ")[2])
     assert "module" in log.read_text()
 

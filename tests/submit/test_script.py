@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.core.errors import PlanError
-from harness.slurm.prepare import Asked
-from harness.slurm.script import Batch
-from harness.slurm.submission import shares
+from harness.slurm.script import BatchScript
+from harness.slurm.submission import split_cells
+from harness.slurm.submit_request import SubmitRequest
 
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 
@@ -19,19 +19,22 @@ WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 @settings(max_examples=30, deadline=None)
 @given(WORDS, WORDS.filter(lambda text: text.strip("./")))
 def test_values_reach_the_command_as_they_are(value, folder):
-    batch = Batch({"nodes": 2}, 'printf "%s|%s" "$WORD" "$CUDA_VISIBLE_DEVICES"', "/", environment={"WORD": value})
+    batch = BatchScript(
+        {"nodes": 2}, 'printf "%s|%s" "$WORD" "$CUDA_VISIBLE_DEVICES"', "/", environment={"WORD": value}
+    )
     done = subprocess.run(
         ["bash"], input=batch.text(), capture_output=True, text=True, check=True, env={"CUDA_VISIBLE_DEVICES": "3,1"}
     )
     assert done.stdout == f"{value}|3,1"
     assert (
-        subprocess.run(["bash", "-n"], input=Batch({}, "true", folder).text(), text=True, check=False).returncode == 0
+        subprocess.run(["bash", "-n"], input=BatchScript({}, "true", folder).text(), text=True, check=False).returncode
+        == 0
     )
 
 
 def test_options_stand_as_sbatch_reads_them():
     options = {"nodes": 12, "exclusive": None, "comment": "two words"}
-    lines = Batch(options, "true", "/", comments={"nodes": "a dozen"}).text().splitlines()
+    lines = BatchScript(options, "true", "/", comments={"nodes": "a dozen"}).text().splitlines()
     assert lines[1:5] == ["# a dozen", "#SBATCH --nodes=12", "#SBATCH --exclusive", '#SBATCH --comment="two words"']
 
 
@@ -45,18 +48,20 @@ def test_options_stand_as_sbatch_reads_them():
 )
 def test_what_cannot_be_written_down_is_refused(options, environment, said):
     with pytest.raises(PlanError, match=said):
-        Batch(options, "true", "/", environment=environment)
+        BatchScript(options, "true", "/", environment=environment)
 
 
 def test_modules_are_loaded_by_the_cluster_s_own_function():
-    script = 'module() { echo "$@"; }; export -f module\n' + Batch({}, "true", "/", modules=("NCCL/2.4.7",)).text()
+    script = (
+        'module() { echo "$@"; }; export -f module\n' + BatchScript({}, "true", "/", modules=("NCCL/2.4.7",)).text()
+    )
     done = subprocess.run(["bash"], input=script, capture_output=True, text=True, check=True)
     assert done.stdout == "load NCCL/2.4.7\n"
 
 
 @given(st.lists(st.integers(), unique=True, min_size=1, max_size=50), st.integers(1, 60))
 def test_cells_are_dealt_out_evenly_and_each_once(cells, tasks):
-    dealt = shares(cells, tasks)
+    dealt = split_cells(cells, tasks)
     assert sorted(cell for share in dealt for cell in share) == sorted(cells)
     assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
     assert len(dealt) == min(tasks, len(cells))
@@ -65,4 +70,4 @@ def test_cells_are_dealt_out_evenly_and_each_once(cells, tasks):
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"gpus": 0}, {"tasks": 0}])
 def test_nothing_cannot_be_asked_for(wrong):
     with pytest.raises(PlanError, match="at least one"):
-        Asked(**{"nodes": 1, "gpus": 1, **wrong})
+        SubmitRequest(**{"nodes": 1, "gpus": 1, **wrong})

@@ -1,4 +1,4 @@
-"""Whether this machine can do a run: one module a kind of question; ``examination`` has them all.
+"""Probes of whether this machine can do a run, a module for each kind; ``probes`` lists and runs them.
 
-Answers are lines for a person. Nothing here changes the machine.
+Their results are lines of text for a person. Nothing here changes the machine.
 """

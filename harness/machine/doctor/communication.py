@@ -1,4 +1,4 @@
-"""Whether processes of this machine can be started and talk to each other: tried, not guessed."""
+"""Probes that start processes on this machine and let them communicate."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.machine.doctor.line import Line
+from harness.machine.doctor.probe_result import ProbeResult
 
 if TYPE_CHECKING:
     from harness.launch.pool import Pool
 
-SECONDS = 10.0
-"""For two ranks that train together on a machine that starts the fork server at once."""
+TRAINING_LIMIT_S = 10.0
+"""Time limit of two ranks that train together, on a machine that starts the fork server at once."""
 
-STARTS = 4
-"""A busy machine, or a slow one, has as many times longer as it took to start the fork server."""
+START_TIMES = 4
+"""On a slow or busy machine the limit is longer by so many times the start of the fork server."""
 
 FEWEST_PORTS = 1000
 
 
-def ranks() -> Iterator[Line]:
-    """Answer whether ranks come to life here, and whether two of them average gradients over gloo, and over NCCL.
+def ranks() -> Iterator[ProbeResult]:
+    """Check that ranks can be started, and that two of them average gradients over gloo, and over NCCL.
 
-    They train the smallest cell, and the judge says whether the gradients were averaged.
+    They train the smallest cell, and the judge decides whether the gradients were averaged.
     """
     from harness.launch.pool import Pool
 
@@ -36,27 +36,27 @@ def ranks() -> Iterator[Line]:
     with closing(Pool("reference")) as pool:
         assert pool.subjects
         started = time.monotonic() - begun
-        yield Line(f"the fork server started in {started:.1f} s")
-        limit = SECONDS + STARTS * started
+        yield ProbeResult(f"the fork server started in {started:.1f} s")
+        limit = TRAINING_LIMIT_S + START_TIMES * started
         advice = "is the loopback interface up? may processes here connect to each other?"
         yield _together(pool, "cpu", "gloo", advice, limit)
         over_nccl = _over_nccl(pool, limit)
     yield over_nccl
 
 
-def _over_nccl(pool: Pool, limit: float) -> Line:
+def _over_nccl(pool: Pool, limit: float) -> ProbeResult:
     import torch
 
     if not (torch.distributed.is_available() and torch.distributed.is_nccl_available()):
-        return Line("NCCL is not in this build of torch; simulated devices do without")
+        return ProbeResult("this build of torch has no NCCL; simulated devices do not need it")
     version = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}"  # type: ignore[no-untyped-call]
     if torch.cuda.device_count() < 2:
-        return Line(f"{version}; fewer than two CUDA devices to try it on")
-    advice = "set NCCL_DEBUG=INFO; in a container, is there shared memory enough?"
+        return ProbeResult(f"{version}; fewer than two CUDA devices to try it on")
+    advice = "set NCCL_DEBUG=INFO; in a container, is there enough shared memory?"
     return _together(pool, "cuda", version, advice, limit)
 
 
-def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> Line:
+def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float) -> ProbeResult:
     from harness.judge.judge import judge
     from harness.launch.cell_launch import launch
     from harness.launch.settings import Settings
@@ -67,18 +67,18 @@ def _together(pool: Pool, accelerator: str, over: str, advice: str, limit: float
         trace = launch(pool, cell, Path(folder), Settings(time_limit=limit))
     wrong = [finding for finding in judge(trace, find(cell.workload), cell) if finding.outcome.is_bad]
     if wrong:
-        return Line(f"two ranks did not train together over {over}: {wrong[0].message}", advice)
-    return Line(f"two ranks trained together over {over} in {trace.seconds:.2f} s, their gradients averaged")
+        return ProbeResult(f"two ranks did not train together over {over}: {wrong[0].message}", advice)
+    return ProbeResult(f"two ranks trained together over {over} in {trace.seconds:.2f} s, their gradients averaged")
 
 
-def ports() -> Iterator[Line]:
-    """Answer whether there are free ports for ranks to meet on."""
+def ports() -> Iterator[ProbeResult]:
+    """Check that there are free ports for the rendezvous of ranks."""
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
         used = len(Path("/proc/net/tcp").read_text().splitlines()) - 1
     except (OSError, ValueError):
-        yield Line("this system does not say which ports it gives out")
+        yield ProbeResult("the system does not report its range of ephemeral ports")
         return
     free = last - first + 1 - used
-    advice = "widen net.ipv4.ip_local_port_range, or end what holds them" if free < FEWEST_PORTS else None
-    yield Line(f"{free} of the ports {first} to {last} are free", advice)
+    advice = "widen net.ipv4.ip_local_port_range, or end the processes that hold them" if free < FEWEST_PORTS else None
+    yield ProbeResult(f"{free} of the ports {first} to {last} are free", advice)

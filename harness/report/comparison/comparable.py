@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.results.records import Header, Measurement
+from harness.results.header_footer import Header
+from harness.results.records import Measurement
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from harness.report.comparison.comparable import definitions_differ
 from harness.report.comparison.scale import Scale, scale_of
 from harness.report.comparison.verdict import Case, Size, sizes
 from harness.results.records import Measurement
-from harness.statistics.difference import FEWEST_LAUNCHES, apart, in_turns
+from harness.statistics.intervals import FEWEST_LAUNCHES
+from harness.statistics.two_samples import paired_difference, welch_difference
 
 FROM_NOTHING: Final = "there was none of it before"
 TO_NOTHING: Final = "there is none of it any more"
@@ -148,8 +149,8 @@ def _with_numbers(change: FigureChange, a: Measurement, b: Measurement, *, turns
     least = scale.least(effect)
     # Rounds that are not whole on both sides are no rounds.
     paired = turns and len(before) == len(after)
-    case = Case(in_turns(before, after) if paired else apart(before, after), least, paired)
-    difference, (low, high) = case.estimate.difference, case.estimate.interval
+    case = Case(paired_difference(before, after) if paired else welch_difference(before, after), least, paired)
+    difference, (low, high) = case.estimate.mean, case.estimate.interval
     sign = {"higher": -1.0, "lower": 1.0, None: None}[a.better]
     change = replace(
         change,
@@ -172,7 +173,7 @@ def _weighed(one: _Estimated, size: Size) -> FigureChange:
     if size is Size.SAME:
         return replace(one.change, verdict=Verdict.SAME)
     if size is Size.CHANGED:
-        verdict = _toward(one.change.better, more=one.case.estimate.difference > 0)
+        verdict = _toward(one.change.better, more=one.case.estimate.mean > 0)
         reason = "it changed, and neither way is better" if one.change.better is None else ""
         return replace(one.change, verdict=verdict, reason=reason)
     return replace(

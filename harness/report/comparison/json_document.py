@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from harness.report.comparison.comparison import Comparison
 from harness.report.comparison.words import headline
-from harness.statistics.difference import CONFIDENCE
+from harness.statistics.intervals import CONFIDENCE
 
 SCHEMA_VERSION: Final = 1
 

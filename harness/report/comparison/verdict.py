@@ -33,7 +33,7 @@ from typing import Final
 from scipy.special import ndtri  # type: ignore[import-untyped]
 from scipy.stats import false_discovery_control  # type: ignore[import-untyped]
 
-from harness.statistics.difference import CONFIDENCE, Estimate
+from harness.statistics.intervals import CONFIDENCE, Estimate
 
 FALSE_ALARMS: Final = 1 - CONFIDENCE
 MOST_LAUNCHES: Final = 1_000_000
@@ -62,7 +62,7 @@ class Case:
     def chance(self) -> float:
         """How likely it is to look so much like a change that counts, if it is none."""
         if self.in_turns:
-            return self.estimate.chance() if abs(self.estimate.difference) > self.least else 1.0
+            return self.estimate.chance() if abs(self.estimate.mean) > self.least else 1.0
         return self.estimate.chance(self.least)
 
     @property

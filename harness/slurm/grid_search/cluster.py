@@ -13,7 +13,7 @@ from typing import Any
 
 from harness.slurm.grid_search.hyperparameters import Hyperparameters, SearchError
 from harness.slurm.scheduler import sbatch
-from harness.slurm.script import Batch
+from harness.slurm.script import BatchScript
 
 TRIALS = "PLUMBLINE_TRIALS"
 """In a trial's job, the file that holds what each of them sets."""
@@ -90,7 +90,7 @@ class SlurmCluster:
         print(f"job {job}: {len(trials)} trials, logs in {folder}")
         return job
 
-    def _batch(self, folder: Path, job_name: str, trials: int, script: Path, file: Path) -> Batch:
+    def _batch(self, folder: Path, job_name: str, trials: int, script: Path, file: Path) -> BatchScript:
         options: dict[str, str | int | None] = {
             "job-name": job_name,
             "nodes": self.per_experiment_nb_nodes,
@@ -101,7 +101,7 @@ class SlurmCluster:
         }
         if self.job_time is not None:
             options["time"] = self.job_time
-        return Batch(
+        return BatchScript(
             options={**options, **self._options},
             comments={"ntasks-per-node": "A task a rank, a rank a device.", **self._comments},
             modules=tuple(self._modules),

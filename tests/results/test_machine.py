@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine import state as machine
+from harness.machine import hardware
 from harness.machine.fingerprint import take_fingerprint
 
 
@@ -27,7 +27,7 @@ def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_clocks_and_load_of_gpus_are_figures_with_units(nvidia_smi) -> None:
     nvidia_smi(utilization="1980, 1980, 2619, 97, 1024\\n1200, 1980, 2619, 0, [N/A]\\n")
-    found = machine.clocks_and_load()
+    found = hardware.clocks_and_load()
     assert found["gpu 0: sm, MHz"] == 1980
     assert found["gpu 0: busy, %"] == 97
     assert found["gpu 1: sm, MHz"] == 1200
@@ -43,17 +43,17 @@ def test_the_least_able_gpu_counts(nvidia_smi) -> None:
 def test_an_answer_that_makes_no_sense_is_none(nvidia_smi, said: str) -> None:
     nvidia_smi(compute_cap=said, utilization=said)
     assert take_fingerprint("cuda").compute_capability is None
-    assert not [name for name in machine.clocks_and_load() if name.startswith("gpu")]
+    assert not [name for name in hardware.clocks_and_load() if name.startswith("gpu")]
 
 
 def test_a_name_with_a_comma_stays_whole(nvidia_smi) -> None:
     nvidia_smi(driver_version="NVIDIA, A, 570.1\\n")
-    assert machine.gpu_rows("name", "driver_version") == [["NVIDIA, A", "570.1"]]
+    assert hardware.gpu_rows("name", "driver_version") == [["NVIDIA, A", "570.1"]]
 
 
 def test_without_the_tool_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.gpu_rows("name") == []
+    assert hardware.gpu_rows("name") == []
 
 
 def test_the_record_has_what_pip_lists() -> None:
@@ -63,4 +63,4 @@ def test_the_record_has_what_pip_lists() -> None:
 
 
 def test_the_load_is_that_of_the_machine() -> None:
-    assert machine.clocks_and_load()["load average over 1 min"] >= 0
+    assert hardware.clocks_and_load()["load average over 1 min"] >= 0

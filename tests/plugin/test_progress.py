@@ -31,16 +31,16 @@ def test_cell(cell):
 
 CONFTEST = """
 import pytest
-from harness.pytest_plugin.progress import follow
+from harness.pytest_plugin.progress import show_progress
 
 CELLS = {f"cell-{number}": 1 for number in range(40)}
 
 def pytest_collection_finish(session):
-    follow(session.config, CELLS)
+    show_progress(session.config, CELLS)
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node):
-    follow(node.config, CELLS)
+    show_progress(node.config, CELLS)
 """
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.machine.fingerprint import project_commit, public_environment, take_fingerprint
+from harness.machine.fingerprint import public_environment, take_fingerprint
+from harness.machine.installed_software import project_commit
 
 
 def git(root: Path, *command: str) -> str:

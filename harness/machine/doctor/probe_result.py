@@ -1,4 +1,4 @@
-"""One line of an answer."""
+"""The result of a probe of this machine."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Line:
-    """``found`` is what is there; ``advice`` what to do about it, None where all is well.
+class ProbeResult:
+    """``found`` describes what is there; ``advice`` says what to do about it, None where nothing is wrong.
 
     ``is_note``: the machine is fit for a run all the same.
     """

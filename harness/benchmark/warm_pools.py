@@ -1,9 +1,9 @@
 """Warm fork servers to measure from: one for each launch of a cell, kept for all the cells of a run.
 
-Ranks that are forked from one server share what was drawn when it started: where its memory lies, how its dictionaries
-are ordered. That moves figures by a few per cent, the same way in each of its launches, and of two trainers in turns
-one more than the other (Mytkowicz, Diwan, Hauswirth and Sweeney, ASPLOS 2009; seen here: 2 % between servers, 1 %
-between launches of one). Launches that say something of all that need servers of their own.
+Ranks that are forked from one server share its memory layout and its hash seed. These move figures by a few per cent,
+the same way in each of its launches, and one of two trainers more than the other (Mytkowicz, Diwan, Hauswirth and
+Sweeney, ASPLOS 2009; measured here: 2 % between servers, 1 % between launches of one). Only launches from different
+servers sample that variation.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Callable
 
 from harness.core.errors import LaunchError
 from harness.launch.pool import Pool
-from harness.machine.state import memory_left
+from harness.machine.hardware import memory_left
 
 GIB = 1 << 30
 SERVER = 0.4 * GIB
-"""What a server may need, with torch and a large library in it: 220 to 350 MB were seen."""
+"""Memory of a server with torch and a large library in it, in bytes: 220 to 350 MB were measured."""
 
 SPARE = GIB
-"""What is left for their ranks, and for others."""
+"""Memory to leave for ranks and other processes, in bytes."""
 
 
 class WarmPools:
-    """Pools by locator; ``make`` starts one. Where memory is short, those that were used longest ago are ended."""
+    """Pools by locator; ``make`` starts one. Where memory is short, the least recently used are ended."""
 
     def __init__(self, make: Callable[[str], Pool], left: Callable[[], float | None] = memory_left) -> None:
         self._make = make
         self._left = left
-        self._pools: dict[str, list[Pool]] = {}  # those that were used last come last
+        self._pools: dict[str, list[Pool]] = {}  # the most recently used last
 
     def several(self, *locators: str, count: int) -> list[list[Pool]]:
-        """Return so many pools of each of ``locators``, alive and at rest: whatever they had to make ready is done.
+        """Return ``count`` pools of each of ``locators``, alive and idle: their warm-up is done.
 
         Raises:
             SubjectError: there is no such subject, or it cannot be imported.
-            LaunchError: there is no room for so many, or one is gone.
+            LaunchError: there is not enough memory for so many, or a server has died.
         """
         found = [self._alive(locator) for locator in locators]
         self._make_room(sum(max(0, count - len(pools)) for pools in found), locators)
@@ -47,7 +47,7 @@ class WarmPools:
         return [pools[:count] for pools in found]
 
     def _alive(self, locator: str) -> list[Pool]:
-        """Return those that there are of a locator, which is the one that was used last from now on."""
+        """Return the living pools of a locator, and mark it as the most recently used."""
         pools = self._pools[locator] = self._pools.pop(locator, [])
         for dead in [pool for pool in pools if not pool.alive]:
             dead.close()
@@ -55,14 +55,14 @@ class WarmPools:
         return pools
 
     def _make_room(self, more: int, wanted: tuple[str, ...]) -> None:
-        """End pools that are not ``wanted`` now until there is room for so many more."""
+        """End pools that are not ``wanted`` until there is memory for ``more`` of them."""
         others = [locator for locator in self._pools if locator not in wanted]
         while more and (left := self._left()) is not None and left < more * SERVER + SPARE:
             if not others:
                 raise LaunchError(
                     f"there is no room for {more} more interpreters, one for each launch and as many for the loop by "
                     f"hand: {left / GIB:.1f} GiB are left, and they need {(more * SERVER + SPARE) / GIB:.1f}: "
-                    "take fewer --launches, or end something"
+                    "take fewer --launches, or end other processes"
                 )
             for pool in self._pools.pop(others.pop(0)):
                 pool.close()

@@ -1,7 +1,7 @@
-"""From what ranks measured to figures: pure arithmetic over the launches of one cell.
+"""The metrics of each launch of a cell, from what its ranks measured: pure arithmetic.
 
 Throughput is samples over time, both summed before they are divided: a mean of rates would give most weight to the
-fastest moments. The time of a round is that of its slowest rank, since nobody has trained before everybody has.
+fastest rounds. The time of a round is that of its slowest rank, since a round is over when all ranks have trained it.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Final, Literal
 
 import numpy as np
 
-from harness.benchmark.group import Timed
+from harness.benchmark.timed_launch import LaunchTimings
 from harness.evidence.timing import Round
 
 QUANTILES: Final = 41
-"""Of single steps: the least, every fortieth part, the most."""
+"""Number of evenly spaced quantiles of single steps, from the minimum to the maximum."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A kind of figure: its unit, and which way is better, None where neither is."""
+    """A metric's unit, and which direction is better, None where neither is."""
 
     unit: str
     better: Literal["higher", "lower"] | None = None
@@ -52,26 +52,26 @@ METRICS: Final[Mapping[str, Metric]] = {
 }
 
 Key = tuple[str, "int | None"]
-"""A metric, and the rank it speaks of, None where it speaks of all."""
+"""A metric, and the rank it is about, None if it is about all of them."""
 
 
 class SamplesError(ValueError):
-    """Nobody can say what a second was worth: no samples went through the model in a round, or some more than once."""
+    """Throughput is undefined: in a round, no samples went through the model, or some more than once."""
 
 
 @dataclass(frozen=True)
-class Launch:
-    """One launch of the cell, and the rounds of the hand-written loop that took turns with it, if there is one."""
+class LaunchSample:
+    """One launch of the cell, and that of the hand-written loop whose rounds were paired with its own, if any."""
 
-    timed: Timed
-    yardstick: Timed | None = None
+    timed: LaunchTimings
+    yardstick: LaunchTimings | None = None
 
 
-def samples_of(launches: Sequence[Launch], devices: int) -> dict[Key, list[float]]:
-    """Return for each figure what each launch measured of it, in turn; what no launch measured is not there.
+def samples_of(launches: Sequence[LaunchSample], devices: int) -> dict[Key, list[float]]:
+    """Return the value of each metric in each launch, in order; metrics that a launch lacks are left out.
 
     Raises:
-        SamplesError: samples cannot be counted.
+        SamplesError: throughput is undefined.
     """
     found: dict[Key, list[float]] = {}
     for launch in launches:
@@ -80,13 +80,13 @@ def samples_of(launches: Sequence[Launch], devices: int) -> dict[Key, list[float
     return {key: values for key, values in found.items() if len(values) == len(launches)}
 
 
-def step_quantiles(launches: Sequence[Launch]) -> tuple[float, ...]:
+def step_quantiles(launches: Sequence[LaunchSample]) -> tuple[float, ...]:
     """Return ``QUANTILES`` evenly spaced quantiles of single steps, in seconds, over all launches."""
     steps = [step for launch in launches for step in _steps(launch.timed)]
     return tuple(map(float, np.quantile(steps, np.linspace(0, 1, QUANTILES))))
 
 
-def _figures(launch: Launch, devices: int) -> Iterable[tuple[Key, float]]:
+def _figures(launch: LaunchSample, devices: int) -> Iterable[tuple[Key, float]]:
     timed = launch.timed
     seconds = sum(_wall(rounds) for rounds in _rounds(timed))
     throughput = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds
@@ -112,7 +112,7 @@ def _figures(launch: Launch, devices: int) -> Iterable[tuple[Key, float]]:
             yield (metric, rank.rank), float(value)
 
 
-def _rounds(timed: Timed) -> Iterable[tuple[Round, ...]]:
+def _rounds(timed: LaunchTimings) -> Iterable[tuple[Round, ...]]:
     """Return each timed round as all ranks saw it."""
     return zip(*(rank.rounds for rank in timed.ranks), strict=True)
 
@@ -135,8 +135,8 @@ def _consumed(rounds: Sequence[Round]) -> int:
     return len(samples)
 
 
-def _steps(timed: Timed) -> list[float]:
-    """Return the seconds of each step: from the moment that the last rank had done the one before it."""
+def _steps(timed: LaunchTimings) -> list[float]:
+    """Return the seconds of each step, from when the last rank had finished the step before."""
     steps: list[float] = []
     for rounds in _rounds(timed):
         ends = [max(moment) for moment in zip(*(one.ended for one in rounds), strict=True)]
@@ -145,8 +145,8 @@ def _steps(timed: Timed) -> list[float]:
     return steps
 
 
-def _skew(timed: Timed) -> float:
-    """Return by how much, in the median step, the last rank ended it later than the first."""
+def _skew(timed: LaunchTimings) -> float:
+    """Return the median over steps of the time between the first and the last rank's end, in seconds."""
     ends = [moment for rounds in _rounds(timed) for moment in zip(*(one.ended for one in rounds), strict=True)]
     skew: float = median(max(moment) - min(moment) for moment in ends)
     return skew

@@ -14,8 +14,9 @@ from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.core.training_behavior import TrainingBehavior
 from harness.machine.fingerprint import Fingerprint
+from harness.results.header_footer import Footer, Header, new_run_id
 from harness.results.json_lines import line_of, record_of
-from harness.results.records import Expected, Footer, Header, PlannedCell, Result, new_run_id
+from harness.results.records import Expected, PlannedCell, Result
 
 CELL = Cell("reference", "mlp", "ddp", Topology(2, 4), "32", "cpu")
 

@@ -1,6 +1,6 @@
-"""Which cells a pytest command means, found out by asking it to collect them in a process of its own.
+"""The cells that a pytest command selects, found by letting it collect them in a process of its own.
 
-Run as a module it is that process: ``python -m harness.slurm.matrix FILE suites/ --gpus 8`` leaves them in FILE.
+Run as a module it is that process: ``python -m harness.slurm.select_cells FILE suites/ --gpus 8`` writes them to FILE.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from harness.core.errors import PlanError
 
 
 @dataclass(frozen=True)
-class Selected:
-    """A cell that was selected: its id, what pytest calls it (with an absolute path), and its coordinates as JSON."""
+class SelectedCell:
+    """A selected cell: its id, its pytest node id (with an absolute path), and its :class:`PlannedCell` as JSON."""
 
     cell: str
     nodeid: str
@@ -30,40 +30,40 @@ class Selected:
 class Selection:
     """What a pytest command selects: cells, in order.
 
-    ``reports`` is where runs are written, ``flags`` are pytest's words but for paths.
+    ``reports`` is the report directory, ``flags`` are the command's arguments without paths.
     """
 
-    cells: tuple[Selected, ...]
+    cells: tuple[SelectedCell, ...]
     reports: Path
     flags: tuple[str, ...]
 
 
-def select(arguments: Sequence[str]) -> Selection:
-    """Return what ``pytest ARGUMENTS`` would examine.
+def select_cells(arguments: Sequence[str]) -> Selection:
+    """Return the cells that ``pytest ARGUMENTS`` would examine; nothing is trained.
 
-    Planned for simulated devices, because the machine that submits need not have any; nothing is trained.
+    They are planned for simulated devices, because the machine that submits need not have any.
 
     Raises:
-        PlanError: pytest refuses the arguments, or they select no cell.
+        PlanError: pytest refuses the arguments, or they select_cells no cell.
     """
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
         file = Path(folder) / "cells.json"
-        asked = [*arguments, "--accelerator", "cpu", "--collect-only", "-q"]
-        command = [sys.executable, "-m", "harness.slurm.matrix", str(file), *asked]
+        collect = [*arguments, "--accelerator", "cpu", "--collect-only", "-q"]
+        command = [sys.executable, "-m", "harness.slurm.select_cells", str(file), *collect]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode or not file.exists():
-            refusal = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
-            said = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
-            raise PlanError(f"pytest {' '.join(arguments)}: {refusal or next(iter(said), 'it ended')}")
+            error = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
+            output = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+            raise PlanError(f"pytest {' '.join(arguments)}: {error or next(iter(output), 'it ended without output')}")
         values = json.loads(file.read_text())
     if not values["cells"]:
         raise PlanError(f"pytest {' '.join(arguments)}: selects no cell")
     flags = tuple(word for word in arguments if word not in values["paths"])
-    return Selection(tuple(Selected(**cell) for cell in values["cells"]), Path(values["reports"]), flags)
+    return Selection(tuple(SelectedCell(**cell) for cell in values["cells"]), Path(values["reports"]), flags)
 
 
 class _Collector:
-    """A pytest plugin that writes down the cells which were selected."""
+    """A pytest plugin that writes the selected cells to a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -85,7 +85,7 @@ class _Collector:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Collect, and leave the cells in the file that is named first; return pytest's exit code."""
+    """Collect, and write the cells to the file that is the first argument; return pytest's exit code."""
     import pytest
 
     return int(pytest.main([*arguments[1:]], plugins=[_Collector(Path(arguments[0]))]))

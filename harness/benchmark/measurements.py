@@ -1,4 +1,4 @@
-"""From the launches of one cell to the records of the run."""
+"""The measurement records of one cell, from its launches, and the digest of what was measured."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import json
 import sys
 from collections.abc import Sequence
 
-from harness.benchmark.figures import METRICS, Key, Launch, samples_of, step_quantiles
+from harness.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
 from harness.core.cell import Cell
 from harness.results.records import Measurement
-from harness.statistics.launch_estimate import estimate
+from harness.statistics.intervals import figure_interval
 from harness.workloads import PERFORMANCE, Columns, Workload
 
 
-def measurements(cell: Cell, launches: Sequence[Launch], reproduce: str) -> list[Measurement]:
-    """Return every figure of ``cell``; one that is worth nothing has no value, but says so.
+def measurements(cell: Cell, launches: Sequence[LaunchSample], reproduce: str) -> list[Measurement]:
+    """Return every figure of ``cell``; one that is too uncertain has a refusal instead of a value.
 
     Raises:
-        SamplesError: samples cannot be counted.
+        SamplesError: throughput is undefined.
     """
     found = samples_of(launches, cell.topology.devices)
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}
@@ -37,18 +37,18 @@ def _measurement(
     metric = METRICS[name]
     figures: dict[str, object] = {"samples": samples, "quantiles": quantiles, "rank": rank, **same}
     if metric.unit == "count":
-        # Once is enough: what a median of counts would hide is what is asked for.
+        # Such as out-of-memory events: one in any launch must not disappear in a median.
         return Measurement.of(cell, name, metric.unit, metric.better, value=max(samples), **figures)
-    told = estimate(samples, share=metric.unit == "share")
-    value = None if told.refusal else told.value
-    bounds = {"value": value, "low": told.low, "high": told.high, "refusal": told.refusal}
+    interval = figure_interval(samples, share=metric.unit == "share")
+    value = None if interval.refusal else interval.value
+    bounds = {"value": value, "low": interval.low, "high": interval.high, "refusal": interval.refusal}
     return Measurement.of(cell, name, metric.unit, metric.better, **bounds, **figures)
 
 
 def workload_key(cell: Cell) -> str:
-    """Return a digest of what the cell trains and how long: other code, sizes or steps make another key.
+    """Return a digest of what the cell trains and how long: it depends on code, sizes and steps.
 
-    Comments and docstrings do not, nor does the seed.
+    Comments, docstrings and the seed do not count.
     """
     workload = PERFORMANCE[cell.workload].on(cell.accelerator)
     devices = cell.topology.devices

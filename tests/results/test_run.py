@@ -25,9 +25,11 @@ from harness.results.errors import (
     ResultsError,
     RunNotFound,
 )
+from harness.results.header_footer import SCHEMA_VERSION, Footer, Header
 from harness.results.json_lines import line_of
-from harness.results.records import SCHEMA_VERSION, Footer, Header, Result
-from harness.results.run import RESULTS, Run, RunWriter, check_report_dir, read_run
+from harness.results.records import Result
+from harness.results.run import RESULTS, Run, read_run
+from harness.results.run_writer import RunWriter, check_report_dir
 
 CELLS = [Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu") for backend in ("dp", "ddp")]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark.group import GroupError
-from harness.benchmark.turns import Turns
+from harness.benchmark.paired_rounds import PairedRounds
+from harness.benchmark.timed_launch import TimedLaunchError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 
@@ -23,10 +23,10 @@ class Noting:
         self.rounds += 1
         self.notes.append(self.name)
         if self.rounds == self.failing:
-            raise GroupError(Finding("performance", Outcome.CRASHED, "rank 0: killed", rank=0), Path("there"))
+            raise TimedLaunchError(Finding("performance", Outcome.CRASHED, "rank 0: killed", rank=0), Path("there"))
 
-    def look(self):
-        self.notes.append(f"{self.name} looks")
+    def profile(self):
+        self.notes.append(f"{self.name} profiles")
 
     def end(self):
         self.notes.append(f"{self.name} ends")
@@ -37,7 +37,7 @@ class Noting:
 
 
 def turns_of(notes, rounds, *, failing=None, failing_by_hand=None):
-    return Turns(
+    return PairedRounds(
         lambda number: Noting(f"cell {number}", notes, failing),
         lambda number: Noting(f"hand {number}", notes, failing_by_hand),
         rounds,
@@ -65,27 +65,27 @@ def test_neighbours_are_paired_and_neither_always_comes_first():
     ]
 
 
-def test_a_launch_is_over_before_the_next_begins_and_is_looked_at_once():
+def test_a_launch_is_over_before_the_next_begins_and_is_profiled_once():
     notes = []
     drive(turns_of(notes, 2), 4)
     assert notes.index("cell 0 ends") < notes.index("cell 1")
     assert notes.index("hand 0 ends") < notes.index("hand 1")
-    assert notes.count("cell 0 looks") == notes.count("cell 1 looks") == 1
-    assert "hand 0 looks" not in notes
+    assert notes.count("cell 0 profiles") == notes.count("cell 1 profiles") == 1
+    assert "hand 0 profiles" not in notes
 
 
 def test_without_a_loop_by_hand_the_cell_trains_alone():
     notes = []
-    turns = Turns(lambda number: Noting("cell", notes), None, 2)
+    turns = PairedRounds(lambda number: Noting("cell", notes), None, 2)
     drive(turns, 2)
-    assert notes == ["cell", "cell", "cell looks", "cell ends"]
+    assert notes == ["cell", "cell", "cell profiles", "cell ends"]
     assert turns.launches[0].yardstick is None
 
 
 def test_what_goes_wrong_by_hand_is_no_fault_of_the_trainer():
     notes = []
     turns = turns_of(notes, 4, failing_by_hand=2)
-    with pytest.raises(GroupError, match="hand-written loop beside it") as failed:
+    with pytest.raises(TimedLaunchError, match="hand-written loop beside it") as failed:
         drive(turns, 4)
     assert failed.value.finding.outcome is Outcome.ERRORED
     turns.close()
@@ -94,7 +94,7 @@ def test_what_goes_wrong_by_hand_is_no_fault_of_the_trainer():
 
 def test_what_goes_wrong_in_the_cell_is_said_as_it_is():
     turns = turns_of([], 4, failing=3)
-    with pytest.raises(GroupError) as failed:
+    with pytest.raises(TimedLaunchError) as failed:
         drive(turns, 4)
     assert failed.value.finding.outcome is Outcome.CRASHED
     assert turns.launches == []

@@ -14,9 +14,11 @@ from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.machine.fingerprint import Fingerprint
 from harness.results.errors import NothingToResume
+from harness.results.header_footer import Footer, Header
 from harness.results.json_lines import line_of
-from harness.results.records import Footer, Header, Result
-from harness.results.run import RESULTS, RunWriter, read_run
+from harness.results.records import Result
+from harness.results.run import RESULTS, read_run
+from harness.results.run_writer import RunWriter
 
 CELLS = [Cell("reference", "mlp", "ddp", Topology(1, gpus), "32", "cpu") for gpus in (2, 3, 4)]
 HEADER = Header.of(CELLS, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.benchmark.round_control import Gates, MissingRanksError
+from harness.benchmark.round_control import MissingRanksError, RoundControl
 from harness.core.errors import LaunchError
 from harness.worker.timing.round_barrier import GO, REPORT, RoundBarrier
 
@@ -16,7 +16,7 @@ from harness.worker.timing.round_barrier import GO, REPORT, RoundBarrier
 @pytest.fixture
 def gates(tmp_path_factory):
     path = tmp_path_factory.mktemp("g") / "gate"
-    opened = Gates(path, 3)
+    opened = RoundControl(path, 3)
     opened.path = str(path)
     yield opened
     opened.close()
@@ -96,4 +96,4 @@ def test_a_rank_that_has_reported_may_go_before_the_others(gates):
 
 def test_a_path_that_no_socket_can_have_is_said_with_a_way_out():
     with pytest.raises(LaunchError, match="TMPDIR"):
-        Gates(Path("/") / ("x" * 200), 1)
+        RoundControl(Path("/") / ("x" * 200), 1)

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from harness.benchmark.figures import Launch
-from harness.benchmark.group import Timed
-from harness.benchmark.records import measurements
+from harness.benchmark.launch_metrics import LaunchSample
+from harness.benchmark.measurements import measurements
 from harness.benchmark.scaling import scaling
+from harness.benchmark.timed_launch import LaunchTimings
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.evidence.timing import RankTiming, Round
@@ -25,8 +25,8 @@ def cell(devices=1, workload="perf-mlp", precision="32"):
 def launches(*seconds, devices=1, samples=10, memory=None):
     """Return launches of one round of two steps, that took so many seconds each."""
     return [
-        Launch(
-            Timed(
+        LaunchSample(
+            LaunchTimings(
                 tuple(
                     RankTiming(
                         rank,

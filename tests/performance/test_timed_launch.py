@@ -8,8 +8,8 @@ from itertools import pairwise
 import psutil
 import pytest
 
-from harness.benchmark.figures import Launch, SamplesError, samples_of
-from harness.benchmark.group import GroupError, interleaved
+from harness.benchmark.launch_metrics import LaunchSample, SamplesError, samples_of
+from harness.benchmark.timed_launch import TimedLaunchError, interleaved
 from harness.core.outcome import Outcome
 from harness.workloads import PERFORMANCE
 
@@ -78,7 +78,7 @@ def test_groups_that_take_turns_never_train_at_the_same_time(begun, warm_pool):
     ],
 )
 def test_a_rank_that_ends_badly_is_named(timed, subject, outcome, said, topology):
-    with pytest.raises(GroupError) as failed:
+    with pytest.raises(TimedLaunchError) as failed:
         timed(subject, topology)
     finding = failed.value.finding
     assert (finding.check, finding.outcome) == ("performance", outcome)
@@ -89,7 +89,7 @@ def test_a_rank_that_ends_badly_is_named(timed, subject, outcome, said, topology
 
 @pytest.mark.parametrize("topology", SHARED)
 def test_a_rank_that_hangs_is_ended(timed, topology):
-    with pytest.raises(GroupError) as failed:
+    with pytest.raises(TimedLaunchError) as failed:
         timed("hangs", topology, time_limit=5)
     finding = failed.value.finding
     assert finding.outcome is Outcome.TIMED_OUT
@@ -99,14 +99,14 @@ def test_a_rank_that_hangs_is_ended(timed, topology):
 @pytest.mark.parametrize("topology", SHARED)
 @pytest.mark.parametrize("subject", ["stops-early", "goes-on"])
 def test_a_trainer_that_does_not_step_once_a_batch_has_no_figures(timed, subject, topology):
-    with pytest.raises(GroupError) as failed:
+    with pytest.raises(TimedLaunchError) as failed:
         timed(subject, topology)
     assert failed.value.finding.outcome is Outcome.ERRORED
     assert "one step a batch" in failed.value.finding.message
 
 
 def test_ranks_that_never_meet_are_no_group(timed):
-    with pytest.raises(GroupError) as failed:
+    with pytest.raises(TimedLaunchError) as failed:
         timed("alone", "1x2")
     assert failed.value.finding.outcome is Outcome.FAILED
     assert "in a world of 1, not of 2" in failed.value.finding.message
@@ -115,12 +115,12 @@ def test_ranks_that_never_meet_are_no_group(timed):
 def test_samples_that_all_ranks_use_are_not_counted_for_each(timed):
     told = timed("repeats", "1x2")
     with pytest.raises(SamplesError):
-        samples_of([Launch(told)], 2)
+        samples_of([LaunchSample(told)], 2)
 
 
 def test_the_pool_goes_on_after_a_group_that_failed(timed):
     for subject in ("raises", "dies", "stops-early"):
-        with pytest.raises(GroupError):
+        with pytest.raises(TimedLaunchError):
             timed(subject, "1x2")
     assert len(timed("plain", "1x2").ranks) == 2
 

@@ -1,0 +1,67 @@
+"""The run that ``--resume`` continues, and whether this session would examine the same things in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from pathlib import Path
+
+from harness.core.cell import Cell
+from harness.core.errors import PlanError
+from harness.core.invocation import command as command_line
+from harness.core.software import Software
+from harness.core.training_behavior import TrainingBehavior
+from harness.machine.fingerprint import take_fingerprint
+from harness.planning.options import Options
+from harness.results.errors import NothingToResume
+from harness.results.run import LATEST, Run, read_run
+
+
+def find_resumed_run(options: Options) -> Run | None:
+    """Return the run that the options resume, None if they resume none.
+
+    Raises:
+        ResultsError: it cannot be read.
+        NothingToResume: it was begun with other options, or on another machine.
+    """
+    if options.resume is None:
+        return None
+    run = read_run(options.report_dir / LATEST if options.resume == LATEST else Path(options.resume))
+    recorded = options.recorded
+    differing = [name for name, value in recorded.items() if run.header.options.get(name, value) != value]
+    if differing:
+        raise NothingToResume(
+            f"--resume: {run.path} was begun with other options ({', '.join(differing)}): repeat its command: "
+            f"{command_line(*run.header.command)}"
+        )
+    if run.header.fingerprint.key != take_fingerprint(options.matrix.accelerator).key:
+        raise NothingToResume(f"--resume: {run.path} was begun on another machine, or with other software.")
+    return run
+
+
+def check_unchanged(
+    run: Run, chosen: Set[str], subjects: Mapping[str, Software], behaviors: Mapping[Cell, TrainingBehavior]
+) -> None:
+    """Refuse to continue ``run`` with cells it has not planned, or with subjects that are not what they were.
+
+    ``chosen`` are ids of cells. ``behaviors`` has what each cell's subject declares of its way of training.
+
+    Raises:
+        PlanError: a cell is not planned in the run.
+        NothingToResume: a subject's library has another version now, or its declarations differ.
+    """
+    unknown = chosen - {planned.cell for planned in run.header.planned}
+    if unknown:
+        raise PlanError(
+            f"--resume: {run.path} has not planned {min(unknown)}: select what it was begun with: "
+            f"{command_line(*run.header.command)}"
+        )
+    for name, software in subjects.items():
+        if (before := run.header.subjects.get(name, software)) != software:
+            raise NothingToResume(f"--resume: {run.path} examined {name} with {before}, and now it is {software}.")
+    declared = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
+    for planned in run.header.planned:
+        if not planned.measured and (now := declared.get(planned.cell, planned.conduct)) != planned.conduct:
+            raise NothingToResume(
+                f"--resume: in {run.path} {planned.subject} declares {planned.conduct or 'nothing'}, "
+                f"and now it declares {now or 'nothing'}: its cells would be judged by other rules."
+            )

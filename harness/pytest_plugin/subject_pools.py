@@ -1,0 +1,70 @@
+"""The warm pools of a session: one for each ``--subject``, and further ones to measure from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from harness.benchmark.warm_pools import WarmPools
+from harness.core.cell import Cell
+from harness.launch.launchers import check_devices_of_nodes, check_nodes
+from harness.launch.launchers.base import Launcher
+from harness.launch.pool import Pool
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Planned
+from harness.subjects.locator import parse_subject
+
+
+class SubjectPools:
+    """Pools by the subject's locator, and what their subjects declare.
+
+    ``interpreters`` has for each locator what ``launcher.pool`` takes. ``for_measuring`` starts a process for each
+    launch of a measured cell.
+
+    Raises:
+        PlumblineError: a subject cannot be loaded.
+    """
+
+    def __init__(self, launcher: Launcher, interpreters: Mapping[str, tuple[str, str | None]]) -> None:
+        self._launcher = launcher
+        self.for_measuring = WarmPools(self._start)
+        self._pools = {locator: launcher.pool(*where) for locator, where in interpreters.items()}
+        try:
+            self.declarations = [
+                Declaration.of(locator, values) for locator, pool in self._pools.items() for values in pool.subjects
+            ]
+        except BaseException:
+            self.close()
+            raise
+        self._locators = {declared.name: declared.locator for declared in self.declarations}
+
+    def check(self, planned: list[Planned], *, oversubscribe: bool) -> None:
+        """Refuse a plan that needs more nodes, or more CUDA devices on one of them, than there are.
+
+        Raises:
+            PlanError: with the way out.
+        """
+        cells: list[Cell] = [one.cell for one in planned if not one.refusal]
+        check_nodes(max((cell.topology.num_nodes for cell in cells), default=1), self._launcher)
+        check_devices_of_nodes(cells, self._pools.values(), oversubscribe=oversubscribe)
+
+    def locator_of(self, subject: str) -> str:
+        """Return the ``--subject`` of a subject, its interpreter included."""
+        return self._locators[subject]
+
+    def pool_of(self, subject: str) -> Pool:
+        """Return the pool that a subject's examined cells are launched from, restarted if its server has died."""
+        locator = self._locators[subject]
+        if not self._pools[locator].alive:
+            # The cell that was running then reports why; further cells are not affected.
+            self._pools[locator].close()
+            self._pools[locator] = self._start(locator)
+        return self._pools[locator]
+
+    def close(self) -> None:
+        """End every pool."""
+        self.for_measuring.close()
+        for pool in self._pools.values():
+            pool.close()
+
+    def _start(self, locator: str) -> Pool:
+        return self._launcher.pool(*parse_subject(locator))

@@ -1,0 +1,51 @@
+"""What pytest prints at the end of a session: the tables of the run, and where it is."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from harness.pytest_plugin.run_recording import RunRecording
+from harness.report.tables.undeclared import undeclared_in_words
+from harness.report.terminal.speed import speed_for_terminal
+from harness.report.terminal.summary import support_for_terminal
+from harness.results.records import Result
+from harness.results.run import read_run
+
+
+def write_summary(terminal: Any, recording: RunRecording, *, interrupted: bool, show_unsupported: bool) -> None:
+    """Write the run's tables to pytest's ``terminal`` reporter, and how to resume a run that was interrupted."""
+    undeclared = recording.undeclared
+    if recording.path is None:
+        if undeclared:
+            terminal.write_line(nothing_to_run(undeclared))
+        return
+    columns = shutil.get_terminal_size((100, 24)).columns
+    width = max(72 if terminal.isatty() else 100, columns)  # in a file, commands need not be wrapped
+    run = read_run(recording.path)
+    tables: dict[str, Callable[..., str]] = {"speed": speed_for_terminal}
+    if not all(cell.measured for cell in run.header.planned):
+        support = partial(support_for_terminal, every=show_unsupported, counted=not undeclared)
+        tables = {"support": support, **tables}
+    for title, table in tables.items():
+        if lines := table(run, width=width, colour=terminal.hasmarkup).rstrip("\n"):
+            terminal.section(title)
+            terminal.write_line(lines)
+    if undeclared:
+        terminal.write_line(_count(undeclared))
+    terminal.write_line(f"report: {recording.path / 'report.html'}")
+    if interrupted and run.missing:
+        done = len(run.header.planned) - len(run.missing)
+        terminal.write_line(f"interrupted after {done} of {len(run.header.planned)} cells; resume with:")
+        terminal.write_line(f"  {recording.resume_command}")
+
+
+def nothing_to_run(undeclared: Iterable[Result]) -> str:
+    """Return why there is nothing to run, where every selected cell is one of the ``undeclared``."""
+    return f"Nothing to run: {_count(undeclared)}"
+
+
+def _count(undeclared: Iterable[Result]) -> str:
+    return f"{undeclared_in_words(undeclared)}: --show-unsupported lists them"

@@ -1,0 +1,113 @@
+"""The first and the last line of ``results.jsonl``: which run this is, and how it ended."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, JsonValue
+
+from harness.core.cell import Cell
+from harness.core.outcome import Outcome
+from harness.core.software import Software
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
+from harness.machine.fingerprint import Fingerprint
+from harness.machine.installed_software import plumbline_version
+from harness.results.fields import Count, Plain, Text, UtcTime
+from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, PlannedCell, Record, Result, ending
+
+SCHEMA_VERSION = 1
+
+
+class Header(Record):
+    """The first line: which run this is, and every cell it means to answer for.
+
+    ``simulated``: devices stand in for what was asked, and no figure of this run is about speed. ``subjects`` says of
+    each what it ran on.
+    """
+
+    type: Literal["header"] = "header"
+    schema_version: int = SCHEMA_VERSION
+    # The folder's name, so nothing that leads out of the report directory.
+    run_id: Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{0,99}$")]
+    started: UtcTime
+    plumbline: Text
+    command: tuple[Text, ...] = ()
+    options: Plain = Field(default_factory=dict)
+    fingerprint: Fingerprint = Fingerprint()
+    simulated: bool
+    subjects: dict[Text, Software] = Field(default_factory=dict)
+    planned: tuple[PlannedCell, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        cells: Iterable[Cell],
+        *,
+        measured: Iterable[Cell] = (),
+        command: Sequence[str],
+        options: Mapping[str, JsonValue],
+        fingerprint: Fingerprint,
+        simulated: bool,
+        subjects: Mapping[str, Software] | None = None,
+        behaviors: Mapping[Cell, TrainingBehavior] | None = None,
+        started: datetime | None = None,
+    ) -> Header:
+        """Begin a run of ``cells``, and of others that are ``measured``, now, or at ``started`` (an aware datetime).
+
+        ``behaviors`` has what the subjects declared of their way of training; a cell that is not there is ordinary.
+        The program in ``command[0]`` loses its folder, which would name the user's home in a public report.
+        """
+        started = started or datetime.now(timezone.utc)
+        return cls(
+            run_id=new_run_id(started),
+            started=started,
+            plumbline=plumbline_version(),
+            command=(Path(command[0]).name, *command[1:]) if command else (),
+            options=dict(options),
+            fingerprint=fingerprint,
+            simulated=simulated,
+            subjects=dict(subjects or {}),
+            planned=(
+                *(PlannedCell.of(cell, behavior=(behaviors or {}).get(cell, ORDINARY)) for cell in cells),
+                *(PlannedCell.of(cell, measured=True) for cell in measured),
+            ),
+        )
+
+
+class Footer(Record):
+    """The last line: the run came to its end.
+
+    Each cell is counted once: with those whose bad findings were all expected, with those that are better than
+    expected, or in ``cells``, by its worst outcome.
+    """
+
+    type: Literal["footer"] = "footer"
+    finished: UtcTime
+    cells: dict[Outcome, Count]
+    known: Count = 0
+    unexpected_passes: Count = 0
+    exit_status: int
+
+    @classmethod
+    def of(cls, results: Iterable[Result], exit_status: int, finished: datetime | None = None) -> Footer:
+        """End a run that left ``results``, now or at ``finished`` (an aware datetime)."""
+        cells: dict[Coordinates, list[Result]] = {}
+        for result in results:
+            cells.setdefault(result.coordinates, []).append(result)
+        ends = list(map(ending, cells.values()))
+        return cls(
+            finished=finished or datetime.now(timezone.utc),
+            cells={outcome: ends.count(outcome) for outcome in Outcome if outcome in ends},
+            known=ends.count(KNOWN),
+            unexpected_passes=ends.count(UNEXPECTED_PASS),
+            exit_status=exit_status,
+        )
+
+
+def new_run_id(started: datetime) -> str:
+    """Return a name that sorts by time and that two runs of the same second do not share."""
+    return f"{started.astimezone(timezone.utc):%Y%m%dT%H%M%SZ}-{secrets.token_hex(4)}"

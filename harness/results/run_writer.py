@@ -1,0 +1,155 @@
+"""Writes a run's folder line by line while the run goes on, or after it was resumed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+from pydantic import ValidationError
+
+from harness.core.invocation import command
+from harness.results.atomic import point_symlink
+from harness.results.errors import NothingToResume, ReportDirUnusable, ResultsError
+from harness.results.header_footer import Footer, Header
+from harness.results.json_lines import ChecksumError, Line, line_of, record_of
+from harness.results.records import Measurement, Result
+from harness.results.run import LATEST, RESULTS, Run, read_run
+
+
+class RunWriter:
+    """Writes a run as it happens. A record is on its way to the disk when ``write`` returns.
+
+    Left without ``close`` (a crash, or the end of its ``with`` block) it leaves a run without a footer.
+
+    Raises:
+        ReportDirUnusable: the report directory cannot be made, or not be written to.
+        ResultsError: a record cannot be written, for instance because the disk is full.
+
+    """
+
+    def __init__(self, report_dir: Path, header: Header) -> None:
+        self.path = report_dir / header.run_id
+        try:
+            self.path.mkdir(parents=True)
+            self._file: FileIO = (self.path / RESULTS).open("xb", buffering=0)
+            _claim(self._file)
+            self._write(header)
+            point_symlink(report_dir / LATEST, header.run_id)
+        except OSError as error:
+            where = error.filename2 or error.filename
+            raise ReportDirUnusable(
+                f"Cannot begin a run in the report directory {report_dir} ({error.strerror}: {where}): "
+                "make it writable or name another with --report-dir."
+            ) from error
+
+    @classmethod
+    def resume(cls, path: Path) -> tuple[RunWriter, Run]:
+        """Go on with the run at ``path`` after its last whole cell; return it as it was up to there.
+
+        What it has of a cell that is not whole was never reported, and is cut away.
+
+        Raises:
+            NothingToResume: the run came to its end, or another process is writing it.
+            ResultsError: it cannot be read (see ``read_run``) or not be written to.
+        """
+        file = read_run(path).path / RESULTS
+        writer = object.__new__(cls)
+        writer.path = file.parent
+        try:
+            writer._file = file.open("r+b", buffering=0)
+            _claim(writer._file)
+            run = read_run(file)
+            if not run.incomplete:
+                raise NothingToResume(
+                    f"The run {file.parent} came to its end: there is nothing to resume. Begin anew; if a page is "
+                    f"missing, `{command('plumbline', 'report', str(file.parent))}` makes it."
+                )
+            content = file.read_bytes()
+            end = _end_of_whole_cells(content, run)
+            writer._file.seek(writer._file.truncate(end))
+            if not content[:end].endswith(b"\n"):
+                writer._file.write(b"\n")  # only that was torn off
+        except OSError as error:
+            raise ResultsError(f"Cannot go on with {file} ({error.strerror}): make it writable.") from error
+        return writer, read_run(file)
+
+    def write(self, *records: Result | Measurement) -> None:
+        """Append records and hand them to the operating system."""
+        self._write(*records)
+
+    def close(self, footer: Footer) -> None:
+        """Append the footer: the run is complete."""
+        self._write(footer)
+        self._file.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _write(self, *records: Line) -> None:
+        end = self._file.seek(0, os.SEEK_CUR)
+        data = memoryview(b"".join(map(line_of, records)))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as error:
+            self._file.seek(self._file.truncate(end))  # all of them or none
+            raise ResultsError(
+                f"Cannot write to {self.path / RESULTS} ({error.strerror}): "
+                "make room on the disk or name another with --report-dir."
+            ) from error
+
+
+def check_report_dir(report_dir: Path) -> None:
+    """Look whether a run could be written below ``report_dir``, which need not be there yet; make nothing.
+
+    Raises:
+        ReportDirUnusable: a file is in the way, or a folder cannot be written to.
+    """
+    nearest = next(path for path in (report_dir, *report_dir.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest):
+        raise ReportDirUnusable(
+            f"The report directory {report_dir} cannot be made: {nearest} is no folder. "
+            "Move it away or name another directory with --report-dir."
+        )
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ReportDirUnusable(
+            f"Nothing can be written to the report directory {report_dir}: {nearest} is not writable. "
+            "Make it writable or name another with --report-dir."
+        )
+
+
+def _claim(file: FileIO) -> None:
+    """Keep other processes from writing the same run, for as long as the file is open here.
+
+    Raises:
+        NothingToResume: one of them is.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise NothingToResume(f"The run {Path(file.name).parent} is being written by another process.") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _end_of_whole_cells(content: bytes, run: Run) -> int:
+    """Return where the first record of an unfinished cell begins, in bytes."""
+    whole, end = run.whole, 0
+    for number, line in enumerate(content.splitlines(keepends=True)):
+        if number and line.strip():
+            try:
+                record = record_of(line)
+            except (ValidationError, ChecksumError):
+                return end
+            if isinstance(record, Footer) or (not isinstance(record, Header) and record.coordinates not in whole):
+                return end
+        end += len(line)
+    return end
