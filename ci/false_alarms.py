@@ -24,7 +24,8 @@ import torch
 from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.planning.plan import Declaration, Matrix, plan
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Matrix, plan
 
 
 def main() -> int:

@@ -35,7 +35,8 @@ from harness.core.topology import Topology
 from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
-from harness.planning.expectations import FOLDER, expected, known_of_subject, read_expectations
+from harness.planning.expectation_files import FOLDER, read_expectations
+from harness.planning.expectations import expected, known_of_subject
 from harness.report.text import markdown, shortened
 
 HERE = Path(__file__).resolve().parent / "history"

@@ -34,7 +34,7 @@ from harness.launch.pool import Pool, Running
 from harness.launch.server_events import NoEventError, event_of
 from harness.launch.settings import Settings
 from harness.machine.fingerprint import Fingerprint
-from harness.planning.expectations import read_expectations
+from harness.planning.expectation_files import read_expectations
 from harness.planning.plan import Matrix, plan
 from harness.report.markdown.support import support_page
 from harness.report.tables.support import support_table

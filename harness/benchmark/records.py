@@ -13,7 +13,7 @@ from harness.benchmark.figures import METRICS, Key, Launch, samples_of, step_qua
 from harness.core.cell import Cell
 from harness.results.records import Measurement
 from harness.statistics.launch_estimate import estimate
-from harness.workloads import PERFORMANCE, Workload
+from harness.workloads import PERFORMANCE, Columns, Workload
 
 
 def measurements(cell: Cell, launches: Sequence[Launch], reproduce: str) -> list[Measurement]:
@@ -52,7 +52,7 @@ def workload_key(cell: Cell) -> str:
     """
     workload = PERFORMANCE[cell.workload].on(cell.accelerator)
     devices = cell.topology.devices
-    code = [_code(kind) for kind in type(workload).__mro__ if issubclass(kind, Workload)]
+    code = [_code(kind) for kind in (*type(workload).__mro__, Columns) if issubclass(kind, (Workload, Columns))]
     size, extent = workload.size, workload.extent(devices)
     definition = [code, vars(size), vars(extent), workload.global_batch_size(devices), workload.rounds]
     return hashlib.sha256(json.dumps(definition, sort_keys=True).encode()).hexdigest()[:16]

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.core.accelerator import resolve_accelerator
-from harness.core.backend import BACKENDS
+from harness.core.backend import smoke_order
 from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
 from harness.core.exit_codes import ADAPTER_WRONG, USAGE
 from harness.core.invocation import command, suite_command
-from harness.core.topology import Topology
+from harness.core.precision import PRECISIONS
 from harness.report.text import printable, printable_lines
 from harness.subjects.locator import parse_subject
 
@@ -29,19 +29,6 @@ if TYPE_CHECKING:
     from harness.engine.adapter_diagnosis import AdapterVerdict, SmokeEvidence
     from harness.evidence.trace import Trace
     from harness.launch.pool import Pool
-
-PLACES = {
-    "ddp": Topology(1, 2),
-    "fsdp": Topology(1, 2),
-    "zero": Topology(1, 2),
-    "dp": Topology(1, 2),
-    "ddp2": Topology(2, 2),
-    "auto": Topology(1, 2),
-    "none": Topology(1, 1),
-}
-"""Where a backend is tried. The first that a subject declares comes first."""
-
-PRECISIONS = ("32", "64", "bf16", "16")
 
 TIME_LIMIT = 30.0
 """Seconds for one cell, on a machine that starts the fork server at once."""
@@ -121,15 +108,22 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
     more of these is left out.
     """
     most = declared.get("conduct", {}).get("max_nodes", math.inf)
-    backends = [backend for backend in PLACES if backend in declared["backends"] and PLACES[backend].num_nodes <= most]
+    backends = [one for one in smoke_order() if one.name in declared["backends"] and one.smallest.num_nodes <= most]
     if accelerator == "cuda":
-        backends = [name for name in backends if BACKENDS[name].devices_per_process(PLACES[name]) <= present]
-    precisions = [precision for precision in PRECISIONS if precision in declared["precisions"][accelerator]]
+        backends = [one for one in backends if one.devices_per_process(one.smallest) <= present]
+    precisions = sorted(declared["precisions"][accelerator], key=_plainest_first)
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
     return [
-        Cell(declared["name"], "mlp", backend, PLACES[backend], precision, accelerator) for backend, precision in pairs
+        Cell(declared["name"], "mlp", backend.name, backend.smallest, precision, accelerator)
+        for backend, precision in pairs
     ]
+
+
+def _plainest_first(name: str) -> tuple[bool, bool, bool]:
+    """Return what sorts precisions: float32, then other formats without autocast, then those without a scaler."""
+    precision = PRECISIONS[name]
+    return precision.scaled, precision.autocast is not None, precision.storage != "float32"
 
 
 def _refuse_too_few_devices(

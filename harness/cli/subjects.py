@@ -48,7 +48,8 @@ class Shipped:
 
 def shipped() -> list[Shipped]:
     """Return every subject that has a short name, as it is in this interpreter."""
-    from harness.subjects.load import SHORT_NAMES, load
+    from harness.subjects.load import load
+    from harness.subjects.short_names import SHORT_NAMES
 
     every = []
     for name in SHORT_NAMES:

@@ -1,68 +1,186 @@
-"""The backends a trainer may offer, and what each of them promises about who computes what.
+"""The backends a trainer may offer: how each of them arranges devices, and what it promises about who computes what.
 
-The promise (the *contract*) is all the judge needs: how many processes a topology means, how the loss is split
-between them, and over how many devices a process spreads its forward pass.
+A backend is one object. Planning, launching, the judge and the reports ask it everything that differs by backend; a new
+one is an entry of ``BACKENDS``, here or by ``BACKENDS.register`` elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol, TypeVar
 
+from harness.core.mesh import Mesh, Part
+from harness.core.registry import Registry
 from harness.core.topology import Topology
+
+
+class Held(Enum):
+    """What devices hold of a training: all of it, or a part each."""
+
+    SAMPLES = "samples"
+    SEQUENCE = "sequence"
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER_STATE = "optimizer state"
+    EXPERTS = "experts"
+
+
+MODEL = frozenset({Held.PARAMETERS, Held.GRADIENTS, Held.OPTIMIZER_STATE})
+"""What is split where a device has a part of the model: shards of tensors, or whole layers."""
+
+
+def nodes(topology: Topology) -> int:
+    """Return how many nodes there are: the size of a dimension across nodes."""
+    return topology.num_nodes
+
+
+def gpus(topology: Topology) -> int:
+    """Return how many devices a node has: the size of a dimension within each node."""
+    return topology.gpus
+
+
+def devices(topology: Topology) -> int:
+    """Return how many devices there are over all nodes."""
+    return topology.devices
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One dimension of a backend's mesh.
+
+    ``size`` is its number of devices on a topology. Of what it ``splits`` the devices along it hold a part each; of
+    everything else they hold the same. Where it is ``local``, they are driven by one process, which gathers their
+    outputs and takes one loss of them.
+    """
+
+    name: str
+    size: Callable[[Topology], int]
+    splits: frozenset[Held] = frozenset({Held.SAMPLES})
+    local: bool = False
 
 
 @dataclass(frozen=True)
 class Backend:
     """One ``distributed_backend`` of a trainer.
 
-    ``process_per_device``: a process drives one device (ddp, fsdp, zero) or all devices of its node (dp, ddp2).
-    ``several_devices`` / ``several_nodes``: the least a topology must have for the backend to mean something.
-    ``rare``: few trainers have it, so one that does not is not asked for it, unless the user does.
+    ``dimensions`` of its mesh come outermost first, local ones last; without any it is one device. ``column`` is its
+    column in the support table, None for none; several backends may share one. The mean of the losses of
+    :meth:`loss_ranks` is what is differentiated. ``rare``: few trainers have it, so one that does not is not asked for
+    it, unless the user does. ``chosen_by_trainer``: the trainer is told no backend and takes this one by itself, so
+    that one topology is enough to ask.
     """
 
     name: str
-    process_per_device: bool
-    several_devices: bool
-    several_nodes: bool
+    dimensions: tuple[Dimension, ...] = ()
+    column: str | None = None
     rare: bool = False
+    chosen_by_trainer: bool = False
+
+    def device_mesh(self, topology: Topology) -> Mesh:
+        """Return how the devices are arranged."""
+        return Mesh(tuple((one.name, one.size(topology)) for one in self.dimensions))
+
+    def mesh(self, topology: Topology) -> Mesh:
+        """Return how the ranks are arranged: the devices' mesh without its local dimensions."""
+        return Mesh(tuple((one.name, one.size(topology)) for one in self.dimensions if not one.local))
 
     def fits(self, topology: Topology) -> bool:
-        """Say whether the backend does on this topology what no simpler backend does there."""
-        if self.several_nodes:
-            return topology.num_nodes > 1 and topology.gpus > 1
-        if self.process_per_device:
-            return topology.devices > 1
-        return topology.num_nodes == 1 and (topology.gpus > 1) == self.several_devices
+        """Say whether the backend does on this topology what no simpler backend does there.
 
-    def processes_per_node(self, topology: Topology) -> int:
-        """Return how many ranks live on each node."""
-        return topology.gpus if self.process_per_device else 1
+        That is where each dimension has several devices, and all devices of the topology are in the mesh.
+        """
+        sizes = [one.size(topology) for one in self.dimensions]
+        return all(size > 1 for size in sizes) and math.prod(sizes) == topology.devices
+
+    @property
+    def smallest(self) -> Topology:
+        """The topology with the fewest devices, and nodes, that it fits: where it is tried first."""
+        return next(filter(self.fits, _by_size()))
 
     def processes(self, topology: Topology) -> int:
         """Return the world size: ranks over all nodes."""
-        return topology.num_nodes * self.processes_per_node(topology)
+        return self.mesh(topology).size
+
+    def processes_per_node(self, topology: Topology) -> int:
+        """Return how many ranks live on each node."""
+        return max(1, self.processes(topology) // topology.num_nodes)
 
     def devices_per_process(self, topology: Topology) -> int:
         """Return how many devices one rank drives."""
-        return 1 if self.process_per_device else topology.gpus
+        return max(1, topology.devices // self.processes(topology))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a process drives several devices and gathers their outputs."""
+        return any(one.local for one in self.dimensions)
+
+    def part(self, rank: int, topology: Topology, of: Held = Held.SAMPLES) -> Part:
+        """Return which part a rank has, of the samples of a step for example; part 0 of 1 where it has all."""
+        return self.mesh(topology).part(rank, *self._splitting(of))
+
+    def reduction_groups(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks over which a gradient is reduced, each rank's for the part that it holds.
+
+        These ranks differ in what they computed it from: their samples, or their parts of each sequence.
+        """
+        return self.mesh(topology).groups(*self._splitting(Held.SAMPLES, Held.SEQUENCE))
+
+    def norm_groups(self, topology: Topology, of: Held = Held.GRADIENTS) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks whose squared norms are added for the norm of the whole gradient.
+
+        A shard counts with its siblings, and a replicated gradient once: each rank alone has its norm.
+        """
+        return self.mesh(topology).groups(*self._splitting(of))
+
+    def loss_ranks(self, topology: Topology) -> tuple[int, ...]:
+        """Return one rank for each set of samples of which a loss is taken: the first of those that see the same."""
+        same = [one.name for one in self.dimensions if Held.SAMPLES not in one.splits]
+        return tuple(group[0] for group in self.mesh(topology).groups(*same))
+
+    def _splitting(self, *held: Held) -> tuple[str, ...]:
+        return tuple(one.name for one in self.dimensions if not one.splits.isdisjoint(held))
 
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        Backend("none", process_per_device=False, several_devices=False, several_nodes=False),
+_REPLICAS = Dimension("replica", gpus, local=True)
+_DP = Backend("dp", (_REPLICAS,), "DP")
+
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    (
+        Backend("none"),
         # No backend named, several gpus: the trainer chooses, and promises what dp promises.
-        Backend("auto", process_per_device=False, several_devices=True, several_nodes=False, rare=True),
-        Backend("dp", process_per_device=False, several_devices=True, several_nodes=False),
-        Backend("ddp", process_per_device=True, several_devices=True, several_nodes=False),
-        Backend("ddp2", process_per_device=False, several_devices=True, several_nodes=True),
-        # What ddp promises; ranks share out weights, gradients and the optimizer's state, or that state alone.
-        Backend("fsdp", process_per_device=True, several_devices=True, several_nodes=False, rare=True),
-        Backend("zero", process_per_device=True, several_devices=True, several_nodes=False, rare=True),
-    )
-}
+        replace(_DP, name="auto", rare=True, chosen_by_trainer=True),
+        _DP,
+        Backend("ddp", (Dimension("replicate", devices),), "DDP"),
+        Backend("ddp2", (Dimension("replicate", nodes), _REPLICAS), "DDP2"),
+        # What ddp promises; ranks shard weights, gradients and the optimizer's state, or that state alone.
+        Backend("fsdp", (Dimension("shard", devices, MODEL | {Held.SAMPLES}),), "FSDP", rare=True),
+        Backend(
+            "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
+        ),
+    ),
+)
+
+
+def smoke_order() -> list[Backend]:
+    """Return all backends, the one that says most about a trainer first.
+
+    A process for each device comes before replicas in one process, these before the trainer's own choice, and one
+    device comes last.
+    """
+    return sorted(BACKENDS.values(), key=lambda one: (not one.dimensions, one.chosen_by_trainer, one.gathers))
+
+
+def columns() -> dict[str, bool]:
+    """Return the support table's columns for backends, each with whether all backends that share it are rare."""
+    rare: dict[str, bool] = {}
+    for backend in BACKENDS.values():
+        if backend.column is not None:
+            rare[backend.column] = rare.get(backend.column, True) and backend.rare
+    return rare
 
 
 def resized(topology: Topology, backend: Backend) -> Topology:
@@ -70,10 +188,14 @@ def resized(topology: Topology, backend: Backend) -> Topology:
 
     Where the backend makes no sense on less, it is one gpu more.
     """
-    nodes, gpus = topology.num_nodes, topology.gpus
-    fewer = [Topology(nodes, gpus - 1)] if gpus > 1 else []
-    fewer += [Topology(nodes - 1, gpus)] if nodes > 1 else []
-    return next((smaller for smaller in fewer if backend.fits(smaller)), Topology(nodes, gpus + 1))
+    fewer = [Topology(topology.num_nodes, topology.gpus - 1)] if topology.gpus > 1 else []
+    fewer += [Topology(topology.num_nodes - 1, topology.gpus)] if topology.num_nodes > 1 else []
+    return next(filter(backend.fits, fewer), Topology(topology.num_nodes, topology.gpus + 1))
+
+
+def _by_size() -> Iterator[Topology]:
+    for count in range(1, 1025):
+        yield from (Topology(n, count // n) for n in range(1, count + 1) if count % n == 0)
 
 
 class Declared(Protocol):
@@ -85,7 +207,7 @@ class Declared(Protocol):
 
     @property
     def backends(self) -> Sequence[str]:
-        """Those of which this speaks."""
+        """The names of the backends that are declared here."""
 
 
 D = TypeVar("D", bound=Declared)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.core.registry import Registry
+
 
 @dataclass(frozen=True)
 class Precision:
@@ -19,13 +21,18 @@ class Precision:
     autocast: str | None = None
     scaled: bool = False
 
+    @property
+    def is_16_bit(self) -> bool:
+        """Whether matrix work is in a format of 16 bits: float16 or bfloat16."""
+        return (self.autocast or self.storage) in ("float16", "bfloat16")
 
-PRECISIONS: dict[str, Precision] = {
-    precision.name: precision
-    for precision in (
+
+PRECISIONS: Registry[Precision] = Registry(
+    "precision",
+    (
         Precision("64", storage="float64"),
         Precision("32", storage="float32"),
         Precision("16", storage="float32", autocast="float16", scaled=True),
         Precision("bf16", storage="float32", autocast="bfloat16"),
-    )
-}
+    ),
+)

@@ -25,7 +25,9 @@ from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.machine.fingerprint import take_fingerprint
 from harness.machine.lease import have_alone
-from harness.planning.plan import DEFAULT_GPUS, Declaration, Matrix, check_devices, plan
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Matrix, check_devices, plan
+from harness.planning.topologies import DEFAULT_GPUS
 from harness.report.comparison.comparison import IN_TURNS
 from harness.report.write import write_report
 from harness.results.records import PERFORMANCE as CHECK

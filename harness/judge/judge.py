@@ -21,10 +21,10 @@ from harness.judge.consequences import in_order
 from harness.judge.findings import Vacuous
 from harness.judge.reconstruct import whole_trace
 from harness.judge.trace_analysis import TraceAnalysis
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
+def judge(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
     """Run every check on the trace of a subject that declared ``behavior``.
 
     Findings are in reading order: root causes before their consequences. The same trace gives the same findings,

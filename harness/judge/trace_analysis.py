@@ -25,7 +25,7 @@ from harness.judge.oracle.layout import (
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class GlobalStep:
 class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell
@@ -135,9 +135,16 @@ class TraceAnalysis:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
         return {
-            step.index: contract_layout(with_unique_draws(step.ranks), spread, self.workload.accumulate)
+            step.index: contract_layout(
+                self.with_a_loss(with_unique_draws(step.ranks)), spread, self.workload.accumulate
+            )
             for step in self.steps_taken
         }
+
+    def with_a_loss(self, steps: Sequence[Step]) -> list[Step]:
+        """Return the steps of those ranks whose losses are averaged: ranks with the same samples have one loss."""
+        ranks = self.cell.contract.loss_ranks(self.cell.topology)
+        return [step for rank, step in enumerate(steps) if rank in ranks]
 
     @cached_property
     def expected(self) -> dict[int, ExpectedGradients]:

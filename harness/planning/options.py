@@ -11,8 +11,9 @@ from harness.core.accelerator import resolve_accelerator
 from harness.core.errors import PlanError
 from harness.launch.launcher import Asked, Launcher, find_launcher
 from harness.launch.settings import Settings
-from harness.planning.expectations import FOLDER, ExpectationsError
-from harness.planning.plan import DEFAULT_GPUS, Matrix, check_devices, plan, topologies
+from harness.planning.expectation_files import FOLDER, ExpectationsError
+from harness.planning.plan import Matrix, check_devices, plan
+from harness.planning.topologies import DEFAULT_GPUS, topologies
 from harness.results.run import check_report_dir
 from harness.subjects.locator import parse_subject
 

@@ -5,24 +5,22 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
 
-from harness.core.backend import BACKENDS, declared_for, resized
+from harness.core.backend import BACKENDS, Backend, declared_for
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
-from harness.core.software import UNKNOWN, Software
-from harness.core.topology import Topology
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
+from harness.planning.declaration import Declaration, Refusal
+from harness.planning.selection import is_worth_a_cell
+from harness.planning.topologies import topologies
 from harness.results.records import PERFORMANCE
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
-COUNTS = (1, 2, 3, 4, 8)
-"""Device counts that are tried within a budget: 3 because mistakes hide behind powers of two."""
-
-DEFAULT_GPUS = 4
+SMOKE_WORKLOAD, SMOKE_PRECISION = "mlp", "32"
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,8 @@ class Matrix:
     seed: int | None = None
     shared: int | None = None
 
-    def refusal(self, cell: Cell) -> str | None:
-        """Return why ``cell`` cannot be trained on shared devices, in a sentence, or None if it can.
+    def refusal(self, cell: Cell) -> Refusal | None:
+        """Return why ``cell`` cannot be trained on shared devices, None if it can.
 
         Replicas of one process cannot share a device: torch's DataParallel then gives some of them the same buffers,
         and a right trainer would be found wrong.
@@ -51,72 +49,14 @@ class Matrix:
         replicas = cell.contract.devices_per_process(cell.topology)
         if self.shared is None or cell.accelerator != "cuda" or replicas <= self.shared:
             return None
-        return (
+        return Refusal(
             f"--oversubscribe lets ranks share a CUDA device, and {cell.backend} on {cell.topology} has {replicas} "
             f"replicas in one rank: {self.shared} CUDA devices are here"
         )
 
-
-@dataclass(frozen=True)
-class Declaration:
-    """What a subject said of itself, and the locator it was found by; ``precisions`` by accelerator."""
-
-    name: str
-    locator: str
-    backends: tuple[str, ...]
-    precisions: Mapping[str, Sequence[str]]
-    capabilities: frozenset[str]
-    software: Software = UNKNOWN
-    launch: str = "rank"
-    behavior: TrainingBehavior = ORDINARY
-
-    @classmethod
-    def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
-        """Take over what the pool behind ``locator`` says of one of its subjects."""
-        return cls(
-            name=values["name"],
-            locator=locator,
-            backends=tuple(values["backends"]),
-            precisions=values["precisions"],
-            capabilities=frozenset(values["capabilities"]),
-            software=Software(**values["software"]),
-            launch=values["launch"],
-            behavior=TrainingBehavior.of(values["conduct"]),
-        )
-
-    def undeclared(self, cell: Cell) -> tuple[str, ...]:
-        """Return what ``cell`` needs and the subject does not declare: its backend, precision, or capabilities."""
-        if cell.backend not in self.backends:
-            return (f"backend {cell.backend}",)
-        if cell.precision not in self.precisions[cell.accelerator]:
-            return (f"precision {cell.precision}",)
-        workload = EVERY[cell.workload]
-        nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
-        return (
-            *sorted(workload.needs - self.capabilities),
-            *((f"{nodes} nodes",) if most is not None and nodes > most else ()),
-            *(("epochs",) if self.behavior.by_iterations and workload.needs_epochs else ()),
-        )
-
-    def refusal(self, cell: Cell) -> str | None:
-        """Return why the subject does not do ``cell``, in a sentence, or None if it does."""
-        if cell.backend not in self.backends:
-            return f"{self.name} does not declare backend {cell.backend!r}"
-        if cell.precision not in self.precisions[cell.accelerator]:
-            return f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}"
-        workload = EVERY[cell.workload]
-        most = self.behavior.max_nodes
-        if most is not None and cell.topology.num_nodes > most:
-            return f"{self.name} declares max_nodes={most}, and this cell has {cell.topology.num_nodes} nodes"
-        if self.behavior.by_iterations and workload.needs_epochs:
-            return f"{self.name} declares data='iterations', and {cell.workload} {workload.needs_epochs}"
-        if missing := self.undeclared(cell):
-            return f"{self.name} does not declare {', '.join(missing)}, which {cell.workload} needs"
-        if self.launch == "node" and isinstance(workload, PerformanceWorkload):
-            return f"{self.name} starts its ranks by itself: they can be examined, but not timed"
-        if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
-            return workload.gloo_only
-        return None
+    def asks(self, backend: Backend, declared: Declaration) -> bool:
+        """Say whether a subject is asked for a backend: one that few trainers have, only if it or the user names it."""
+        return not backend.rare or backend.name in declared.backends or bool(self.backends)
 
 
 @dataclass(frozen=True)
@@ -144,9 +84,8 @@ class Planned:
         """Whether the cell is in the small selection that touches every backend in a few seconds."""
         return (
             self.refusal is None
-            and self.cell.workload == "mlp"
-            and self.cell.precision == "32"
-            and self.cell.topology in (Topology(1, 1), Topology(1, 2), Topology(2, 2))
+            and (self.cell.workload, self.cell.precision) == (SMOKE_WORKLOAD, SMOKE_PRECISION)
+            and any(self.cell.topology == backend.smallest for backend in BACKENDS.values())
         )
 
 
@@ -158,24 +97,29 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     Raises:
         PlanError: a name is unknown, or two subjects share one.
     """
-    backends = _known("backend", matrix.backends, BACKENDS)
+    backends = [BACKENDS[name] for name in _known("backend", matrix.backends, BACKENDS)]
     precisions = _known("precision", matrix.precisions, PRECISIONS)
-    workloads = [name for name in _known("workload", matrix.workloads, EVERY) if name in among]
+    workloads = [EVERY[name] for name in _known("workload", matrix.workloads, EVERY) if name in among]
     _refuse_namesakes(subjects)
-    planned = topologies(matrix.gpus, matrix.nodes)
-    return [
-        Planned(cell, declared.refusal(cell) or matrix.refusal(cell), declared.behavior, declared.undeclared(cell))
-        for topology in planned
-        for name in dict.fromkeys(declared.name for declared in subjects)
-        for backend in backends
-        for declared in [declared_for(name, backend, subjects)]
-        if not BACKENDS[backend].rare or backend in declared.backends or matrix.backends
-        if BACKENDS[backend].fits(topology)
-        for workload in workloads
-        for precision in precisions
-        if _worth_a_cell(EVERY[workload], backend, topology, precision, planned)
-        for cell in [Cell(name, workload, backend, topology, precision, matrix.accelerator, matrix.seed)]
-    ]
+    sizes = topologies(matrix.gpus, matrix.nodes)
+    names = dict.fromkeys(declared.name for declared in subjects)
+    planned = []
+    for topology, name, backend in product(sizes, names, backends):
+        declared = declared_for(name, backend.name, subjects)
+        if not backend.fits(topology) or not matrix.asks(backend, declared):
+            continue
+        for workload, precision in product(workloads, precisions):
+            if is_worth_a_cell(workload, backend, topology, precision, sizes):
+                cell = Cell(name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed)
+                planned.append(_planned(cell, matrix, declared))
+    return planned
+
+
+def _planned(cell: Cell, matrix: Matrix, declared: Declaration) -> Planned:
+    refusal = declared.refusal(cell) or matrix.refusal(cell)
+    if refusal is None:
+        return Planned(cell, None, declared.behavior)
+    return Planned(cell, refusal.sentence, declared.behavior, refusal.undeclared)
 
 
 def _refuse_namesakes(subjects: Sequence[Declaration]) -> None:
@@ -185,79 +129,6 @@ def _refuse_namesakes(subjects: Sequence[Declaration]) -> None:
             both = set(one.backends) & set(other.backends)
             if one.name == other.name and (both or one.locator != other.locator):
                 raise PlanError(f"two subjects are called {one.name!r}: a report could not tell them apart, rename one")
-
-
-def _worth_a_cell(
-    workload: Workload, backend: str, topology: Topology, precision: str, planned: Sequence[Topology]
-) -> bool:
-    """Say whether a cell of the matrix asks something that no smaller one does.
-
-    ``auto`` asks which backend a trainer chooses by itself: one topology answers. A narrow workload asks for one
-    device, three (or as many as there are), and for ddp2 two nodes of two. An elastic one needs another number of
-    devices to have come from.
-    """
-    if isinstance(workload, PerformanceWorkload):
-        return _worth_timing(workload, backend, topology, precision, planned)
-    single = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
-    if backend == "auto":
-        return topology == single[1] and not workload.narrow
-    if workload.elastic and not BACKENDS[backend].fits(resized(topology, BACKENDS[backend])):
-        return False
-    if not workload.narrow:
-        return True
-    return precision in workload.precisions and (
-        topology in (single[0], single[-1]) or (topology == Topology(2, 2) and backend == "ddp2")
-    )
-
-
-def _worth_timing(
-    workload: PerformanceWorkload, backend: str, topology: Topology, precision: str, planned: Sequence[Topology]
-) -> bool:
-    """Say whether a cell is to be measured: powers of two on one node, and the most devices on several.
-
-    Precisions after a workload's first are measured on the smallest topology of each backend: what they cost or gain
-    is a matter of the device. ``auto`` is another name for something that is measured already.
-    """
-    largest = max(t.gpus for t in planned if t.num_nodes == 1)
-    places = [t for t in planned if t.num_nodes == 1 and (t.gpus == largest or t.gpus & (t.gpus - 1) == 0)]
-    several = [t for t in planned if t.num_nodes > 1 and t.gpus > 1 and backend in workload.on_nodes]
-    places += sorted(several, key=lambda t: (t.devices, t.gpus))[-1:]
-    if backend == "auto" or backend not in (workload.backends or BACKENDS):
-        return False
-    first = next((place for place in places if BACKENDS[backend].fits(place)), None)
-    return topology in (places if precision == workload.precisions[0] else [first]) and precision in workload.precisions
-
-
-def topologies(gpus: int, nodes: int | None = None) -> list[Topology]:
-    """Return the topologies of a budget: device counts up to ``gpus`` and their splits into nodes.
-
-    With ``nodes``, ``gpus`` is per node, and the largest topology is ``nodes`` × ``gpus``.
-
-    Raises:
-        PlanError: a number is not positive.
-    """
-    if gpus < 1:
-        raise PlanError(f"--gpus {gpus}: at least one device is needed")
-    if nodes is None:
-        found = {Topology(1, count) for count in _counts(gpus)}
-        for count in _counts(gpus):
-            found |= {
-                Topology(n, count // n)
-                for n in range(2, count)
-                if count % n == 0 and count // n > 1  # one gpu a node says nothing that 2x1 does not
-            }
-        if gpus >= 2:
-            found.add(Topology(2, 1))
-    else:
-        if nodes < 1:
-            raise PlanError(f"--nodes {nodes}: at least one node is needed")
-        found = {Topology(1, count) for count in _counts(gpus)}
-        found |= {Topology(n, g) for n in _counts(nodes) for g in {min(2, gpus), gpus} if n in (1, 2, nodes)}
-    return sorted(found, key=lambda topology: (topology.devices, topology.num_nodes))
-
-
-def _counts(limit: int) -> list[int]:
-    return sorted({count for count in COUNTS if count <= limit} | {limit})
 
 
 def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 
 from harness.core.invocation import suite_command
 from harness.launch.settings import Settings
-from harness.planning.plan import Declaration, Matrix, Planned, plan
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Matrix, Planned, plan
 from harness.statistics.launch_estimate import FEWEST_LAUNCHES
 from harness.workloads import PERFORMANCE, WORKLOADS
 

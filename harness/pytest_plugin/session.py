@@ -27,9 +27,11 @@ from harness.launch.local.launcher import Launched, start
 from harness.launch.pool import Pool
 from harness.launch.timeouts import Timeouts
 from harness.machine.lease import Lease, share, share_now
-from harness.planning.expectations import expected, known_of_subject, read_expectations
+from harness.planning.declaration import Declaration
+from harness.planning.expectation_files import read_expectations
+from harness.planning.expectations import expected, known_of_subject
 from harness.planning.options import Options
-from harness.planning.plan import Declaration, Planned, plan
+from harness.planning.plan import Planned, plan
 from harness.planning.reproduction import Reproduction
 from harness.pytest_plugin.run_recording import Recording
 from harness.pytest_plugin.xdist_transport import outcome_of

@@ -16,21 +16,10 @@ from importlib import metadata
 from pathlib import Path
 
 from harness.core.errors import PlumblineError
+from harness.subjects.short_names import SHORT_NAMES
 
-LIBRARIES = {
-    "torch": "torch",
-    "lightning": "lightning",
-    "fabric": "lightning",
-    "accelerate": "accelerate",
-    "transformers": "transformers[torch]",
-    "ignite": "pytorch-ignite",
-    "aitoolbox": "aitoolbox",
-}
+LIBRARIES = {name: adapter.library for name, adapter in SHORT_NAMES.items() if adapter.library is not None}
 """What pip is asked for, by short name. A subject that is not here comes with Plumbline."""
-
-ALONE = {"aitoolbox": ("tqdm",)}
-"""Libraries that are installed without all that they ask for (for AIToolbox some ninety packages that draw, upload and
-report), and what of it training needs."""
 
 LAST_LINES = 20
 """How much of a step's output is kept for its error."""
@@ -62,13 +51,13 @@ class Environment:
     @property
     def requirements(self) -> list[str]:
         """What pip installs with all that it asks for: NumPy is what a rank writes its evidence with."""
-        library = ALONE.get(self.subject, (self.requirement,))
+        library = SHORT_NAMES[self.subject].dependencies or (self.requirement,)
         return list(dict.fromkeys((self.torch, *library, "numpy")))
 
     @property
     def alone(self) -> list[str]:
         """What pip installs then, and nothing that it asks for."""
-        return [self.requirement] if self.subject in ALONE else []
+        return [self.requirement] if SHORT_NAMES[self.subject].dependencies else []
 
 
 def cache() -> Path:
@@ -82,8 +71,6 @@ def wanted(what: str) -> Environment:
     Raises:
         InstallError: there is no such name, nothing to install for it, or no version.
     """
-    from harness.subjects.load import SHORT_NAMES
-
     name, _, version = (part.strip() for part in what.partition("=="))
     if name not in LIBRARIES:
         if name in SHORT_NAMES:
@@ -101,9 +88,8 @@ def wanted(what: str) -> Environment:
 def pip_command(name: str) -> str:
     """Return what installs a subject's library into an environment that has torch."""
     pip = f"pip install {shlex.quote(LIBRARIES[name])}"
-    if name not in ALONE:
-        return pip
-    return f"pip install {shlex.join(ALONE[name])} && {pip} --no-deps"
+    dependencies = SHORT_NAMES[name].dependencies
+    return f"pip install {shlex.join(dependencies)} && {pip} --no-deps" if dependencies else pip
 
 
 def environments() -> list[tuple[str, Path]]:

@@ -10,19 +10,8 @@ from types import ModuleType
 
 from harness.core.errors import SubjectError
 from harness.subjects.declare import Subject
+from harness.subjects.short_names import SHORT_NAMES
 from harness.subjects.user_traceback import headline, user_traceback
-
-SHORT_NAMES = {
-    "reference": "harness.subjects.reference",
-    "train-loop": "harness.subjects.train_loop",
-    "torch": "harness.subjects.torch_trainers",
-    "lightning": "harness.subjects.lightning_trainer",
-    "fabric": "harness.subjects.fabric_trainer",
-    "accelerate": "harness.subjects.accelerate_trainer",
-    "transformers": "harness.subjects.transformers_trainer",
-    "ignite": "harness.subjects.ignite_trainer",
-    "aitoolbox": "harness.subjects.aitoolbox_trainer",
-}
 
 
 def load(locator: str) -> list[Subject]:
@@ -34,7 +23,10 @@ def load(locator: str) -> list[Subject]:
         SubjectError: nothing is there, it cannot be imported, or it declares no subject.
     """
     place, _, wanted = locator.partition("::")
-    module = _import_file(Path(place)) if place.endswith(".py") else _import_module(SHORT_NAMES.get(place, place))
+    if place.endswith(".py"):
+        module = _import_file(Path(place))
+    else:
+        module = _import_module(SHORT_NAMES[place].module if place in SHORT_NAMES else place)
     every = [
         value for value in vars(module).values() if isinstance(getattr(value, "__plumbline_subject__", None), Subject)
     ]
@@ -75,7 +67,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except SubjectError as error:
-        if name in SHORT_NAMES.values():
+        if name in {adapter.module for adapter in SHORT_NAMES.values()}:
             raise  # the library of a trainer that ships is missing: the message says how to install it
         raise _broken(error) from error
     except (Exception, SystemExit) as error:

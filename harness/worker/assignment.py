@@ -66,7 +66,7 @@ class Assignment:
     def as_rank(self, rank: int) -> Assignment:
         """Return another rank's part in the launch, that of one of the same node; what it leaves lies beside."""
         place = rank % self.processes_per_node
-        alone = self.whole_node and self.cell.contract.process_per_device
+        alone = self.whole_node and not self.cell.contract.gathers
         return replace(
             self,
             rank=rank,

@@ -13,7 +13,7 @@ from harness.worker.assignment import Assignment
 from harness.worker.recording.recorder import Recorder
 from harness.worker.timing.stopwatch import Stopwatch
 from harness.worker.with_loss import ModelWithLoss
-from harness.workloads import Columns, find
+from harness.workloads import Columns, Problem, find
 
 
 class Job:
@@ -46,8 +46,10 @@ class Job:
 
     def __init__(self, assignment: Assignment, recorder: Recorder | Stopwatch) -> None:
         cell = assignment.cell
-        self._workload = workload = find(cell.workload, cell.seed).on(cell.accelerator)
+        workload: Problem = find(cell.workload, cell.seed).on(cell.accelerator)
+        self._workload = workload
         self._recorder = recorder
+        self._arithmetic = cell.arithmetic
         self._dtype: torch.dtype = getattr(torch, cell.arithmetic.storage)
 
         self.backend, self.precision = cell.backend, cell.precision
@@ -130,12 +132,12 @@ class Job:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's context for forward and loss; it does nothing for 32 and 64."""
-        name = {"16": "float16", "bf16": "bfloat16"}.get(self.precision)
+        name = self._arithmetic.autocast
         return torch.autocast(self.device.type, getattr(torch, name)) if name else nullcontext()
 
     def grad_scaler(self) -> torch.amp.GradScaler:
         """Return the precision's GradScaler; a disabled one, which does nothing, except for 16."""
-        return torch.amp.GradScaler(self.device.type, enabled=self.precision == "16")
+        return torch.amp.GradScaler(self.device.type, enabled=self._arithmetic.scaled)
 
     def log(self, name: str, value: float | Tensor) -> None:
         """Report a metric, as the trainer has it for all ranks: on every rank, or on one alone.

@@ -1,43 +1,37 @@
-"""Training problems that are hard to get right. One file a workload, one line here."""
+"""Training problems that are hard to get right, grouped into files by what they expose.
+
+A problem is whatever keeps the protocol ``Problem``. The built-in ones are instances of ``Workload``, and ``WORKLOADS``
+has them by name; ``register`` adds one from elsewhere. Nothing here knows a trainer or the judge.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections import ChainMap
+from collections.abc import Mapping
 
-from harness.workloads.accumulation import Accumulation
-from harness.workloads.accumulation_tokens import AccumulationTokens
-from harness.workloads.adam import Adam
-from harness.workloads.adamw import AdamW
-from harness.workloads.base import Batch, Columns, Workload
-from harness.workloads.checkpoint import Checkpoint
-from harness.workloads.checkpoint_elastic import CheckpointElastic
-from harness.workloads.checkpoint_windows import CheckpointWindows
-from harness.workloads.clipping import Clipping
-from harness.workloads.clipping_adamw import ClippingAdamW
-from harness.workloads.cnn_batchnorm import CnnBatchNorm
-from harness.workloads.contrastive import Contrastive
-from harness.workloads.dropout import Dropout
-from harness.workloads.embedding_sparse import EmbeddingSparse
-from harness.workloads.frozen import Frozen
-from harness.workloads.linear_exact import LinearExact
-from harness.workloads.lm_tokens import LmTokens
-from harness.workloads.metrics import Metrics
-from harness.workloads.mlp import Mlp
-from harness.workloads.nested_outputs import NestedOutputs
-from harness.workloads.overflow import Overflow
-from harness.workloads.overflow_schedule import OverflowSchedule
+from harness.workloads.accumulation import Accumulation, Metrics, Validation
+from harness.workloads.checkpointing import CheckpointElastic, CheckpointResume, CheckpointWindows
+from harness.workloads.coupling import CnnBatchNorm, Contrastive
+from harness.workloads.dataset import Batch, Columns
+from harness.workloads.overflow import Overflow, OverflowSchedule
+from harness.workloads.parameter_use import Frozen, Thawed, UnusedAtTheEnd, UnusedParameters
 from harness.workloads.performance import PERFORMANCE, PerformanceWorkload
-from harness.workloads.random_masks import RandomMasks
-from harness.workloads.schedule import Schedule
-from harness.workloads.schedule_windows import ScheduleWindows
-from harness.workloads.sequential import Sequential
-from harness.workloads.several_optimizers import SeveralOptimizers
-from harness.workloads.thawed import Thawed
-from harness.workloads.transformer import Transformer
-from harness.workloads.uneven import Uneven
-from harness.workloads.unused_at_the_end import UnusedAtTheEnd
-from harness.workloads.unused_parameters import UnusedParameters
-from harness.workloads.validation import Validation
+from harness.workloads.plain import LinearExact, Mlp, Sequential, Uneven
+from harness.workloads.problem import Problem
+from harness.workloads.randomness import Dropout, RandomMasks
+from harness.workloads.token_means import AccumulationTokens, LmTokens
+from harness.workloads.unusual_tensors import EmbeddingSparse, NestedOutputs, Transformer
+from harness.workloads.updates import (
+    Adam,
+    AdamW,
+    Clipping,
+    ClippingAdamW,
+    ScheduledRate,
+    ScheduleWindows,
+    SeveralOptimizers,
+)
+from harness.workloads.workload import Workload
 
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
@@ -50,7 +44,7 @@ WORKLOADS: dict[str, Workload] = {
         Adam(),
         AdamW(),
         SeveralOptimizers(),
-        Schedule(),
+        ScheduledRate(),
         Clipping(),
         ClippingAdamW(),
         Accumulation(),
@@ -71,14 +65,28 @@ WORKLOADS: dict[str, Workload] = {
         Thawed(),
         Overflow(),
         OverflowSchedule(),
-        Checkpoint(),
+        CheckpointResume(),
         CheckpointWindows(),
         CheckpointElastic(),
     )
 }
 
-EVERY: dict[str, Workload] = {**WORKLOADS, **PERFORMANCE}
-"""Those that are there for what they expose, and those that are there for their speed."""
+EVERY: Mapping[str, Workload] = ChainMap(PERFORMANCE, WORKLOADS)  # type: ignore[arg-type]  # it is only read
+"""Those that are there for what they expose, then those that are there for their speed."""
+
+
+def register(workload: Workload) -> None:
+    """Add a workload from outside of this package, so that it is planned, trained and judged as the others.
+
+    Raises:
+        ValueError: its name is taken.
+    """
+    if EVERY.get(workload.name, workload) is not workload:
+        raise ValueError(f"there is already a workload {workload.name!r}: give this one another name")
+    if isinstance(workload, PerformanceWorkload):
+        PERFORMANCE[workload.name] = workload
+    else:
+        WORKLOADS[workload.name] = workload
 
 
 def find(name: str, seed: int | None = None) -> Workload:
@@ -90,4 +98,15 @@ def find(name: str, seed: int | None = None) -> Workload:
     return workload
 
 
-__all__ = ["EVERY", "PERFORMANCE", "WORKLOADS", "Batch", "Columns", "PerformanceWorkload", "Workload", "find"]
+__all__ = [
+    "EVERY",
+    "PERFORMANCE",
+    "WORKLOADS",
+    "Batch",
+    "Columns",
+    "PerformanceWorkload",
+    "Problem",
+    "Workload",
+    "find",
+    "register",
+]

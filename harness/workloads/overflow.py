@@ -1,12 +1,15 @@
-"""Float16 gradients that overflow when we want them to: at chosen steps, on one rank only."""
+"""Float16 gradients that overflow where they are meant to: at chosen steps, on one rank only."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from harness.workloads.base import Batch
-from harness.workloads.mlp import Mlp
+from harness.workloads.dataset import Batch
+from harness.workloads.plain import Mlp
+from harness.workloads.updates import ScheduledRate
 
 GAIN = 2.0**12
 
@@ -19,7 +22,8 @@ class _Amplifying(nn.Module):
     def forward(self, batch: Batch) -> Tensor:
         # The power of two goes out and in again, exactly; on the way back the gradient between is as much larger.
         gain = batch["gain"][:, None]
-        return self.last(self.first(batch["x"]).tanh() / gain) * gain
+        outputs: Tensor = self.last(self.first(batch["x"]).tanh() / gain) * gain
+        return outputs
 
 
 class Overflow(Mlp):
@@ -32,7 +36,7 @@ class Overflow(Mlp):
     name = "overflow"
     exposes = "overflows found by each rank alone, or ignored; steps that are skipped and move something all the same"
     narrow = True
-    precisions = ("16", "32")
+    precisions: ClassVar[tuple[str, ...]] = ("16", "32")
     shuffle = False
 
     def build(self) -> nn.Module:
@@ -43,3 +47,11 @@ class Overflow(Mlp):
         """Return ``x`` (16,), the class ``y``, and ``gain``: 1, or 4096 in the middle."""
         planned = torch.arange(count) == count // 2
         return {**super().columns(count, generator), "gain": torch.where(planned, GAIN, 1.0)}
+
+
+class OverflowSchedule(Overflow, ScheduledRate):
+    """Planned overflows with momentum and a learning rate that is another one after every step taken."""
+
+    name = "overflow-schedule"
+    exposes = "a schedule, or a momentum, that goes on at a step which was skipped"
+    precisions = ("16",)

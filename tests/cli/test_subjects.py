@@ -15,7 +15,8 @@ from rich.console import Console
 from harness.cli.main import main
 from harness.cli.subjects import Shipped, shipped, show
 from harness.subjects.environments import LIBRARIES, InstallError, environments, install, pip_command, wanted
-from harness.subjects.load import SHORT_NAMES, load
+from harness.subjects.load import load
+from harness.subjects.short_names import SHORT_NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +86,7 @@ def test_what_is_missing_comes_with_the_command_that_installs_it():
 
 @pytest.mark.parametrize("name", sorted(set(LIBRARIES) - {"torch"}))
 def test_the_library_is_the_one_that_the_adapter_names(name):
-    source = Path(importlib.util.find_spec(SHORT_NAMES[name]).origin).read_text()
+    source = Path(importlib.util.find_spec(SHORT_NAMES[name].module).origin).read_text()
     assert pip_command(name) in source
 
 

@@ -10,9 +10,10 @@ import pytest
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.software import UNKNOWN, Software
-from harness.planning.expectations import ExpectationsError, expected, known_of, known_of_subject, read_expectations
+from harness.planning.expectation_files import ExpectationsError, read_expectations
+from harness.planning.expectations import expected, known_of, known_of_subject
 from harness.results.records import KNOWN, UNEXPECTED_PASS, Result, ending
-from harness.subjects.load import SHORT_NAMES
+from harness.subjects.short_names import SHORT_NAMES
 
 RELEASED = Path(__file__).parents[2] / "suites" / "expectations"
 
@@ -239,7 +240,7 @@ def test_a_finding_is_told_what_its_entry_says(known, cell_of):
         ('measured = "2.6"', "measured: there is no such key"),
         ('versions = "2.6"', "'2.6' specifies no versions"),
         ("versions = []", "versions"),
-        ('outcome = "passed"', "nobody needs to expect 'passed'"),
+        ('outcome = "passed"', "'passed' needs no expectation"),
         ('outcome = "wrong"', "outcome"),
         ('reason = " "', "reason"),
         ('reproduction = "nowhere.py"', "there is no reproductions/nowhere.py"),
@@ -266,7 +267,7 @@ def test_the_files_of_the_suite_can_be_meant_and_name_their_subjects():
     files = read_expectations(RELEASED)
     assert set(files) <= set(SHORT_NAMES)
     assert all(files.values())
-    assert all(one.said.measured for entries in files.values() for one in entries)
+    assert all(one.record.measured for entries in files.values() for one in entries)
 
 
 def test_reproductions_are_short_programs_that_need_no_plumbline():

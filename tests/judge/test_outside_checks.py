@@ -13,7 +13,7 @@ from harness.judge.checks import CHECKS
 from harness.judge.consequences import RULES, Rule
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.judge import judge
-from harness.planning.expectations import Checks
+from harness.planning.expectation_files import Checks
 from harness.results.records import Result
 from harness.workloads import WORKLOADS
 

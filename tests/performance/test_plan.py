@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from harness.core.backend import BACKENDS
 from harness.core.errors import PlanError
 from harness.core.topology import Topology
-from harness.planning.plan import Declaration, Matrix, plan
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Matrix, plan
 from harness.workloads import PERFORMANCE, WORKLOADS
 
 EVERYTHING = ("64", "32", "16", "bf16")

@@ -15,7 +15,9 @@ from harness.core.errors import PlanError
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
 from harness.core.training_behavior import TrainingBehavior
-from harness.planning.plan import Declaration, Matrix, check_devices, plan, topologies
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Matrix, check_devices, plan
+from harness.planning.topologies import topologies
 from harness.workloads import WORKLOADS
 
 EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from harness.core.invocation import suites
-from harness.planning.plan import DEFAULT_GPUS, Declaration, Matrix, plan
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Matrix, plan
 from harness.planning.reproduction import Reproduction
+from harness.planning.topologies import DEFAULT_GPUS
 from harness.pytest_plugin.plugin import add_options
 from harness.workloads import PERFORMANCE, WORKLOADS
 

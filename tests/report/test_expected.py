@@ -11,7 +11,7 @@ from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.report.markdown.support import support_page
-from harness.report.tables.support import MARK_COLUMNS, MARKS, support_table
+from harness.report.tables.support import MARKS, mark_columns, support_table
 from harness.report.terminal.summary import support_for_terminal
 from harness.results.records import Expected, Footer
 from harness.results.run import Run
@@ -59,7 +59,7 @@ def test_a_row_says_what_was_expected(
     build_run: BuildRun, ends: list[tuple[list[Outcome], list[int]]], mark: str, share: str
 ) -> None:
     (row,) = support_table(expecting(build_run, ends)).to_dict("records")
-    assert {row.get(column, "") for column in MARK_COLUMNS} - {""} == {mark}
+    assert {row.get(column, "") for column in mark_columns()} - {""} == {mark}
     assert mark in MARKS
     assert row["Cells passed"] == share
 

@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.core.backend import BACKENDS
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.tables.support import MARK_COLUMNS, MARKS, RARE_COLUMNS, SUPPORT_COLUMNS, support_table
+from harness.report.tables.support import MARKS, mark_columns, rare_columns, support_columns, support_table
 from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
@@ -34,7 +35,7 @@ runs_of_cells = st.dictionaries(cells, outcomes, max_size=12)
 
 
 def marks(row: pd.Series) -> set[str]:
-    return {row[column] for column in MARK_COLUMNS if column in row} - {""}
+    return {row[column] for column in mark_columns() if column in row} - {""}
 
 
 def counted(row: pd.Series) -> int:
@@ -116,8 +117,8 @@ def test_the_cell_at_which_a_run_broke_off_has_not_passed(build_run: BuildRun) -
 def test_every_cell_is_in_exactly_one_row(build_run: BuildRun, ends: dict[Cell, list[Outcome]]) -> None:
     table = support_table(build_run(ends))
     backends = {cell.backend for cell in ends}
-    absent = {column for column, backend in RARE_COLUMNS.items() if backend not in backends}
-    assert list(table.columns) == [column for column in SUPPORT_COLUMNS if column not in absent]
+    absent = {*rare_columns()} - {BACKENDS[name].column for name in backends if name in BACKENDS}
+    assert list(table.columns) == [column for column in support_columns() if column not in absent]
     assert sum(counted(row) for _, row in table.iterrows()) == len(ends)
     passed = sum(int(share.split("/")[0]) for share in table["Cells passed"])
     assert passed == sum(
@@ -153,7 +154,7 @@ def test_what_a_subject_does_not_declare_is_one_row(build_run: BuildRun) -> None
     *_, last = support_table(dataclasses.replace(run, results=results)).to_dict("records")
     assert last["Command"] == "mine: not declared: backends none, dp; precision 16"
     assert last["Cells passed"] == "0/0 (10 unsupported)"
-    assert {name for name in MARK_COLUMNS if last.get(name) == "-"} == {"1 GPU", "DP"}, "it does some 16-bit, and ddp"
+    assert {name for name in mark_columns() if last.get(name) == "-"} == {"1 GPU", "DP"}, "it does some 16-bit, and ddp"
     assert len(support_table(run)) == 3
     assert len(support_table(run, every=True)) == 9
 
@@ -181,7 +182,7 @@ def test_the_reference_rows_are_those_of_the_old_documentation(realistic_run: Ru
     }
     for command, columns in expected.items():
         row = table.loc[command]
-        assert {column for column in MARK_COLUMNS if row.get(column)} == columns, command
+        assert {column for column in mark_columns() if row.get(column)} == columns, command
 
 
 def test_a_command_without_cells_of_its_own_is_not_claimed(realistic_run: Run) -> None:
@@ -229,7 +230,9 @@ def test_an_error_without_a_verdict_is_no_measurement(build_run: BuildRun) -> No
 
 
 def test_a_run_without_cells_has_a_table_without_rows(build_run: BuildRun) -> None:
-    assert list(support_table(build_run({})).columns) == [name for name in SUPPORT_COLUMNS if name not in RARE_COLUMNS]
+    assert list(support_table(build_run({})).columns) == [
+        name for name in support_columns() if name not in rare_columns()
+    ]
 
 
 def test_a_backend_that_few_have_gets_its_column_where_there_is_a_row_for_it(build_run: BuildRun) -> None:
@@ -244,4 +247,4 @@ def test_what_a_trainer_chose_by_itself_stands_as_it_is_typed_and_under_what_it_
     ends = {Cell("reference", "mlp", "auto", Topology(1, 2), "32", "cpu"): [Outcome.PASSED]}
     (row,) = support_table(build_run(ends)).to_dict("records")
     assert row["Command"] == "Trainer(gpus=k)"
-    assert {column for column in MARK_COLUMNS if row.get(column)} == {"1+ GPUs", "DP"}
+    assert {column for column in mark_columns() if row.get(column)} == {"1+ GPUs", "DP"}

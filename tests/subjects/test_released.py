@@ -11,7 +11,8 @@ from harness.core.errors import SubjectError
 from harness.core.outcome import Outcome, worst
 from harness.engine.examine import examine
 from harness.launch.settings import Settings
-from harness.subjects.load import SHORT_NAMES, load
+from harness.subjects.load import load
+from harness.subjects.short_names import SHORT_NAMES
 
 LIBRARIES = {
     "lightning": ("lightning", "pip install lightning"),
@@ -27,7 +28,7 @@ each = pytest.mark.parametrize("name", LIBRARIES)
 
 @each
 def test_a_short_name_leads_to_a_file(name):
-    assert importlib.util.find_spec(SHORT_NAMES[name]) is not None
+    assert importlib.util.find_spec(SHORT_NAMES[name].module) is not None
 
 
 @each
@@ -37,7 +38,7 @@ def test_without_its_library_it_names_the_command_that_installs_it(name, monkeyp
         for imported in [name for name in sys.modules if name.startswith(f"{hidden}.")]:
             monkeypatch.delitem(sys.modules, imported)
         monkeypatch.setitem(sys.modules, hidden, None)
-    monkeypatch.delitem(sys.modules, SHORT_NAMES[name], raising=False)
+    monkeypatch.delitem(sys.modules, SHORT_NAMES[name].module, raising=False)
     with pytest.raises(SubjectError) as raised:
         load(name)
     assert f"run `{command}`" in str(raised.value)

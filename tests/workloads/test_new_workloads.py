@@ -12,11 +12,12 @@ from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
 from harness.core.precision import PRECISIONS
 from harness.judge.oracle.oracle import Oracle, gather, mean_gradient
-from harness.planning.plan import Declaration, Matrix, plan
+from harness.planning.declaration import Declaration
+from harness.planning.plan import Matrix, plan
 from harness.subjects.declare import CAPABILITIES
 from harness.trainer.replicas import gather as trainers_gather
 from harness.workloads import WORKLOADS
-from harness.workloads.keyed_dropout import KeyedDropout
+from harness.workloads.randomness import KeyedDropout
 
 NARROW = [name for name, workload in WORKLOADS.items() if workload.narrow]
 DEVICES = (1, 3, 4)

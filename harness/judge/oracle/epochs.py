@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from harness.core.training_behavior import TrainingBehavior
 from harness.judge.oracle.layout import Layout, contract_layout, with_unique_draws
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 if TYPE_CHECKING:
     from harness.judge.trace_analysis import TraceAnalysis
@@ -26,7 +26,7 @@ class Epochs:
     accumulate: int
 
     @classmethod
-    def of(cls, workload: Workload, behavior: TrainingBehavior, devices: int) -> Epochs:
+    def of(cls, workload: Problem, behavior: TrainingBehavior, devices: int) -> Epochs:
         """Return how a subject divides a workload. A training by iterations is one epoch of whole windows."""
         if behavior.by_iterations:
             return cls(1, workload.steps(devices) * workload.accumulate, workload.accumulate)
@@ -77,5 +77,6 @@ def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
     """Return who computed what in a step, also in a skipped one: all ranks, or these; nobody without a sample."""
     steps = with_unique_draws(analysis.steps[step].ranks)
     spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
-    layout = contract_layout([steps[rank] for rank in ranks or range(len(steps))], spread, analysis.workload.accumulate)
+    chosen = [steps[rank] for rank in ranks] or analysis.with_a_loss(steps)
+    layout = contract_layout(chosen, spread, analysis.workload.accumulate)
     return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))

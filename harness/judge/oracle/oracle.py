@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from harness.core.precision import Precision
 from harness.evidence.trace import Step, Tensors
 from harness.judge.oracle.layout import Group, Layout, Share, sample_of
-from harness.workloads import Columns, Workload
-from harness.workloads.base import Batch
+from harness.workloads import Batch, Columns, Problem
 
 
 class Optimizers:
@@ -43,7 +42,7 @@ class Oracle:
     ``devices`` is the number of devices of the cell, which fixes the data. Without ``precision`` all is float64.
     """
 
-    def __init__(self, workload: Workload, devices: int, precision: Precision | None = None) -> None:
+    def __init__(self, workload: Problem, devices: int, precision: Precision | None = None) -> None:
         self.dtype: torch.dtype = getattr(torch, precision.storage) if precision else torch.float64
         self.autocast: torch.dtype | None = (
             getattr(torch, precision.autocast) if precision and precision.autocast else None

@@ -14,7 +14,7 @@ from harness.core.cell import Cell
 from harness.evidence.trace import Step, Tensors
 from harness.judge.oracle.oracle import Optimizers, Oracle
 from harness.judge.oracle.update_replay import weights_after
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     *({"weight_decay": value} for value in (0.0, 0.01, 0.1, 1e-3, 1e-4, 5e-4)),
@@ -62,7 +62,7 @@ class Replay:
     ``history`` are the steps of the launch that this one goes on from.
     """
 
-    def __init__(self, workload: Workload, cell: Cell, history: Sequence[Step] = ()) -> None:
+    def __init__(self, workload: Problem, cell: Cell, history: Sequence[Step] = ()) -> None:
         self._workload, self._devices = workload, cell.topology.devices
         self._history = history
         exact, rough = self._new(), Oracle(workload, cell.topology.devices, cell.arithmetic)

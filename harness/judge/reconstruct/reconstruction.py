@@ -18,10 +18,10 @@ from harness.judge.reconstruct.known_tensors import KnownTensors
 from harness.judge.reconstruct.optimizer_replay import Replay
 from harness.judge.reconstruct.search import Search
 from harness.judge.reconstruct.step_context import LIMIT, ExpectedStep, StepContext, rounding_sizes
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 
-def whole_trace(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> Trace:
+def whole_trace(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> Trace:
     """Return a trace with a whole tensor in the place of every sketch; the same trace where there is none."""
     if not trace.is_sketched:
         return trace
@@ -51,7 +51,7 @@ class _Reconstruction:
     def __init__(
         self,
         recorded: Sequence[RankTrace],
-        workload: Workload,
+        workload: Problem,
         cell: Cell,
         behavior: TrainingBehavior,
         known: KnownTensors,

@@ -21,7 +21,7 @@ from harness.judge.oracle.layout import Layout
 from harness.judge.oracle.noise import distance, norm
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 from harness.judge.trace_analysis import ExpectedGradients, GlobalStep, TraceAnalysis
-from harness.workloads import Workload
+from harness.workloads import Problem
 
 LIMIT = 20.0
 """Rounding explains up to so many times the error of one run in the cell's precision: one draw may be a small one."""
@@ -56,7 +56,7 @@ class ExpectedStep:
 class StepContext:
     """The steps as far as they are known, as an analysis that explanations can work with."""
 
-    def __init__(self, workload: Workload, cell: Cell, behavior: TrainingBehavior) -> None:
+    def __init__(self, workload: Problem, cell: Cell, behavior: TrainingBehavior) -> None:
         self.workload = workload
         self.cell = cell
         self.analysis = TraceAnalysis(Trace(()), workload, cell, behavior)

@@ -41,7 +41,7 @@ def torch_build() -> Iterator[Line]:
 def subjects() -> Iterator[Line]:
     """Answer which of the trainers that ship can be examined here."""
     from harness.subjects.environments import LIBRARIES
-    from harness.subjects.load import SHORT_NAMES
+    from harness.subjects.short_names import SHORT_NAMES
 
     there, missing = [], []
     for name in SHORT_NAMES:

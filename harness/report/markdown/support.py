@@ -13,7 +13,7 @@ from harness.report.tables.run_facts import machine_in_words, software_in_words
 from harness.report.tables.side_by_side import ROW_COLUMNS, side_by_side
 from harness.report.tables.subject_causes import subject_causes
 from harness.report.tables.summary import SIMULATED, counts_in_words, notes, what_is_missing
-from harness.report.tables.support import MARK_COLUMNS, MARKS, REFERENCE
+from harness.report.tables.support import MARKS, REFERENCE, mark_columns
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
 from harness.results.records import Coordinates, Expected, Result
 from harness.results.run import Run
@@ -22,12 +22,10 @@ MOST_FINDINGS = 100
 LONGEST_MESSAGE = 1000
 
 _RENDER: dict[str, Callable[..., str]] = {
-    **dict.fromkeys(MARK_COLUMNS, str),
     "Command": markdown_table_code,
     "Worst × noise": compact,
     "Devices": markdown,
 }
-_CENTRED = (*MARK_COLUMNS, "Devices")
 _RIGHT = ("Cells passed", "Deviates", "Worst × noise")
 
 
@@ -66,7 +64,8 @@ def _side_by_side(run: Run) -> Iterable[str]:
 def markdown_table(table: pd.DataFrame) -> str:
     """Return a support table as GitHub Markdown."""
     columns = list(table.columns)
-    rules = [":-:" if name in _CENTRED else "--:" if name in _RIGHT else "---" for name in columns]
+    centred = (*mark_columns(), "Devices")
+    rules = [":-:" if name in centred else "--:" if name in _RIGHT else "---" for name in columns]
     rows = [
         [_RENDER.get(name, str)(value) for name, value in zip(columns, row, strict=True)]
         for row in table.itertuples(index=False)

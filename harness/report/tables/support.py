@@ -9,8 +9,9 @@ from typing import Final, cast
 
 import pandas as pd
 
-from harness.core.backend import BACKENDS
+from harness.core.backend import BACKENDS, columns
 from harness.core.outcome import Outcome
+from harness.core.precision import PRECISIONS
 from harness.report.tables.cells import DECLINED, MISSING, cell_table
 from harness.report.tables.summary import devices
 from harness.report.tables.undeclared import undeclared_kinds, unsupported
@@ -20,18 +21,7 @@ from harness.results.run import Run
 REFERENCE: Final = "reference"
 """The subject whose configurations are written as the old documentation wrote them."""
 
-RARE_COLUMNS: Final = {"FSDP": "fsdp", "ZeRO": "zero"}
-"""Columns that are there where a row has a mark for them: few trainers have these backends."""
-
-MARK_COLUMNS: Final = ("1 GPU", "1+ GPUs", "DP", "DDP", "DDP2", *RARE_COLUMNS, "Nodes", "16-bit")
-SUPPORT_COLUMNS: Final = (
-    *MARK_COLUMNS,
-    "Command",
-    "Cells passed",
-    "Deviates",
-    "Worst × noise",
-    "Devices",
-)
+FACT_COLUMNS: Final = ("Command", "Cells passed", "Deviates", "Worst × noise", "Devices")
 
 MARKS: Final = {
     "Y": "every cell behind the row passed",
@@ -58,6 +48,21 @@ NOT_TRIED: Final = (*DECLINED, MISSING)
 _PRECISION_ORDER = ("32", "16", "bf16", "64")
 
 
+def mark_columns() -> tuple[str, ...]:
+    """Return the columns that describe configurations and hold their marks; backends bring theirs."""
+    return ("1 GPU", "1+ GPUs", *columns(), "Nodes", "16-bit")
+
+
+def support_columns() -> tuple[str, ...]:
+    """Return all columns of the table."""
+    return (*mark_columns(), *FACT_COLUMNS)
+
+
+def rare_columns() -> tuple[str, ...]:
+    """Return the columns that are there only where a row has a mark for them: few trainers have these backends."""
+    return tuple(column for column, rare in columns().items() if rare)
+
+
 @dataclass(frozen=True)
 class Configuration:
     """What a user would type, with the numbers of gpus and nodes left open. A row of the table.
@@ -74,17 +79,15 @@ class Configuration:
 
     def described_by(self) -> set[str]:
         """Return the columns that describe the configuration; bfloat16 is a 16-bit format too."""
-        columns = {
-            "1 GPU": not self.several_devices,
-            "1+ GPUs": self.several_devices,
-            "DP": self.backend in ("auto", "dp"),
-            "DDP": self.backend == "ddp",
-            "DDP2": self.backend == "ddp2",
-            **{column: self.backend == backend for column, backend in RARE_COLUMNS.items()},
-            "Nodes": self.several_nodes,
-            "16-bit": self.precision in ("16", "bf16"),
-        }
-        return {name for name, describes in columns.items() if describes}
+        backend, precision = BACKENDS.get(self.backend), PRECISIONS.get(self.precision)
+        described = {"1+ GPUs" if self.several_devices else "1 GPU"}
+        if backend and backend.column:
+            described.add(backend.column)
+        if self.several_nodes:
+            described.add("Nodes")
+        if precision and precision.is_16_bit:
+            described.add("16-bit")
+        return described
 
     def command(self, gpus: set[int], nodes: set[int]) -> str:
         """Return what to type, given the numbers of ``gpus`` per node and of ``nodes`` among the cells."""
@@ -94,7 +97,8 @@ class Configuration:
         arguments = ["gpus=k" if self.several_devices else "gpus=1"]
         if self.several_nodes:
             arguments.append("num_nodes=n")
-        if self.backend not in ("none", "auto"):
+        backend = BACKENDS.get(self.backend)
+        if backend is None or (backend.dimensions and not backend.chosen_by_trainer):
             arguments.append(f"distributed_backend={self.backend!r}")
         if self.precision == "16":
             arguments.append("use_amp=True")
@@ -139,7 +143,7 @@ def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
 
 
 def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
-    """Return one row a configuration; columns are ``SUPPORT_COLUMNS``, less the rare ones that no row needs.
+    """Return one row a configuration; columns are ``support_columns``, less the rare ones that no row needs.
 
     Configurations of which a subject declares no cell share one row, its last one, unless ``every`` is to have its own.
 
@@ -158,7 +162,7 @@ def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
             folded = [one for one in undeclared if one.accelerator == accelerator]
             rows.append(_folded(run, folded, declared, groups))
     needed = {column for one in groups for column in one.described_by()}
-    columns = [name for name in SUPPORT_COLUMNS if name in needed or name not in RARE_COLUMNS]
+    columns = [name for name in support_columns() if name in needed or name not in rare_columns()]
     table: pd.DataFrame = pd.DataFrame(rows, columns=columns)
     return table
 
@@ -191,7 +195,7 @@ def _folded(
     kinds = undeclared_kinds(unsupported(run, cells))
     subject = undeclared[0].subject
     return {
-        **{column: "-" if column in described else "" for column in MARK_COLUMNS},
+        **{column: "-" if column in described else "" for column in mark_columns()},
         "Command": f"{subject}: not declared: {kinds}" if kinds else f"{subject}: not declared",
         "Cells passed": _share(Counter(cells["outcome"])),
         "Deviates": 0,
@@ -205,7 +209,7 @@ def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[st
     shown = mark(outcomes, has_failed=bool(cells["has_failed"].any()))
     described = configuration.described_by()
     return {
-        **{column: shown if column in described else "" for column in MARK_COLUMNS},
+        **{column: shown if column in described else "" for column in mark_columns()},
         "Command": configuration.command(set(cells["gpus"]), set(cells["num_nodes"])),
         "Cells passed": _share(outcomes),
         "Deviates": outcomes[Outcome.DEVIATES.value],

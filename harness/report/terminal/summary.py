@@ -14,7 +14,7 @@ from harness.report.tables.cells import cell_table
 from harness.report.tables.side_by_side import ROW_COLUMNS, side_by_side
 from harness.report.tables.subject_causes import subject_causes
 from harness.report.tables.summary import computed_by, counts_in_words, notes, what_is_missing
-from harness.report.tables.support import IN_A_WORD, MARK_COLUMNS, support_table
+from harness.report.tables.support import IN_A_WORD, mark_columns, support_table
 from harness.report.tables.undeclared import undeclared_in_words, unsupported
 from harness.report.terminal.console import rendered
 from harness.report.text import compact, printable
@@ -62,7 +62,7 @@ def _support(run: Run, *, every: bool) -> Table:
     shortened to its arguments, and cells not tried are left to the counts below the table and to support.md.
     """
     support = support_table(run, every=True)
-    marks = [name for name in MARK_COLUMNS if name in support]
+    marks = [name for name in mark_columns() if name in support]
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=0, pad_edge=False, show_edge=False)
     for name in marks:
         table.add_column(_HEADS.get(name, name), justify="center", no_wrap=True)
@@ -84,7 +84,7 @@ def _support(run: Run, *, every: bool) -> Table:
 
 
 def _is_undeclared(row: Mapping[Hashable, Any]) -> bool:
-    return any(row[name] == "-" for name in MARK_COLUMNS if name in row)
+    return any(row[name] == "-" for name in mark_columns() if name in row)
 
 
 def _arguments(command: str) -> str:

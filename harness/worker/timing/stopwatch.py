@@ -31,8 +31,7 @@ from harness.worker.timing.device_clock import clock_of
 from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
 from harness.worker.timing.round_barrier import REPORT, Gate
 from harness.worker.timing.tensor_bytes import TensorBytes
-from harness.workloads import find
-from harness.workloads.performance.base import PerformanceWorkload
+from harness.workloads import PerformanceWorkload, find
 
 
 class Stopwatch:

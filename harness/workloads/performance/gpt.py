@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from harness.workloads.base import Batch
-from harness.workloads.performance.base import PerformanceWorkload, Size
+from harness.workloads.dataset import Batch
+from harness.workloads.performance.performance_workload import PerformanceWorkload, ProblemSize
 
 
-class _Block(nn.Module):
+class _TransformerBlock(nn.Module):
     """Attention, then a perceptron, each behind a LayerNorm and with a way around it."""
 
     def __init__(self, width: int, heads: int) -> None:
@@ -28,20 +28,22 @@ class _Block(nn.Module):
         query, key, value = self.project(self.norm_1(x)).view(split).permute(2, 0, 3, 1, 4)
         attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        return x + self.feed(self.norm_2(x))
+        outputs: Tensor = x + self.feed(self.norm_2(x))
+        return outputs
 
 
 class _Gpt(nn.Module):
     def __init__(self, width: int, heads: int, layers: int, vocabulary: int, length: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(_TransformerBlock(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, batch: Batch) -> Tensor:
         now = batch["tokens"][:, :-1]
         x = self.tokens(now) + self.places(torch.arange(now.shape[1], device=now.device))
-        return self.head(self.norm(self.blocks(x)))
+        outputs: Tensor = self.head(self.norm(self.blocks(x)))
+        return outputs
 
 
 class Gpt(PerformanceWorkload):
@@ -51,9 +53,11 @@ class Gpt(PerformanceWorkload):
     dominated_by = "communication: a device has a sequence or two, and the gradients of all weights to average"
     precisions = ("32", "16", "bf16")
     on_nodes = ("ddp", "ddp2")
-    sizes: ClassVar[dict[str, Size]] = {
-        "cpu": Size({"width": 128, "heads": 4, "layers": 2, "vocabulary": 1024, "length": 16}, batch=1, steps=12),
-        "cuda": Size(
+    sizes: ClassVar[dict[str, ProblemSize]] = {
+        "cpu": ProblemSize(
+            {"width": 128, "heads": 4, "layers": 2, "vocabulary": 1024, "length": 16}, batch=1, steps=12
+        ),
+        "cuda": ProblemSize(
             {"width": 768, "heads": 12, "layers": 12, "vocabulary": 50257, "length": 256}, batch=2, steps=30, warmup=10
         ),
     }

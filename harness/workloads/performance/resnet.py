@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from harness.workloads.base import Batch
-from harness.workloads.performance.base import PerformanceWorkload, Size
+from harness.workloads.dataset import Batch
+from harness.workloads.performance.performance_workload import PerformanceWorkload, ProblemSize
 
 CLASSES = 10
 
 
-class _Block(nn.Module):
+class _ResidualBlock(nn.Module):
     """Two convolutions and a way around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -28,7 +28,8 @@ class _Block(nn.Module):
             self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.way(x) + self.around(x)).relu()
+        outputs: Tensor = (self.way(x) + self.around(x)).relu()
+        return outputs
 
 
 class _ResNet(nn.Module):
@@ -40,11 +41,12 @@ class _ResNet(nn.Module):
         layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         for before, now in zip([width, *widths], widths, strict=False):
             stride = 1 if now == width else 2
-            layers += [_Block(before, now, stride), *(_Block(now, now, 1) for _ in range(blocks - 1))]
+            layers += [_ResidualBlock(before, now, stride), *(_ResidualBlock(now, now, 1) for _ in range(blocks - 1))]
         self.features, self.head = nn.Sequential(*layers), nn.Linear(widths[-1], CLASSES)
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.head(self.features(batch["image"]).mean((2, 3)))
+        outputs: Tensor = self.head(self.features(batch["image"]).mean((2, 3)))
+        return outputs
 
 
 class ResNet(PerformanceWorkload):
@@ -52,9 +54,9 @@ class ResNet(PerformanceWorkload):
 
     name = "perf-resnet"
     dominated_by = "arithmetic: convolutions use each weight at every place of the image"
-    sizes: ClassVar[dict[str, Size]] = {
-        "cpu": Size({"width": 8, "blocks": 1, "image": 32}, batch=8, steps=8),
-        "cuda": Size({"width": 64, "blocks": 3, "image": 64}, batch=64, steps=40, warmup=10),
+    sizes: ClassVar[dict[str, ProblemSize]] = {
+        "cpu": ProblemSize({"width": 8, "blocks": 1, "image": 32}, batch=8, steps=8),
+        "cuda": ProblemSize({"width": 64, "blocks": 3, "image": 64}, batch=64, steps=40, warmup=10),
     }
 
     def build(self) -> nn.Module:
@@ -85,7 +87,7 @@ class ResNetStrong(ResNet):
     strong = True
     backends = ("none", "ddp")
     on_nodes = ()
-    sizes: ClassVar[dict[str, Size]] = {
-        "cpu": Size({"width": 8, "blocks": 1, "image": 32}, batch=1, steps=8),
-        "cuda": Size({"width": 64, "blocks": 3, "image": 64}, batch=16, steps=40, warmup=10),
+    sizes: ClassVar[dict[str, ProblemSize]] = {
+        "cpu": ProblemSize({"width": 8, "blocks": 1, "image": 32}, batch=1, steps=8),
+        "cuda": ProblemSize({"width": 64, "blocks": 3, "image": 64}, batch=16, steps=40, warmup=10),
     }

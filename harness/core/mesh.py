@@ -1,0 +1,97 @@
+"""Devices, or ranks, arranged along named dimensions: their coordinates, and the groups along a dimension."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part number ``index``, counted from 0, of ``count`` equal parts; all of a thing is part 0 of 1."""
+
+    index: int = 0
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The size of each dimension by its name, outermost first: neighbors differ in the last coordinate.
+
+    That is the order of ``torch.distributed.device_mesh``. Without a dimension it has one member.
+
+    Raises:
+        ValueError: two dimensions share a name, or one has no member.
+    """
+
+    dimensions: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.names)) < len(self.names) or any(size < 1 for _, size in self.dimensions):
+            raise ValueError(f"each dimension of a mesh has its own name and at least one member, not {self}")
+
+    @classmethod
+    def of(cls, **sizes: int) -> Mesh:
+        """Return a mesh of these dimensions, for example ``Mesh.of(replicate=2, shard=4)``."""
+        return cls(tuple(sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The dimensions, outermost first."""
+        return tuple(name for name, _ in self.dimensions)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the dimensions, outermost first."""
+        return tuple(size for _, size in self.dimensions)
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return math.prod(self.shape)
+
+    def coordinates(self, member: int) -> dict[str, int]:
+        """Return where a member is, by dimension.
+
+        Raises:
+            ValueError: there is no such member.
+        """
+        if not 0 <= member < self.size:
+            raise ValueError(f"{self} has members 0 to {self.size - 1}, not {member}")
+        found = {}
+        for name, size in reversed(self.dimensions):
+            member, found[name] = divmod(member, size)
+        return {name: found[name] for name in self.names}
+
+    def member(self, **coordinates: int) -> int:
+        """Return who is at these coordinates; a dimension that is left out means its first member."""
+        number = 0
+        for name, size in self.dimensions:
+            number = number * size + coordinates.get(name, 0)
+        return number
+
+    def groups(self, *along: str) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of members that differ in nothing but their coordinates along these dimensions.
+
+        Each member is in one group; along no dimension it is alone in it.
+        """
+        return tuple(
+            tuple(self.member(**fixed, **free) for free in self._points(tuple(n for n in self.names if n in along)))
+            for fixed in self._points(tuple(n for n in self.names if n not in along))
+        )
+
+    def part(self, member: int, *along: str) -> Part:
+        """Return which part a member has of what is split along these dimensions."""
+        at = self.coordinates(member)
+        cut = Mesh(tuple((name, size) for name, size in self.dimensions if name in along))
+        return Part(cut.member(**{name: at[name] for name in cut.names}), cut.size)
+
+    def _points(self, names: tuple[str, ...]) -> Iterator[dict[str, int]]:
+        sizes = dict(self.dimensions)
+        for point in product(*(range(sizes[name]) for name in names)):
+            yield dict(zip(names, point, strict=True))
+
+    def __str__(self) -> str:
+        return " × ".join(f"{name} {size}" for name, size in self.dimensions) or "one member"

@@ -1,0 +1,78 @@
+"""What a subject declares about itself, and which cells it therefore does not do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from harness.core.cell import Cell
+from harness.core.software import UNKNOWN, Software
+from harness.core.training_behavior import ORDINARY, TrainingBehavior
+from harness.workloads import EVERY, PerformanceWorkload
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a cell is not trained, in a sentence; ``undeclared`` is what it needs and its subject does not declare."""
+
+    sentence: str
+    undeclared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Declaration:
+    """What a subject declares, and the locator by which it was found; ``precisions`` are by accelerator."""
+
+    name: str
+    locator: str
+    backends: tuple[str, ...]
+    precisions: Mapping[str, Sequence[str]]
+    capabilities: frozenset[str]
+    software: Software = UNKNOWN
+    launch: str = "rank"
+    behavior: TrainingBehavior = ORDINARY
+
+    @classmethod
+    def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
+        """Return the declaration that the pool behind ``locator`` sent for one of its subjects."""
+        return cls(
+            name=values["name"],
+            locator=locator,
+            backends=tuple(values["backends"]),
+            precisions=values["precisions"],
+            capabilities=frozenset(values["capabilities"]),
+            software=Software(**values["software"]),
+            launch=values["launch"],
+            behavior=TrainingBehavior.of(values["conduct"]),
+        )
+
+    def refusal(self, cell: Cell) -> Refusal | None:
+        """Return why the subject does not do ``cell``, None if it does."""
+        if cell.backend not in self.backends:
+            return Refusal(f"{self.name} does not declare backend {cell.backend!r}", (f"backend {cell.backend}",))
+        if cell.precision not in self.precisions[cell.accelerator]:
+            return Refusal(
+                f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}",
+                (f"precision {cell.precision}",),
+            )
+        workload = EVERY[cell.workload]
+        limits = dict(self._limits(cell))
+        missing = sorted(workload.needs - self.capabilities)
+        if limits or missing:
+            needed = f"{self.name} does not declare {', '.join(missing)}, which {cell.workload} needs"
+            return Refusal(next(iter(limits.values()), needed), (*missing, *limits))
+        if self.launch == "node" and isinstance(workload, PerformanceWorkload):
+            return Refusal(f"{self.name} starts its ranks by itself: they can be examined, but not timed")
+        if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
+            return Refusal(workload.gloo_only)
+        return None
+
+    def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
+        """Yield what of ``cell`` is beyond the way in which the subject trains, each with a sentence about it."""
+        nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
+        if most is not None and nodes > most:
+            yield f"{nodes} nodes", f"{self.name} declares max_nodes={most}, and this cell has {nodes} nodes"
+        needs_epochs = EVERY[cell.workload].needs_epochs
+        if self.behavior.by_iterations and needs_epochs:
+            yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"

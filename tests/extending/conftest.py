@@ -1,0 +1,55 @@
+"""One of each kind from outside of the package, in a file of its own under ``outside/``; registries are put back."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from harness.core.backend import BACKENDS
+from harness.core.precision import PRECISIONS
+from harness.judge.judge import judge
+from harness.launch.local.launcher import behavior_of, launch
+from harness.launch.settings import Settings
+from harness.workloads import WORKLOADS, find
+
+OUTSIDE = Path(__file__).parent / "outside"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """The judge's tensors are small."""
+
+
+@pytest.fixture
+def outside():
+    """Import a file as ``-p`` does it, which registers what it has, and return it as the locator of its subjects."""
+
+    def imported(name):
+        for registry in (BACKENDS, PRECISIONS, WORKLOADS):
+            kept.append((registry, dict(registry)))
+        spec = importlib.util.spec_from_file_location(f"outside_{name}", OUTSIDE / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return OUTSIDE / f"{name}.py"
+
+    kept = []
+    yield imported
+    for registry, before in reversed(kept):
+        registry.clear()
+        registry.update(before)
+
+
+@pytest.fixture
+def trained(warm_pool, cell_of, tmp_path):
+    """Train a cell of a subject in ``outside/`` with real ranks, and return its findings by the check's name."""
+
+    def trained(locator, subject, workload, backend, topology, precision="32"):
+        cell = cell_of(workload, backend, topology, precision, subject=subject)
+        pool = warm_pool(locator)
+        trace = launch(pool, cell, tmp_path / cell.id, Settings(60))
+        findings = judge(trace, find(workload), cell, behavior_of(pool, cell))
+        return {finding.check: finding for finding in findings}
+
+    return trained

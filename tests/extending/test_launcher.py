@@ -1,0 +1,34 @@
+"""A launcher costs one class and one line of ``LAUNCHERS``."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from harness.core.outcome import Outcome, worst
+from harness.engine.examine import examine
+from harness.launch.launcher import LAUNCHERS, find_launcher
+from harness.launch.pool import Pool
+from harness.launch.settings import Settings
+
+
+class Marked:
+    """This machine; it counts its pools."""
+
+    nodes = None
+    machines = 1
+
+    def __init__(self, asked):
+        self.pools = 0
+
+    def pool(self, locator, python):
+        self.pools += 1
+        return Pool(locator, python)
+
+
+def test_its_pools_train_and_are_judged(outside, cell_of, monkeypatch, tmp_path):
+    monkeypatch.setitem(LAUNCHERS, "marked", Marked)
+    launcher = find_launcher("marked")
+    with closing(launcher.pool(str(outside("subject")), None)) as pool:
+        examined = examine(pool, cell_of("mlp", "ddp", "1x2", subject="by-hand"), tmp_path, Settings(60))
+    assert worst(finding.outcome for finding in examined.findings) is Outcome.PASSED, examined.findings
+    assert launcher.pools == 1
