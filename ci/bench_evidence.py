@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from harness.evidence import write as evidence
+from harness.evidence import rank_file as evidence
 from harness.evidence.trace import RankTrace
 from harness.worker.recording.recorder import Recorder
 
@@ -99,7 +99,7 @@ def written(recorder: Recorder) -> int:
     """Return the size of the recorder's evidence as a file."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rank-0.safetensors"
-        evidence.write(str(path), RankTrace(0, 1, tuple(recorder.steps)))
+        evidence.write_rank(str(path), RankTrace(0, 1, tuple(recorder.steps)))
         return path.stat().st_size
 
 

@@ -28,8 +28,7 @@ import torch
 
 from harness.core.cell import Cell
 from harness.core.errors import SubjectError
-from harness.core.finding import Finding
-from harness.core.finding_order import UNEXPLAINED, diagnosis
+from harness.core.finding import UNEXPLAINED, Finding, diagnosis
 from harness.core.outcome import Outcome, worst
 from harness.core.software import Software
 from harness.core.topology import Topology

@@ -30,8 +30,7 @@ from accusations import PROOFS, Proof
 from changes import MISTAKES, SCRIPTS, Mistake
 
 from harness.core.cell import Cell
-from harness.core.finding import Finding
-from harness.core.finding_order import told_first
+from harness.core.finding import Finding, in_reading_order
 from harness.core.topology import Topology
 from harness.engine.examine import examine
 from harness.launch.pool import Pool
@@ -192,7 +191,7 @@ def tried_on(pool: Pool, mistake: Mistake, text: str, time_limit: float) -> Trie
     cell = Cell(mistake.id, workload, backend, Topology(*map(int, topology.split("x"))), precision, "cpu")
     with tempfile.TemporaryDirectory() as folder:
         findings = examine(pool, cell, Path(folder), Settings(time_limit)).findings
-    return Tried(mistake, text, tuple(one for one in told_first(findings) if one.outcome.is_bad))
+    return Tried(mistake, text, tuple(one for one in in_reading_order(findings) if one.outcome.is_bad))
 
 
 def mistakes_table(tried: Sequence[Tried]) -> list[str]:

@@ -25,9 +25,9 @@ from harness.core.errors import LaunchError, PlumblineError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst
 from harness.core.topology import Topology
+from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM
 from harness.evidence.read import read_rank
 from harness.evidence.trace import RankTrace, Step, Tensors, Trace
-from harness.evidence.write import CHECKSUM, NO_CHECKSUM
 from harness.judge.judge import judge
 from harness.launch.local.launcher import launch
 from harness.launch.pool import Pool, Running

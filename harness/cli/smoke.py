@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.core.accelerator import resolve_accelerator
 from harness.core.backend import BACKENDS
 from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
@@ -25,7 +26,7 @@ from harness.report.text import printable, printable_lines
 from harness.subjects.locator import parse_subject
 
 if TYPE_CHECKING:
-    from harness.engine.adapter_diagnosis import Evidence, Verdict
+    from harness.engine.adapter_diagnosis import AdapterVerdict, SmokeEvidence
     from harness.evidence.trace import Trace
     from harness.launch.pool import Pool
 
@@ -78,9 +79,9 @@ def smoke(options: argparse.Namespace) -> int:
             import torch  # while the pool does as well
 
             torch.set_num_threads(1)  # as the session that judges for pytest
-            accelerator = _accelerator(options.accelerator)
-            cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
             present = torch.cuda.device_count()
+            accelerator = resolve_accelerator(options.accelerator, present)
+            cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
             limit = TIME_LIMIT + STARTS * (time.monotonic() - begun)
             for declared in pool.subjects:
                 cells[declared["name"]] += cells_of(declared, accelerator, present)
@@ -111,17 +112,6 @@ def _located(what: str) -> tuple[str, str | None]:
             f"there is no file {place}; `{command('plumbline', 'new-subject', place)}` writes one to begin with"
         )
     return locator, python
-
-
-def _accelerator(wanted: str) -> str:
-    import torch
-
-    present = torch.cuda.device_count()
-    if wanted == "cuda" and not present:
-        raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
-    if wanted == "auto":
-        return "cuda" if present else "cpu"
-    return wanted
 
 
 def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = math.inf) -> list[Cell]:
@@ -158,7 +148,7 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int
 
     ``limit`` is in seconds, for one cell.
     """
-    from harness.engine.adapter_diagnosis import refused, weigh
+    from harness.engine.adapter_diagnosis import diagnose, refused
 
     if not cells:
         print("The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them.")
@@ -167,7 +157,7 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int
     for cell in cells:
         folder = Path(tempfile.mkdtemp(prefix="plumbline-smoke-"))
         evidence = _evidence(pool, cell, folder, limit)
-        verdict = weigh(evidence)
+        verdict = diagnose(evidence)
         if tried:
             verdict = refused(verdict, evidence, tried[0])
         if verdict.code or not tried:
@@ -183,10 +173,10 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int
     return 0
 
 
-def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> Evidence:
-    from harness.engine.adapter_diagnosis import Evidence
+def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEvidence:
+    from harness.engine.adapter_diagnosis import SmokeEvidence
     from harness.judge.judge import judge
-    from harness.launch.local.launcher import conduct_of
+    from harness.launch.local.launcher import behavior_of
     from harness.workloads import find
 
     workload = find(cell.workload, cell.seed)
@@ -195,7 +185,7 @@ def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> Evidence:
     calls = None
     if trace.is_whole and not any(rank.steps for rank in trace.ranks):
         calls = _calls(pool, cell, folder, limit)
-    return Evidence(cell, trace, judge(trace, workload, cell, conduct_of(pool, cell)), initial, calls)
+    return SmokeEvidence(cell, trace, judge(trace, workload, cell, behavior_of(pool, cell)), initial, calls)
 
 
 def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
@@ -216,7 +206,7 @@ def _calls(pool: Pool, cell: Cell, folder: Path, limit: float) -> int:
     return sum(int(count) for count in counts if count is not None)
 
 
-def _say(cell: Cell, verdict: Verdict) -> None:
+def _say(cell: Cell, verdict: AdapterVerdict) -> None:
     devices = "simulated" if cell.accelerator == "cpu" else "CUDA"
     place = f"{cell.backend} on {cell.topology} {devices} devices"
     print(f"{cell.subject}: {cell.workload}, {place}, precision {cell.precision}")
@@ -224,7 +214,7 @@ def _say(cell: Cell, verdict: Verdict) -> None:
         print(f"  {printable(sentence)}")
 
 
-def _say_why(evidence: Evidence, folder: Path) -> None:
+def _say_why(evidence: SmokeEvidence, folder: Path) -> None:
     """Show the first lines of what a rank raised, or of where it hung, and say where its log is."""
     broken = next((finding for finding in evidence.findings if finding.check == "launch"), None)
     log = folder / f"rank-{broken.rank if broken and broken.rank is not None else 0}.log"

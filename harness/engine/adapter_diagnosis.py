@@ -1,6 +1,6 @@
-"""Whose mistake is it, the adapter's or the trainer's? From a tiny cell's evidence to sentences; nothing runs here.
+"""Tells a wrong adapter from a wrong trainer, from the trace of a tiny cell. Nothing runs here.
 
-An adapter is wrong where nothing can be judged: the evidence is not there, or it is that of another training.
+An adapter is wrong where nothing can be judged: there is no trace, or it is the trace of another training.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ import torch
 
 from harness.core.cell import Cell
 from harness.core.exit_codes import ADAPTER_WRONG, RIGHT, TRAINER_WRONG
-from harness.core.finding import Finding
-from harness.core.finding_order import told_first
+from harness.core.finding import Finding, in_reading_order
 from harness.core.outcome import Outcome, worst
 from harness.evidence.trace import Step, Tensors, Trace
 from harness.report.text import shortened
 
 _WRONG = "The adapter is wrong: "
 _LONGEST = 120
-"""So many characters are shown of a finding that another one explains."""
+"""The number of characters that are shown of a finding that another one explains."""
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What a cell left, and what the judge says of it.
+class SmokeEvidence:
+    """The trace of a cell and its findings.
 
-    ``initial`` are the weights that ``job.model()`` begins with. ``calls`` says how often the model was called, where
-    no optimizer stepped and that was counted; else it is None.
+    ``initial`` are the initial weights of ``job.model()``. ``calls`` is the number of calls of the model, counted only
+    where no optimizer stepped, else None.
     """
 
     cell: Cell
@@ -44,7 +43,7 @@ class Evidence:
 
     @property
     def moved(self) -> bool:
-        """Whether the weights of the job's model are others at the end, on any rank."""
+        """Whether the weights of the job's model changed, on any rank."""
         finals = [rank.final for rank in self.trace.ranks if rank.final is not None]
         return any(
             not torch.equal(final[name], self.initial[name].to(final[name].dtype)) for final in finals for name in final
@@ -52,70 +51,71 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whose mistake it is, if there is one, and why: in sentences, the most important one first."""
+class AdapterVerdict:
+    """Whether the adapter or the trainer is wrong, as an exit code, and why: the most important sentence first."""
 
     code: int
     sentences: tuple[str, ...]
 
 
-def weigh(evidence: Evidence) -> Verdict:
-    """Say whether the adapter is wrong, and only if it is not, whether the trainer is."""
-    for question in _QUESTIONS if evidence.trace.is_whole else (_ended_badly,):
-        if sentence := question(evidence):
-            return Verdict(ADAPTER_WRONG, (f"{_WRONG}{sentence}",))
-    bad = [finding for finding in told_first(evidence.findings) if finding.outcome.is_bad]
+def diagnose(evidence: SmokeEvidence) -> AdapterVerdict:
+    """Return whether the adapter is wrong, and only if it is not, whether the trainer is."""
+    for problem in _PROBLEMS if evidence.trace.is_whole else (_ended_badly,):
+        if sentence := problem(evidence):
+            return AdapterVerdict(ADAPTER_WRONG, (f"{_WRONG}{sentence}",))
+    bad = [finding for finding in in_reading_order(evidence.findings) if finding.outcome.is_bad]
     if bad:
-        return Verdict(TRAINER_WRONG, (*_right_adapter(evidence), *_wrong_trainer(bad)))
-    return Verdict(RIGHT, (*_right_adapter(evidence), _right_trainer(evidence)))
+        return AdapterVerdict(TRAINER_WRONG, (*_right_adapter(evidence), *_wrong_trainer(bad)))
+    return AdapterVerdict(RIGHT, (*_right_adapter(evidence), _right_trainer(evidence)))
 
 
-def refused(verdict: Verdict, evidence: Evidence, plain: Cell) -> Verdict:
-    """Return the verdict on a further cell, where ``plain`` was right: what only it raises at is a false promise."""
+def refused(verdict: AdapterVerdict, evidence: SmokeEvidence, plain: Cell) -> AdapterVerdict:
+    """Return the verdict on a further cell, where ``plain`` was right: an error only there is a wrong declaration."""
     if verdict.code != ADAPTER_WRONG or evidence.trace.is_whole or evidence.steps:
         return verdict
     cell = evidence.cell
-    what, promised = ("backend", cell.backend) if cell.backend != plain.backend else ("precision", cell.precision)
-    advice = f"it declares {what} {promised!r}, but fails with it. Remove it from @subject(...), or support it."
-    return Verdict(ADAPTER_WRONG, (f"{_WRONG}{advice}", *(said.removeprefix(_WRONG) for said in verdict.sentences)))
+    what, declared = ("backend", cell.backend) if cell.backend != plain.backend else ("precision", cell.precision)
+    advice = f"it declares {what} {declared!r}, but fails with it. Remove it from @subject(...), or support it."
+    earlier = (sentence.removeprefix(_WRONG) for sentence in verdict.sentences)
+    return AdapterVerdict(ADAPTER_WRONG, (f"{_WRONG}{advice}", *earlier))
 
 
-def _ended_badly(evidence: Evidence) -> str | None:
-    """Return how training ended too early; None where the judge knows it from trainers that are wrong."""
+def _ended_badly(evidence: SmokeEvidence) -> str | None:
+    """Return how training ended too early; None where it is a known mistake of trainers."""
     broken = next(finding for finding in evidence.findings if finding.check == "launch")
-    said = broken.message.partition(": see the rank's log")[0].partition("; it said last:")[0]
+    error = broken.message.partition(": see the rank's log")[0].partition("; it said last:")[0]
     idle = [rank.rank for rank in evidence.trace.ranks if not rank.steps and not rank.error]
     if idle:
         return (
-            f"train(job) returned on rank {_list(idle)} without an optimizer step, and the other ranks could not "
-            f"finish without it. Every rank has to take part. {said}"
+            f"train(job) returned on rank {_listed(idle)} without an optimizer step, and the other ranks could not "
+            f"finish without it. Every rank has to take part. {error}"
         )
     if broken.family != "launch":
         return None
     how = {Outcome.CRASHED: "died", Outcome.TIMED_OUT: "hangs"}.get(broken.outcome, "raised")
     steps = max((len(rank.steps) for rank in evidence.trace.ranks), default=0)
     when = f"after optimizer step {steps}" if steps else "before an optimizer stepped"
-    return f"train(job) {how} {when}, and nothing can be judged. {said}"
+    return f"train(job) {how} {when}, and nothing can be judged. {error}"
 
 
-def _no_model(evidence: Evidence) -> str | None:
+def _no_model(evidence: SmokeEvidence) -> str | None:
     if any(rank.final is not None for rank in evidence.trace.ranks):
         return None
     return "job.model() was never called. Train the model that it returns, wrapped as you like: its weights are judged."
 
 
-def _only_some_ranks(evidence: Evidence) -> str | None:
+def _only_some_ranks(evidence: SmokeEvidence) -> str | None:
     busy = [rank.rank for rank in evidence.trace.ranks if rank.steps]
     idle = [rank.rank for rank in evidence.trace.ranks if not rank.steps]
     if not busy or not idle:
         return None
     return (
-        f"only rank {_list(busy)} trained, rank {_list(idle)} made no step. "
+        f"only rank {_listed(busy)} trained, rank {_listed(idle)} made no step. "
         "Every rank calls train(job) in a process of its own, and all of them take part."
     )
 
 
-def _no_step(evidence: Evidence) -> str | None:
+def _no_step(evidence: SmokeEvidence) -> str | None:
     if evidence.steps:
         return None
     if evidence.moved:
@@ -132,17 +132,18 @@ def _no_step(evidence: Evidence) -> str | None:
     return "no optimizer ever stepped: either train(job) returned before training, or step() is not called."
 
 
-def _alone(evidence: Evidence) -> str | None:
+def _alone(evidence: SmokeEvidence) -> str | None:
     worlds = {rank.world_size for rank in evidence.trace.ranks}
     if worlds == {evidence.cell.processes}:
         return None
     return (
-        f"{evidence.cell.processes} ranks were launched, but each trained in a world of {_list(sorted(worlds))}. Call "
-        "torch.distributed.init_process_group(job.comm), or let the trainer read torchrun's variables, which are set."
+        f"{evidence.cell.processes} ranks were launched, but each trained in a world of {_listed(sorted(worlds))}. "
+        "Call torch.distributed.init_process_group(job.comm), or let the trainer read torchrun's variables, which are "
+        "set."
     )
 
 
-def _other_samples(evidence: Evidence) -> str | None:
+def _other_samples(evidence: SmokeEvidence) -> str | None:
     if any(micro.samples for step in evidence.steps for micro in step.micro_batches):
         return None
     if not evidence.moved:
@@ -156,7 +157,7 @@ def _other_samples(evidence: Evidence) -> str | None:
     )
 
 
-def _other_parameters(evidence: Evidence) -> str | None:
+def _other_parameters(evidence: SmokeEvidence) -> str | None:
     handed = any(gradient.any() for step in evidence.steps for gradient in step.gradients.values())
     if evidence.moved:
         if any(step.gradients for step in evidence.steps):
@@ -181,7 +182,7 @@ def _other_parameters(evidence: Evidence) -> str | None:
     )
 
 
-_QUESTIONS: tuple[Callable[[Evidence], str | None], ...] = (
+_PROBLEMS: tuple[Callable[[SmokeEvidence], str | None], ...] = (
     _no_model,
     _only_some_ranks,
     _no_step,
@@ -189,12 +190,12 @@ _QUESTIONS: tuple[Callable[[Evidence], str | None], ...] = (
     _other_samples,
     _other_parameters,
 )
-"""In this order: what is asked first would make those after it true as well."""
+"""In this order: a problem causes those after it as well."""
 
 
-def _right_adapter(evidence: Evidence) -> Iterator[str]:
+def _right_adapter(evidence: SmokeEvidence) -> Iterator[str]:
     if not evidence.trace.is_whole:
-        yield "The adapter seems right: what ended this training is known from trainers."
+        yield "The adapter seems right: what ended this training is a known mistake of trainers."
         return
     ranks, steps = evidence.trace.ranks, len(evidence.trace.ranks[0].steps)
     samples = {i for step in evidence.steps for micro in step.micro_batches for i in micro.samples}
@@ -214,7 +215,7 @@ def _wrong_trainer(bad: list[Finding]) -> Iterator[str]:
             yield f"  - consequence of {finding.consequence_of}: {finding.check}: {message}"
 
 
-def _right_trainer(evidence: Evidence) -> str:
+def _right_trainer(evidence: SmokeEvidence) -> str:
     checks = sum(finding.outcome in (Outcome.PASSED, Outcome.DEVIATES) for finding in evidence.findings)
     if worst(finding.outcome for finding in evidence.findings) is Outcome.DEVIATES:
         promise = f"exactly what {evidence.cell.backend} promises, which is not what one device computes"
@@ -222,5 +223,5 @@ def _right_trainer(evidence: Evidence) -> str:
     return f"The trainer is right: it computes what one device computes ({checks} checks)."
 
 
-def _list(numbers: list[int]) -> str:
+def _listed(numbers: list[int]) -> str:
     return " and ".join(map(str, numbers))

@@ -13,7 +13,7 @@ from harness.core.outcome import Outcome
 from harness.judge.judge import judge
 from harness.launch.interruption import with_interruption
 from harness.launch.local.devices import devices_of
-from harness.launch.local.launcher import Launched, conduct_of, start
+from harness.launch.local.launcher import Launched, behavior_of, start
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.machine.lease import share
@@ -56,4 +56,4 @@ def verdict(launched: Launched, cell: Cell, meanwhile: Callable[[], None] = lamb
     except TraceError as error:
         return Examined((Finding("launch", Outcome.ERRORED, str(error)),), None)
     meanwhile()
-    return Examined(judge(trace, workload, cell, conduct_of(launched.pool, cell)), trace.seconds)
+    return Examined(judge(trace, workload, cell, behavior_of(launched.pool, cell)), trace.seconds)

@@ -16,6 +16,7 @@ from typing import Any
 from harness.benchmark.figures import Launch, SamplesError
 from harness.benchmark.group import Group, GroupError, interleaved
 from harness.benchmark.records import measurements
+from harness.core.accelerator import resolve_accelerator
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
@@ -72,11 +73,7 @@ def matrix_of(options: Any) -> Matrix:
     import torch
 
     present = torch.cuda.device_count()
-    accelerator = options.accelerator
-    if accelerator == "auto":
-        accelerator = "cuda" if present else "cpu"
-    if accelerator == "cuda" and not present:
-        raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
+    accelerator = resolve_accelerator(options.accelerator, present)
     if options.launches < FEWEST_LAUNCHES:
         raise PlanError(f"--launches {options.launches}: fewer than {FEWEST_LAUNCHES} say nothing of their spread")
     matrix = Matrix(

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.core.cell import Cell
 from harness.core.errors import TraceError
-from harness.core.finding_order import told_first
+from harness.core.finding import in_reading_order
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.core.training_behavior import TrainingBehavior
@@ -69,12 +69,12 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -
         return Rejudged(cell.id, recorded, obstacle=str(error))
     reproduce, seconds = (recorded[0].reproduce, recorded[0].seconds) if recorded else ("", None)
     try:
-        conduct = TrainingBehavior.of(planned.conduct)
+        behavior = TrainingBehavior.of(planned.conduct)
     except ValueError as error:
         return Rejudged(
             cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"
         )
-    findings = judge(trace, find(cell.workload, seed), cell, conduct)
+    findings = judge(trace, find(cell.workload, seed), cell, behavior)
     # What was expected is no part of a judge's answer: the recorded run's stands.
     expected = {result.check: result.expected for result in recorded}
     # Nor is what was noted of the launch, beside the evidence that it left.
@@ -82,4 +82,4 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -
     older = not any(result.findings for result in recorded)  # runs that do not say how many there are
     counted = None if older else len(findings) + len(notes)
     now = (Result.of(cell, found, reproduce, seconds, expected.get(found.check), counted) for found in findings)
-    return Rejudged(cell.id, recorded, tuple(told_first([*notes, *now])))
+    return Rejudged(cell.id, recorded, tuple(in_reading_order([*notes, *now])))

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import RankTrace, Tensors, Trace
+from harness.evidence.trace import RankTrace, Sketch, Tensors, Trace
 
 ROWS = 8
 """Numbers a column: what any one column's error is seen by."""

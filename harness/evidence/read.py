@@ -1,30 +1,38 @@
-"""Reads the evidence that ranks wrote. Nothing in it is ever executed."""
+"""Reads the trace of a launch from the files that its ranks wrote, and joins sharded tensors.
+
+Nothing in a file is ever executed.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch import Tensor
 
 from harness.core.errors import TraceError
-from harness.evidence.join_shards import put_together
-from harness.evidence.trace import RankTrace, Trace, unflatten
-from harness.evidence.write import CHECKSUM, NO_CHECKSUM
+from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
+from harness.evidence.trace import RankTrace, Shard, Tensors, Trace
 
 SAVED, RESUMED = "saved", "resumed"
-"""Folders, beside the evidence of the uninterrupted launch, of the launches that stop and go on."""
+"""Folders, beside the files of the uninterrupted launch, of the launch that stops and of the one that continues."""
 
 
 def read_trace(folder: Path) -> Trace:
     """Return what the launches of one cell left in ``folder``, in the order of the ranks, tensors whole.
 
     Raises:
-        TraceError: a file is not a trace, a rank between others left none, or shards do not fit; the sentence names it.
+        TraceError: a file is not a trace, a rank between others left none, or shards do not fit; the message names it.
     """
     return replace(
         _read_launch(folder),
@@ -34,30 +42,32 @@ def read_trace(folder: Path) -> Trace:
 
 
 def _read_launch(folder: Path) -> Trace:
-    # A rank leaves a log in any case, and evidence only if it ends well.
+    # A rank always leaves a log, and a trace only if it ends well.
     names = {file.stem.removeprefix("rank-") for file in folder.glob("rank-*")}
     if strange := sorted(name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 7)):
-        raise TraceError(f"{folder} has a file called rank-{strange[0][:50]!r}, which is no rank's: run the cell again")
+        raise TraceError(
+            f"{folder} has a file called rank-{strange[0][:50]!r}, which is not a rank: run the cell again"
+        )
     ranks = sorted(map(int, names))
     files = {rank: folder / f"rank-{rank}.safetensors" for rank in ranks or [0]}
     absent = [str(rank) for rank, file in files.items() if not file.is_file()]
     if absent:
-        raise TraceError(f"no evidence of rank {', '.join(absent)}, which did not end well")
-    return put_together(Trace(tuple(read_rank(file) for file in files.values())))
+        raise TraceError(f"there is no trace of rank {', '.join(absent)}, which did not end well")
+    return join_shards(Trace(tuple(read_rank(file) for file in files.values())))
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Return one rank's trace; what it shares out with others is in shards.
+    """Return one rank's trace; sharded tensors are not joined.
 
     Raises:
-        TraceError: the file is missing, truncated or not a trace; the sentence names it.
+        TraceError: the file is missing, truncated or not a trace; the message names it.
     """
     try:
         content = path.read_bytes()
         _check(content)
         header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        # All at once: opened and read one by one, each leaves something behind in this process (safetensors 0.8). In
-        # one order always, for ties are broken by it; and copied, because what lies anywhere is summed in any order.
+        # All at once: opened and read one by one, each leaks memory in this process (safetensors 0.8). Always in one
+        # order, by which ties are broken; and copied, because the order of summation depends on the alignment.
         loaded = load(content)
         tensors = {name: loaded[name].clone() for name in sorted(loaded)}
         return unflatten(json.loads(header["__metadata__"]["plumbline"]), tensors)
@@ -68,15 +78,123 @@ def read_rank(path: Path) -> RankTrace:
 
 
 def _check(content: bytes) -> None:
-    """Hold a file against its own checksum, if it has one.
+    """Verify a file's checksum, if it has one.
 
     Raises:
         ValueError: it was changed after it was written.
     """
     place = content.find(f'"{CHECKSUM}": "'.encode(), 0, 100) + len(CHECKSUM) + 5
-    said = content[place : place + 8]
-    if place >= 16 and re.fullmatch(rb"[0-9a-f]{8}", said):
+    recorded = content[place : place + 8]
+    if place >= 16 and re.fullmatch(rb"[0-9a-f]{8}", recorded):
         rest = memoryview(content)[place + 8 :]
         found = zlib.crc32(rest, zlib.crc32(content[:place] + NO_CHECKSUM.encode()))
-        if found != int(said, 16):
-            raise ValueError("its checksum is another: it was changed after it was written")
+        if found != int(recorded, 16):
+            raise ValueError("its checksum does not match: it was changed after it was written")
+
+
+PARTS = ("before", "gradients", "after")
+"""The parts of a step that may be sharded."""
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where in a tensor a block of it begins, and the shape of the block."""
+
+
+def join_shards(trace: Trace) -> Trace:
+    """Return a launch's trace with whole tensors in the place of shards, on each rank that holds one.
+
+    A trace that is not whole is returned as it is: it is not judged.
+
+    Raises:
+        TraceError: shards are missing, overlap, or are no parts of one tensor; the message names it.
+    """
+    values = (value for rank in trace.ranks for part in rank.tensor_sets for value in part.values())
+    if not trace.is_whole or not any(isinstance(value, Shard) for value in values):
+        return trace
+    assembly = _Assembly()
+    steps = {rank.rank: list(rank.steps) for rank in trace.ranks}
+    for number in range(max(map(len, steps.values()))):
+        present = {rank: own[number] for rank, own in steps.items() if number < len(own)}
+        parts: dict[str, Any] = {
+            part: assembly.join({rank: getattr(step, part) for rank, step in present.items()}, f"{part}, step {number}")
+            for part in PARTS
+        }
+        for rank, step in present.items():
+            steps[rank][number] = replace(step, **{part: joined[rank] for part, joined in parts.items()})
+    finals = assembly.join({rank.rank: rank.final for rank in trace.ranks if rank.final is not None}, "final")
+    ranks = (replace(rank, steps=tuple(steps[rank.rank]), final=finals.get(rank.rank)) for rank in trace.ranks)
+    return replace(trace, ranks=tuple(ranks))
+
+
+class _Assembly:
+    """Joins each tensor, and each set of tensors, once for all ranks: what was one object stays one."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, ...], Tensor] = {}
+        self._sets: dict[tuple[int, ...], dict[int, Tensors]] = {}
+
+    def join(self, held: Mapping[int, Tensors], where: str) -> dict[int, Tensors]:
+        """Return what each rank holds, by rank, with whole tensors in it."""
+        key = tuple(map(id, held.values()))
+        if key not in self._sets:
+            self._sets[key] = {
+                rank: {name: self._whole(value, rank, name, held, where) for name, value in own.items()}
+                for rank, own in held.items()
+            }
+        return self._sets[key]
+
+    def _whole(self, value: Any, rank: int, name: str, held: Mapping[int, Tensors], where: str) -> Any:
+        if not isinstance(value, Shard):
+            return value
+        shards: list[Any] = [held.get(other, {}).get(name) for other in value.ranks]
+        key = tuple(map(id, shards))
+        if key not in self._tensors or value not in shards:
+            flaw = _flaw(value, rank, shards)
+            if flaw:
+                raise TraceError(f"{name} ({where}) is sharded over several ranks, but {flaw}; run the cell again")
+            whole = torch.empty(value.shape, dtype=value.values.dtype)
+            for shard in shards:
+                whole[_slices(_block(shard))] = shard.values
+            self._tensors[key] = whole
+        return self._tensors[key]
+
+
+def _flaw(own: Shard, rank: int, shards: Sequence[Any]) -> str | None:
+    """Return why shards, one of each of ``own.ranks``, do not make up the tensor of which ``own`` is one; else None."""
+    if not any(shard is own for shard in shards):
+        return f"rank {rank} holds neither all of it nor a block of it (is it a sum that was not reduced yet?)"
+    for other, shard in zip(own.ranks, shards, strict=True):
+        if not isinstance(shard, Shard):
+            return f"rank {other} recorded no shard of it"
+        if (shard.shape, shard.values.dtype) != (own.shape, own.values.dtype):
+            return f"rank {other} recorded a shard of {_kind(shard)}, rank {rank} one of {_kind(own)}"
+    return _gap(own.shape, tuple(map(_block, shards)))
+
+
+@lru_cache(maxsize=256)
+def _gap(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> str | None:
+    """Return what is wrong with blocks that should cover a tensor of ``shape`` exactly once; else None."""
+    for begin, size in blocks:
+        inside = all(0 <= b <= b + s <= n for b, s, n in zip(begin, size, shape, strict=False))
+        if not (inside and len(begin) == len(size) == len(shape)):
+            return f"a shard of {list(size)} at {list(begin)} exceeds its shape, {list(shape)}"
+    every = prod(shape)
+    missing = every - sum(prod(size) for _, size in blocks)
+    if missing > 0:  # before any memory of a shape is allocated that may be wrong
+        return f"at least {missing} of its {every} entries are in no shard"
+    times = torch.zeros(shape, dtype=torch.uint8)
+    for block in blocks:
+        times[_slices(block)] += 1
+    twice = int((times > 1).sum())
+    return f"{twice} of its {every} entries are in several shards" if twice else None
+
+
+def _block(shard: Shard) -> Block:
+    return shard.begin, tuple(shard.values.shape)
+
+
+def _slices(block: Block) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(*block, strict=True))
+
+
+def _kind(shard: Shard) -> str:
+    return f"{list(shard.shape)} {str(shard.values.dtype).removeprefix('torch.')}"

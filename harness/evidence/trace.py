@@ -1,37 +1,81 @@
-"""The evidence of one launch: what each rank saw, and nothing of what anybody thinks of it.
+"""The trace of one launch: what each rank recorded, without any judgement of it.
 
-Tensors are torch's. They are only carried here, so this file needs torch for its annotations alone.
+Tensors are torch's. This module only carries them, so it imports torch for annotations alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from harness.core.outcome import Outcome
-from harness.evidence.shard import Shard
-from harness.evidence.sketch import Sketch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Tensors = dict[str, "Tensor"]
-"""Named tensors: a parameter's or a buffer's name in ``job.model()`` to its value, on the cpu.
+"""Named tensors: the name of a parameter or buffer in ``job.model()`` to its value, on the cpu.
 
-As a rank recorded them, weights and gradients that ranks share out are here as a ``Shard``, and large ones as a
-``Sketch``. Shards are put together when the traces of a launch are read; the judge follows the training along its
-sketches before it asks anything, and sees tensors only.
+As a rank records them, sharded weights and gradients are a ``Shard`` each, and large ones a ``Sketch``. Reading the
+trace of a launch joins the shards, and the judge replaces sketches by tensors before any check runs.
 """
+
+
+SKETCH_ABOVE = 2**16
+"""Weights and gradients with more entries than this are sketched by default."""
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A linear sketch of one tensor: the sketch of a difference is the difference of the sketches.
+
+    ``values`` is a seeded random projection, float64, on the cpu, as long on average as the tensor is: one row, and
+    for a float64 tensor two that add up, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm, not
+    finite where an entry is not. ``fingerprint`` is a hash of the bits: equal tensors of one shape and dtype have the
+    same one, others a different one. ``dtype`` is torch's name, ``float32``.
+    """
+
+    values: Tensor
+    norm: float
+    fingerprint: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers the projection has."""
+        return self.values.shape[1]
+
+    @property
+    def identity(self) -> tuple[int, tuple[int, ...], str]:
+        """Equal for two sketches exactly where their tensors are equal."""
+        return self.fingerprint, self.shape, self.dtype
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's block of a tensor of ``shape``; ``begin`` is the index of its first entry in that tensor.
+
+    ``values`` is on the cpu, and may be empty. ``ranks`` are the ranks whose blocks make up the tensor, this one
+    included; of several replicas they are those of one. It is empty where a rank holds no block, but for example its
+    part of a sum over ranks.
+    """
+
+    values: Tensor
+    begin: tuple[int, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One pass of one process: what each of its devices saw, and what the loss saw.
+    """One pass of one process: the samples of each of its devices, and those of the loss.
 
-    ``forwards``: per forward call of the model, in order, the sample ids of its batch; one call a device.
-    ``loss``: the sample ids that ``job.loss`` was given, or None if the subject has a loss of its own.
-    ``drawn``: what the model's layers drew at random, by name, a row for each sample of ``forwards``; under the name
-    and ``again`` what they drew when a backward computed an activation once more, where that is something else.
+    ``forwards``: the sample ids of each forward call of the model, in order; one call for each device.
+    ``loss``: the sample ids that ``job.loss`` got, or None if the subject has a loss function of its own.
+    ``drawn``: the random masks of the model's layers, by name, a row for each sample of ``forwards``; under
+    ``"<name> again"`` those that a recomputation in the backward drew, where they differ.
     """
 
     forwards: tuple[tuple[int, ...], ...]
@@ -48,14 +92,14 @@ class MicroBatch:
 class Step:
     """One optimizer step on one rank, or one that the GradScaler decided to skip.
 
-    ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer was handed: unscaled,
-    averaged, clipped, whatever the subject did to it. A parameter without a gradient is absent from it.
-    ``learning_rates`` has one entry a parameter group. ``scale`` is the loss scale, None without a scaler.
-    ``buffers`` are the model's where the step's first forward began: what a trainer that shares them had shared.
+    ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer got: unscaled, averaged,
+    clipped. A parameter without a gradient is absent. ``learning_rates`` has one entry for each parameter group.
+    ``scale`` is the loss scale, None without a scaler. ``buffers`` are the model's at the step's first forward, after
+    a trainer that shares them has done so.
 
     Several optimizers, each with its own part of the model, make one step. Where they take ``turns``, each with a pass
-    of its own over the same samples, they are here with the names of their parameters, in order: a later one's
-    gradients are those at the weights that the earlier ones left. Empty where one pass is enough for all of them.
+    of its own over the same samples, ``turns`` has the names of their parameters, in order: the gradients of a later
+    one are taken at the weights that the earlier ones left. It is empty where all of them share one pass.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -73,8 +117,8 @@ class Step:
 class Evaluation:
     """Forwards without gradients, with no training between them: an evaluation, or a rank's share of one.
 
-    It happened when ``step`` optimizer steps were done, and ``micro_batches`` of the next one. ``training`` says
-    whether the model was in training mode in any of them.
+    It took place after ``step`` optimizer steps and ``micro_batches`` of the next one. ``training``: whether the model
+    was in training mode in any of them.
     """
 
     step: int
@@ -85,7 +129,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Logged:
-    """A metric as reported when ``step`` optimizer steps were done, and ``micro_batches`` of the next one."""
+    """A metric that was reported after ``step`` optimizer steps and ``micro_batches`` of the next one."""
 
     step: int
     name: str
@@ -95,12 +139,12 @@ class Logged:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank emitted. ``world_size`` is what torch.distributed said, 1 where there was no group.
+    """What one rank recorded. ``world_size`` is that of torch.distributed, 1 where there was no group.
 
-    ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has the calls in
-    which it was raised, a line each, the innermost first.
-    ``torch`` is the version of torch that it ran with, "" where the evidence is older than this field.
-    ``final`` and ``final_buffers`` are the model's when ``train`` was done; ``final`` is None where there was none.
+    ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has its call stack,
+    one line for each call, the innermost first.
+    ``torch`` is the rank's version of torch, "" where the trace is older than this field.
+    ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None where there was no model.
     """
 
     rank: int
@@ -115,16 +159,24 @@ class RankTrace:
     stack: str = ""
     torch: str = ""
 
+    @property
+    def tensor_sets(self) -> Iterator[Tensors]:
+        """Every set of weights and of gradients, as it was recorded: whole, in shards, or as sketches."""
+        for step in self.steps:
+            yield from (step.before, step.gradients, step.after)
+        if self.final is not None:
+            yield self.final
+
 
 @dataclass(frozen=True)
 class Exit:
-    """What became of a rank that left no evidence, in a sentence: crashed, timed out, or unable to write it (errored).
+    """How a rank ended that left no trace: crashed, timed out, or unable to write it (errored); ``message`` says why.
 
-    Also where a rank hung that had left evidence: it was taken before, or while, it hung.
+    Also of a rank that left a trace and hung afterwards.
 
-    ``step`` is how many optimizer steps it had done. ``waits_in`` names the collective in which it waited for others,
-    None where that was none that is known. ``stack`` has its calls, a line each, the innermost first; ``said`` is the
-    end of what it printed.
+    ``step`` is the number of optimizer steps it had done. ``waits_in`` names the collective in which it waited for
+    other ranks, None where none is known. ``stack`` has its call stack, one line for each call, the innermost first;
+    ``said`` is the end of its output.
     """
 
     outcome: Outcome
@@ -137,12 +189,12 @@ class Exit:
 
 @dataclass(frozen=True)
 class Trace:
-    """The evidence of a whole launch, ordered by rank; ``exits`` has the ranks that left none.
+    """The trace of a whole launch, ordered by rank; ``exits`` has the ranks that left none.
 
-    ``hung`` has ranks whose evidence is there, but which had to be ended: they hung after the last thing in it.
+    ``hung`` has the ranks that left a trace and then had to be ended, because they hung.
 
-    Where the workload asks for an interruption two more launches belong to it: ``saved`` stopped in the middle and
-    left a checkpoint, and ``resumed`` went on from that.
+    Where the workload has an interruption two more launches belong to it: ``saved`` stopped in the middle and left a
+    checkpoint, from which ``resumed`` continued.
     """
 
     ranks: tuple[RankTrace, ...]
@@ -154,113 +206,13 @@ class Trace:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank left evidence, and none of them raised."""
+        """Whether every rank left a trace, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
 
-
-def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
-    """Split a rank's trace into plain JSON values and a flat dict of tensors, the form in which it travels.
-
-    Weights that did not change between two steps travel once.
-    """
-    tensors: Tensors = {}
-    steps: list[dict[str, Any]] = []
-    previous: Tensors | None = None
-    for number, step in enumerate(trace.steps):
-        continues = step.before is previous
-        for part in ("gradients", "after", "buffers") + (() if continues else ("before",)):
-            tensors.update({f"{number}/{part}/{name}": value for name, value in getattr(step, part).items()})
-        for place, micro in enumerate(step.micro_batches):
-            tensors.update({f"{number}/drawn {place}/{name}": value for name, value in micro.drawn.items()})
-        steps.append(
-            {
-                "micro_batches": [[micro.forwards, micro.loss] for micro in step.micro_batches],
-                "learning_rates": step.learning_rates,
-                "skipped": step.skipped,
-                "scale": step.scale,
-                "continues": continues,
-                "turns": step.turns,
-            }
+    @property
+    def is_sketched(self) -> bool:
+        """Whether a tensor of this trace, of ``saved`` or of ``resumed`` was recorded as a sketch."""
+        own = any(
+            isinstance(value, Sketch) for rank in self.ranks for part in rank.tensor_sets for value in part.values()
         )
-        previous = step.after
-    # As with a step's: the end usually is what the last step left.
-    ended = previous is not None and trace.final is previous
-    if trace.final is not None and not ended:
-        tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})
-    tensors.update({f"{len(steps)}/final buffers/{name}": value for name, value in trace.final_buffers.items()})
-    sketches: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Sketch)}
-    shards: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Shard)}
-    return {
-        "final": None if trace.final is None else "last" if ended else "own",
-        "rank": trace.rank,
-        "world_size": trace.world_size,
-        "error": trace.error,
-        "failed_at": trace.failed_at,
-        "stack": trace.stack,
-        "torch": trace.torch,
-        "steps": steps,
-        "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
-        "logged": [astuple(logged) for logged in trace.logged],
-        "sketches": {name: [s.norm, s.fingerprint, s.shape, s.dtype] for name, s in sketches.items()},
-        "shards": {name: [s.begin, s.shape, s.ranks] for name, s in shards.items()},
-    }, {**tensors, **{name: part.values for name, part in {**sketches, **shards}.items()}}
-
-
-def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
-    """Undo :func:`flatten`.
-
-    Raises:
-        LookupError, TypeError, ValueError: the values are not those of a trace.
-    """
-    recorded = values["steps"]
-    parts: dict[tuple[int, str], Tensors] = {}
-    sketches: dict[str, Any] = {
-        name: Sketch(tensors[name], norm, fingerprint, tuple(shape), dtype)
-        for name, (norm, fingerprint, shape, dtype) in dict(values.get("sketches", {})).items()
-    }
-    shards: dict[str, Any] = {
-        name: Shard(tensors[name], *(tuple(map(int, numbers)) for numbers in (begin, shape, ranks)))
-        for name, (begin, shape, ranks) in dict(values.get("shards", {})).items()
-    }
-    for key, value in {**tensors, **sketches, **shards}.items():
-        place, part, name = key.split("/", 2)
-        parts.setdefault((int(place), part), {})[name] = value
-    steps: list[Step] = []
-    for number, step in enumerate(recorded):
-        steps.append(
-            Step(
-                micro_batches=tuple(
-                    MicroBatch(
-                        tuple(tuple(share) for share in forwards),
-                        None if loss is None else tuple(loss),
-                        parts.get((number, f"drawn {place}"), {}),
-                    )
-                    for place, (forwards, loss) in enumerate(step["micro_batches"])
-                ),
-                before=steps[-1].after if step["continues"] else parts.get((number, "before"), {}),
-                gradients=parts.get((number, "gradients"), {}),
-                after=parts.get((number, "after"), {}),
-                learning_rates=tuple(step["learning_rates"]),
-                skipped=step["skipped"],
-                scale=step["scale"],
-                buffers=parts.get((number, "buffers"), {}),
-                turns=tuple(tuple(names) for names in step.get("turns", ())),
-            )
-        )
-    finals = {None: None, "own": parts.get((len(steps), "final"), {}), "last": steps[-1].after if steps else None}
-    return RankTrace(
-        rank=values["rank"],
-        world_size=values["world_size"],
-        steps=tuple(steps),
-        error=values["error"],
-        failed_at=values["failed_at"],
-        stack=values.get("stack", ""),
-        torch=values.get("torch", ""),
-        final=finals[values["final"]],
-        final_buffers=parts.get((len(steps), "final buffers"), {}),
-        evaluations=tuple(
-            Evaluation(step, micro_batches, tuple(samples), training)
-            for step, micro_batches, samples, training in values["evaluations"]
-        ),
-        logged=tuple(Logged(*logged) for logged in values["logged"]),
-    )
+        return own or any(other is not None and other.is_sketched for other in (self.saved, self.resumed))

@@ -1,32 +1,31 @@
 """Which bad findings of a cell follow from another one: a table of rules, each with its reason.
 
 Samples, gradients, learning rates and updates are each judged from the subject's own state, so a mistake in one does
-not make another of them fail: no rule connects these. What the rules say is how a mistake shows once more elsewhere.
+not make another of them fail: no rule connects these. A rule is one way in which a mistake shows a second time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from harness.core.finding import Finding
-from harness.core.finding_order import ORDER, UNEXPLAINED, is_unexplained, told_first
+from harness.core.finding import ORDER, UNEXPLAINED, Finding, in_reading_order, is_unexplained
 from harness.core.outcome import Outcome
 
-NONE: frozenset[str | None] = frozenset({None, UNEXPLAINED})
-"""The causes of a finding that names none."""
+NONE: Collection[str | None] = {None, UNEXPLAINED}
+"""The causes of a finding that names no cause."""
 
-PACE: frozenset[str | None] = frozenset({
+PACE: Collection[str | None] = {
     "accumulates-unasked", "applied-once-a-rank", "parameter-in-several-optimizers", "short-last-window-dropped",
     "stepped-every-micro-batch", "stepped-without-a-batch", "window-over-the-end-of-the-epoch",
     "windows-of-another-length",
-})  # fmt: skip
-"""Causes by which the optimizer steps on other batches than the workload says."""
+}  # fmt: skip
+"""Causes by which the optimizer steps on other batches than the workload has."""
 
-COUNTS: frozenset[str | None] = frozenset({
+COUNTS: Collection[str | None] = {
     "batch-again", "batches-of-another-size", "drawn-twice-by-a-rank", "last-batch-filled-up", "local-rank-for-rank",
     "no-sampler", "node-rank-for-rank", "ranks-alike", "samples-never-seen", "shards-overlap",
-})  # fmt: skip
+}  # fmt: skip
 """Causes by which an epoch has more or fewer samples than it should; those about their order are not among them."""
 
 
@@ -34,22 +33,22 @@ COUNTS: frozenset[str | None] = frozenset({
 class Rule:
     """A bad finding of ``check`` follows from one of ``origin``, for the reason in ``why``.
 
-    ``causes`` and ``origin_causes`` are those with which it does, None where any; ``families`` are the families in
-    which ``check``'s finding may be, None where any; ``outcome`` is how it has to end, None where any bad one.
+    None in a field means any. ``causes`` and ``families`` restrict the finding of ``check``, and ``outcome`` how it
+    ended; ``origin_causes`` restrict the finding of ``origin``.
     """
 
     check: str
     origin: str
     why: str
-    causes: frozenset[str | None] | None = None
-    origin_causes: frozenset[str | None] | None = None
-    families: frozenset[str | None] | None = None
+    causes: Collection[str | None] | None = None
+    origin_causes: Collection[str | None] | None = None
+    families: Collection[str | None] | None = None
     outcome: Outcome | None = None
 
     def explains(self, finding: Finding, origin: Finding) -> bool:
-        """Say whether ``finding`` follows from ``origin``, which may not have begun later.
+        """Return whether ``finding`` follows from ``origin``, which may not have begun later.
 
-        A check that raised has no cause at all, not even ``unexplained``: it says nothing, so nothing explains it.
+        A check that raised has no cause, not even ``unexplained``: it has no verdict, so nothing explains it.
         """
         if finding.outcome is Outcome.ERRORED and finding.cause is None:
             return False
@@ -64,77 +63,74 @@ class Rule:
         )
 
 
-def _causes(*names: str | None) -> frozenset[str | None]:
-    return frozenset(names)
-
-
-_SCALES = _causes(None, "accumulation", "averaging", "loss-normalisation", "unused-params")
+_SCALES: Collection[str | None] = {None, "accumulation", "averaging", "loss-normalisation", "unused-params"}
 
 RULES: tuple[Rule, ...] = (
     Rule("steps", "samples", "too many or too few samples make too many or too few batches",
-         causes=_causes("too-many-batches", "too-few-batches", "ranks-differ-in-steps", *NONE), origin_causes=COUNTS),
+         causes={"too-many-batches", "too-few-batches", "ranks-differ-in-steps", *NONE}, origin_causes=COUNTS),
     Rule("samples", "steps", "samples are counted by the steps that consumed them",
-         causes=PACE | NONE, origin_causes=PACE),
+         causes={*PACE, *NONE}, origin_causes=PACE),
     Rule("gradients", "steps", "a step on other micro-batches divides by another number than they are",
          origin_causes=PACE, families=_SCALES),
     Rule("samples", "gradients", "the held-out set has other samples",
-         origin_causes=_causes("trained-on-held-out-data")),
+         origin_causes={"trained-on-held-out-data"}),
     Rule("gradients", "samples", "ranks that use the same samples have the same gradient, averaged or not",
          origin_causes=COUNTS, causes=NONE, outcome=Outcome.ERRORED),
     *(
         Rule(check, "steps", "each of several optimizers steps what another one has stepped",
-             origin_causes=_causes("parameter-in-several-optimizers"))
+             origin_causes={"parameter-in-several-optimizers"})
         for check in ("gradients", "learning-rate", "update")
     ),
     Rule("learning-rate", "gradients", "an optimizer that steps nothing shows no rate",
-         origin_causes=_causes("parameter-not-in-optimizer")),
+         origin_causes={"parameter-not-in-optimizer"}),
     Rule("gradients", "rng", "a backward with other masks than its forward is no gradient",
-         origin_causes=_causes("masks-drawn-anew-in-the-backward"), causes=_causes("another-loss", *NONE)),
+         origin_causes={"masks-drawn-anew-in-the-backward"}, causes={"another-loss", *NONE}),
     Rule("gradients", "initial-weights", "ranks that hold different weights have no common gradient",
-         origin_causes=_causes("not-broadcast", "applied-once-a-rank", "parameters-missing"), causes=NONE),
+         origin_causes={"not-broadcast", "applied-once-a-rank", "parameters-missing"}, causes=NONE),
     Rule("gradients", "ranks-agree", "ranks that skipped alone hold different weights, which have no common gradient",
-         origin_causes=_causes("overflow-decided-alone"), causes=NONE),
+         origin_causes={"overflow-decided-alone"}, causes=NONE),
     Rule("gradients", "ranks-agree", "ranks that hold different weights have no common gradient",
-         origin_causes=_causes("rates-differ", "updates-differ", "changed-between-steps", "applied-once-a-rank"),
+         origin_causes={"rates-differ", "updates-differ", "changed-between-steps", "applied-once-a-rank"},
          causes=NONE),
-    Rule("skipped-steps", "ranks-agree", "a rank skipped or stepped because it did not hear of the others' overflow",
-         origin_causes=_causes("overflow-decided-alone")),
+    Rule("skipped-steps", "ranks-agree", "a rank skipped or stepped because it did not get the others' overflow flag",
+         origin_causes={"overflow-decided-alone"}),
     Rule("update", "ranks-agree", "a rank stepped on an overflow that only another rank noticed",
-         origin_causes=_causes("overflow-decided-alone"), causes=_causes("not-finite")),
-    Rule("update", "gradients", "no update is right for a gradient that is not finite", causes=_causes("not-finite")),
+         origin_causes={"overflow-decided-alone"}, causes={"not-finite"}),
+    Rule("update", "gradients", "no update is right for a gradient that is not finite", causes={"not-finite"}),
     Rule("update", "gradients", "gradients of zero move nothing", outcome=Outcome.ERRORED,
-         origin_causes=_causes("zero", "parameter-not-in-optimizer")),
+         origin_causes={"zero", "parameter-not-in-optimizer"}),
     Rule("update", "gradients", "the workload's optimizer does not have what is frozen",
-         origin_causes=_causes("frozen-parameter-trained")),
+         origin_causes={"frozen-parameter-trained"}),
     Rule("update", "gradients", "weights kept in a lower precision are rounded after the step too",
-         causes=_causes("stored-in-lower-precision"),
-         origin_causes=_causes("computed-in-lower-precision", "rounded-to-16-bits")),
+         causes={"stored-in-lower-precision"},
+         origin_causes={"computed-in-lower-precision", "rounded-to-16-bits"}),
     Rule("stillness", "gradients", "averaging weights shows only where gradients had let them part",
-         causes=_causes("weights-averaged"), origin_causes=_causes("not-synchronised")),
-    Rule("stillness", "initial-weights", "other ranks' steps land between a rank's own",
-         origin_causes=_causes("applied-once-a-rank")),
-    Rule("stillness", "update", "other ranks' steps land between a rank's own",
-         origin_causes=_causes("applied-once-a-rank")),
+         causes={"weights-averaged"}, origin_causes={"not-synchronised"}),
+    *(
+        Rule("stillness", origin, "other ranks' steps change the weights between a rank's own",
+             origin_causes={"applied-once-a-rank"})
+        for origin in ("initial-weights", "update")
+    ),
     Rule("ranks-agree", "gradients", "ranks that step with different gradients part",
-         causes=_causes("not-synchronised")),
-    Rule("ranks-agree", "learning-rate", "ranks that step with different rates part", causes=_causes("rates-differ")),
+         causes={"not-synchronised"}),
+    Rule("ranks-agree", "learning-rate", "ranks that step with different rates part", causes={"rates-differ"}),
     Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
-         causes=_causes("not-broadcast")),
+         causes={"not-broadcast"}),
     Rule("ranks-agree", "stillness", "weights that change apart from the steps part",
-         causes=_causes("changed-between-steps", "moved-when-skipped")),
+         causes={"changed-between-steps", "moved-when-skipped"}),
     Rule("ranks-agree", "update", "an update that is wrong on one rank parts it from the others",
-         causes=_causes("updates-differ")),
+         causes={"updates-differ"}),
     Rule("buffers", "validation", "an evaluation in training mode counts as training in the running statistics",
-         origin_causes=_causes("evaluated-in-training-mode")),
+         origin_causes={"evaluated-in-training-mode"}),
     Rule("buffers", "gradients", "in evaluation mode no statistics are kept",
-         origin_causes=_causes("in-evaluation-mode")),
+         origin_causes={"in-evaluation-mode"}),
     Rule("buffers", "gradients", "statistics that are shared for the forward are those that the buffers remember",
-         origin_causes=_causes("statistics-shared-forward-only"), causes=_causes("buffers-updated-otherwise", *NONE)),
+         origin_causes={"statistics-shared-forward-only"}, causes={"buffers-updated-otherwise", *NONE}),
     Rule("buffers", "gradients", "a forward that bypasses DistributedDataParallel broadcasts no buffers",
-         origin_causes=_causes("not-synchronised"), causes=_causes("buffers-not-broadcast")),
+         origin_causes={"not-synchronised"}, causes={"buffers-not-broadcast"}),
     Rule("buffers", "steps", "statistics are followed from step to step", origin_causes=PACE),
     Rule("metrics", "validation", "a loss over other samples, or in another mode, is another loss",
-         causes=_causes("other-mode", *NONE)),
+         causes={"other-mode", *NONE}),
     *(
         Rule("checkpoint", origin, "what is wrong without an interruption is not the checkpoint's", causes=NONE)
         for origin in ORDER
@@ -151,16 +147,16 @@ RULES: tuple[Rule, ...] = (
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return the findings of one cell in reading order; each says whose consequence it is, if it is one.
 
-    Two findings with the same named cause are one mistake that two checks saw: the one that comes later on a mistake's
-    way is the consequence.
+    Two findings with the same named cause are one mistake that two checks detected: the finding of the later check is
+    the consequence.
     """
-    bad = sorted((one for one in findings if one.outcome.is_bad), key=_place)
+    bad = sorted((one for one in findings if one.outcome.is_bad), key=_order)
     origins: dict[str, str] = {}
     for finding in bad:
         if origin := _origin(finding, bad, origins):
             origins[finding.check] = origin
     roots = {check: _root(check, origins) for check in origins}
-    return tuple(told_first(replace(one, consequence_of=roots.get(one.check)) for one in findings))
+    return tuple(in_reading_order(replace(one, consequence_of=roots.get(one.check)) for one in findings))
 
 
 def _origin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> str | None:
@@ -175,7 +171,7 @@ def _origin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -
 
 
 def _leads_to(check: str, wanted: str, origins: dict[str, str]) -> bool:
-    """Say whether ``check`` is ``wanted`` or one of its consequences: nothing explains itself."""
+    """Return whether ``check`` is ``wanted`` or one of its consequences: nothing explains itself."""
     while check in origins:
         check = origins[check]
         if check == wanted:
@@ -189,5 +185,5 @@ def _root(check: str, origins: dict[str, str]) -> str:
     return check
 
 
-def _place(finding: Finding) -> int:
+def _order(finding: Finding) -> int:
     return ORDER.index(finding.check) if finding.check in ORDER else len(ORDER)

@@ -16,48 +16,47 @@ from harness.judge.causes import explain
 from harness.judge.causes.launch import LaunchCase
 from harness.judge.causes.step_count import VacuousCase
 from harness.judge.checks import CHECKS, Check
-from harness.judge.checks.launch import details, launch
+from harness.judge.checks.launch import details, launch, with_hung_ranks
 from harness.judge.consequences import in_order
-from harness.judge.error_outcome import Vacuous
-from harness.judge.reconstruct import followed
-from harness.judge.teardown import of_hung
+from harness.judge.findings import Vacuous
+from harness.judge.reconstruct import whole_trace
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Workload
 
 
-def judge(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
-    """Put every question to the trace of a subject that declared ``conduct``.
+def judge(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
+    """Run every check on the trace of a subject that declared ``behavior``.
 
-    Findings are in reading order: root causes before their consequences.
+    Findings are in reading order: root causes before their consequences. The same trace gives the same findings,
+    whatever the state of the global RNG.
 
-    The same trace gives the same findings, whatever the global RNG holds.
-
-    Evidence that is not whole (a rank raised, died or hung) is not judged further: the finding says what became
-    of the launch.
+    A trace that is not whole (a rank raised, crashed or hung) is not judged further: the finding says how the launch
+    ended.
     """
     broken = launch(trace, cell)
     if broken is not None:
-        told = explain(broken, LaunchCase(broken, trace, cell))
-        return (replace(told, message=f"{told.message}\n{details(broken, trace)}".strip()),)
+        explained = explain(broken, LaunchCase(broken, trace, cell))
+        return (replace(explained, message=f"{explained.message}\n{details(broken, trace)}".strip()),)
     try:
-        trace = followed(trace, workload, cell, conduct)
+        trace = whole_trace(trace, workload, cell, behavior)  # the same trace where nothing was sketched
     except Exception as error:
-        return (Finding("launch", Outcome.ERRORED, f"evidence cannot be followed: {_raised(error)}"),)
+        message = f"the trace's sketches cannot be reconstructed: {_raised(error)}"
+        return (Finding("launch", Outcome.ERRORED, message),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
-        analysis = TraceAnalysis(trace, workload, cell, conduct)
-        findings = [_ask(name, check, analysis) for name, check in CHECKS.items()]
-    asked = tuple(finding for finding in findings if finding is not None)
-    return in_order(of_hung(asked, trace) if trace.hung else asked)
+        analysis = TraceAnalysis(trace, workload, cell, behavior)
+        answers = [_run(name, check, analysis) for name, check in CHECKS.items()]
+    findings = tuple(finding for finding in answers if finding is not None)
+    return in_order(with_hung_ranks(findings, trace) if trace.hung else findings)
 
 
-def _ask(name: str, check: Check, analysis: TraceAnalysis) -> Finding | None:
+def _run(name: str, check: Check, analysis: TraceAnalysis) -> Finding | None:
     try:
         return check(analysis)
     except Vacuous as reason:
         return explain(Finding(name, Outcome.ERRORED, f"vacuous: {reason}"), VacuousCase(analysis))
     except Exception as error:
-        # A check that raises knows nothing: its verdict is unknown, not right.
+        # A check that raises has no verdict.
         return Finding(name, Outcome.ERRORED, f"the check itself raised {_raised(error)}")
 
 

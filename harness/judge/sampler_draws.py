@@ -1,6 +1,6 @@
-"""Draws of ranks that each draw samples by themselves: which of them are alike although chance would not have it.
+"""Draws of ranks that each draw samples independently: which of them agree more than chance explains.
 
-Where data comes by iterations there is no epoch in which a sample is due once. What is left to ask is whether the
+Where data comes by iterations there is no epoch in which a sample is due once. What remains to check is whether the
 ranks are independent: a shared generator, or one that is seeded alike, gives all of them the same samples.
 """
 
@@ -19,11 +19,11 @@ from harness.judge.oracle.dropout_masks import surprise_limit
 from harness.judge.trace_analysis import TraceAnalysis
 
 RANKS_FOR_THE_RATE = 8
-"""From so many ranks it is estimated how often two draws are alike by chance."""
+"""The number of ranks from which the rate of chance agreements is estimated."""
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedDraws:
     """Two ranks drew ``count`` of ``places`` samples alike, at one ``step`` or, where that is None, over all."""
 
     first: int
@@ -33,27 +33,32 @@ class Shared:
     places: int
 
 
+def drawn(step: Step) -> tuple[int, ...]:
+    """Return the sample ids that went through the model's forward in a rank's step."""
+    return tuple(i for micro in step.micro_batches for i in micro.samples)
+
+
 def repeated(analysis: TraceAnalysis) -> tuple[int, int] | None:
     """Return the step and the rank at which a batch, or a step, has the very draws of the one before it."""
     size, world = len(analysis.oracle.data), analysis.cell.processes
     for trace in analysis.trace.ranks:
         micros = [(step, micro.samples) for step, own in enumerate(trace.steps) for micro in own.micro_batches]
-        steps = [(step, _drawn(own)) for step, own in enumerate(trace.steps)]
+        steps = [(step, drawn(own)) for step, own in enumerate(trace.steps)]
         limit = surprise_limit(2 * world * len(micros))
         for draws in (micros, steps):
             for (_, before), (step, now) in itertools.pairwise(draws):
-                # Who goes through the data in order has the same batch again where there is no other.
-                alone = 2 * world * len(set(now)) > size
-                if now == before and not alone and len(now) * math.log(size) > limit:
+                # A sampler that goes through the data in order repeats the batch where there is no other.
+                only_batch = 2 * world * len(set(now)) > size
+                if now == before and not only_batch and len(now) * math.log(size) > limit:
                     return step, trace.rank
     return None
 
 
-def shared(analysis: TraceAnalysis) -> Shared | None:
-    """Return the two ranks whose draws have more in common, place by place, than chance explains; None if none have.
+def shared(analysis: TraceAnalysis) -> SharedDraws | None:
+    """Return the two ranks whose draws agree, place by place, more than chance explains; None if none do.
 
-    By chance a place is alike with the rate at which draws of different steps are, and at least once in as many as
-    there are samples to choose from.
+    By chance a place agrees with the rate at which draws of different steps do, and at least once in as many as there
+    are samples to choose from.
     """
     table = _table(analysis)
     if table is None:
@@ -61,29 +66,24 @@ def shared(analysis: TraceAnalysis) -> Shared | None:
     ranks, steps, width = table.shape
     size = len(analysis.oracle.data)
     rate = max(1 / max(size - width, size / 2), _rate_by_chance(table))
-    limit = surprise_limit(ranks * (ranks - 1) // 2 * (steps + 1))
-    worst: tuple[float, Shared] | None = None
+    largest, worst = surprise_limit(ranks * (ranks - 1) // 2 * (steps + 1)), None
     for first in range(ranks - 1):
         alike = (table[first] == table[first + 1 :]).sum(2)
-        for counts, places, every in ((alike, width, True), (alike.sum(1, keepdim=True), steps * width, False)):
-            found = _surprise(counts.double(), places, rate)
-            place = int(found.argmax())
-            other, step = divmod(place, counts.shape[1])
-            if float(found.flatten()[place]) > max(limit, worst[0] if worst else 0.0):
+        for counts, places, by_step in ((alike, width, True), (alike.sum(1, keepdim=True), steps * width, False)):
+            surprises = _surprise(counts.double(), places, rate)
+            place = int(surprises.argmax())
+            if float(surprises.flatten()[place]) > largest:
+                largest = float(surprises.flatten()[place])
+                other, step = divmod(place, counts.shape[1])
                 count = int(counts[other, step])
-                told = Shared(first, first + 1 + other, step if every else None, count, places)
-                worst = float(found.flatten()[place]), told
-    return worst[1] if worst else None
-
-
-def _drawn(step: Step) -> tuple[int, ...]:
-    return tuple(i for micro in step.micro_batches for i in micro.samples)
+                worst = SharedDraws(first, first + 1 + other, step if by_step else None, count, places)
+    return worst
 
 
 def _table(analysis: TraceAnalysis) -> Tensor | None:
     """Return the draws as ranks × steps × places, as many places as every step of every rank has."""
     draws: Sequence[Sequence[tuple[int, ...]]] = [
-        [_drawn(moment.ranks[rank]) for moment in analysis.moments] for rank in range(analysis.cell.processes)
+        [drawn(step.ranks[rank]) for step in analysis.steps] for rank in range(analysis.cell.processes)
     ]
     width = min((len(step) for own in draws for step in own), default=0)
     if len(draws) < 2 or not width:
@@ -92,7 +92,7 @@ def _table(analysis: TraceAnalysis) -> Tensor | None:
 
 
 def _rate_by_chance(table: Tensor) -> float:
-    """Return how often draws of different ranks at different steps are alike; 0 where there is one step."""
+    """Return how often draws of different ranks at different steps agree; 0 where there is one step."""
     some = table[:RANKS_FOR_THE_RATE]
     ranks, steps, width = some.shape
     alike = 0
@@ -104,7 +104,7 @@ def _rate_by_chance(table: Tensor) -> float:
 
 
 def _surprise(counts: Tensor, places: int, rate: float) -> Tensor:
-    """Return minus the logarithm of (Chernoff's bound on) the chance of so many places alike, or more."""
+    """Return minus the logarithm of (Chernoff's bound on) the probability of so many agreements, or more."""
     share = counts / places
     entropy = torch.special.xlogy(share, share / rate) + torch.special.xlogy(1 - share, (1 - share) / (1 - rate))
     return torch.where(share > rate, places * entropy, 0.0) if rate < 1 else torch.zeros_like(share)

@@ -1,4 +1,4 @@
-"""What the checks share: the steps of a trace side by side, the truth for each of them, and the noise."""
+"""One trace under analysis: what every check shares. Its steps, the expected gradient of each, and the noise."""
 
 from __future__ import annotations
 
@@ -15,23 +15,28 @@ from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Step, Tensors, Trace
 from harness.judge.oracle.epochs import Epochs
 from harness.judge.oracle.full_training import FullTraining
-from harness.judge.oracle.layout import Layout, at_once, contract_layout, shuffled, told_apart, whole
-from harness.judge.oracle.noise import NoiseScale, distance, largest_rounding, limit, norm, rounding_unit
-from harness.judge.oracle.training import Oracle, clipped, mean_gradient
+from harness.judge.oracle.layout import (
+    Layout,
+    contract_layout,
+    one_device_layout,
+    shuffled,
+    single_batch_layout,
+    with_unique_draws,
+)
+from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm
+from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import Workload
-
-DRAWS = 12
-"""Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
 
 
 @dataclass(frozen=True)
-class Truth:
-    """What is right at one step, in float64, at the subject's own weights and samples.
+class ExpectedGradients:
+    """The correct gradients of one step, in float64, at the subject's own weights and samples.
 
-    ``one_device`` are the gradients that one device may compute: of the mean over micro-batches, and of all samples
-    at once. ``contract`` is what the backend promises, ``raw`` the same before it is clipped, ``parts`` the gradient
-    of each group alone, by micro-batch. ``units`` holds the size of one rounding of each tensor, and ``coarse`` that of
-    one rounding of its largest entry in what autocast computes in; without autocast it is empty.
+    ``one_device``: what one device may compute, the mean over micro-batches, or all samples at once.
+    ``contract``: what the backend promises. ``raw``: the same before it is clipped. ``parts``: the gradient of each
+    group alone, by micro-batch.
+    ``units``: the size of one rounding of each tensor. ``largest_units``: that of one rounding of its largest entry in
+    the dtype that autocast computes in; without autocast it is empty.
     """
 
     one_device: tuple[Tensors, ...]
@@ -39,7 +44,7 @@ class Truth:
     raw: Tensors
     parts: Sequence[Sequence[Tensors]]
     units: dict[str, float]
-    coarse: dict[str, float]
+    largest_units: dict[str, float]
 
     @property
     def whole(self) -> Tensors:
@@ -61,38 +66,33 @@ class GlobalStep:
 
 
 class TraceAnalysis:
-    """One trace under analysis. Everything expensive is computed once, and only if a check asks for it."""
+    """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
-    def __init__(self, trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> None:
+    def __init__(self, trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.trace = trace
         self.workload = workload
         self.cell = cell
-        self.conduct = conduct
+        self.behavior = behavior
         self.devices = cell.topology.devices
-        self.epochs = Epochs.of(workload, conduct, self.devices)
-        self.epsilon = torch.finfo(getattr(torch, cell.arithmetic.storage)).eps
+        self.epochs = Epochs.of(workload, behavior, self.devices)
+        self.epsilon = _epsilon(cell.arithmetic.storage)
+        self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
 
     @cached_property
-    def free(self) -> FullTraining:
-        """Whole trainings from the job's weights, for what is asked of the end."""
+    def full_training(self) -> FullTraining:
+        """Whole trainings from the job's weights, for the checks of the final weights."""
         return FullTraining(self)
 
-    @property
-    def coarsest(self) -> float:
-        """The spacing of the coarsest numbers that the precision computes with."""
-        arithmetic = self.cell.arithmetic
-        return torch.finfo(getattr(torch, arithmetic.autocast or arithmetic.storage)).eps
-
     @cached_property
-    def moments(self) -> tuple[GlobalStep, ...]:
-        """The steps of all ranks side by side, as many as every rank took."""
+    def steps(self) -> tuple[GlobalStep, ...]:
+        """The steps of all ranks side by side, as many as every rank has."""
         columns = zip(*(rank.steps for rank in self.trace.ranks), strict=False)
         return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
 
     @cached_property
-    def taken(self) -> tuple[GlobalStep, ...]:
-        """The moments at which every rank really stepped."""
-        return tuple(moment for moment in self.moments if not moment.skipped)
+    def steps_taken(self) -> tuple[GlobalStep, ...]:
+        """The steps that no rank skipped."""
+        return tuple(step for step in self.steps if not step.skipped)
 
     @cached_property
     def oracle(self) -> Oracle:
@@ -100,109 +100,102 @@ class TraceAnalysis:
         return Oracle(self.workload, self.devices)
 
     @cached_property
-    def rough(self) -> Oracle:
+    def cell_oracle(self) -> Oracle:
         """The cell's own precision, one device."""
         return Oracle(self.workload, self.devices, self.cell.arithmetic)
 
     @property
     def steps_due(self) -> int:
-        """How many optimizer steps the training should have."""
+        """The number of optimizer steps that the training should have."""
         return self.workload.steps(self.devices)
 
     @property
     def shuffles(self) -> bool:
         """Whether samples should be in another order in each epoch."""
-        return self.conduct.shuffles(self.workload.shuffle)
+        return self.behavior.shuffles(self.workload.shuffle)
 
-    def place(self, oracle: Oracle, moment: GlobalStep) -> None:
-        """Put an oracle where the subject was before a step."""
-        oracle.load(moment.ranks[0].before)
-        self.set_scene(oracle, moment)
-        oracle.take_turns(moment.ranks[0])
+    def load_step(self, oracle: Oracle, step: GlobalStep) -> None:
+        """Give an oracle the state that the subject had before a step."""
+        oracle.load(step.ranks[0].before)
+        self.load_inputs(oracle, step)
+        oracle.set_turns(step.ranks[0])
 
-    def set_scene(self, oracle: Oracle, moment: GlobalStep) -> None:
-        """Hand over what a step's forwards depend on besides the weights."""
-        oracle.set_scene(told_apart(moment.ranks), own_buffers=self.conduct.own_buffers)
+    def load_inputs(self, oracle: Oracle, step: GlobalStep) -> None:
+        """Give an oracle what a step's forwards depend on besides the weights."""
+        oracle.set_forward_state(with_unique_draws(step.ranks), own_buffers=self.behavior.own_buffers)
 
     @cached_property
     def start(self) -> Tensors:
-        """The job's own weights, in the precision in which the subject gets them."""
-        model = self.workload.model(self.rough.dtype)
+        """The job's initial weights, in the precision in which the subject gets them."""
+        model = self.workload.model(self.cell_oracle.dtype)
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     @cached_property
     def layouts(self) -> dict[int, Layout]:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
-        accumulate = self.workload.accumulate
-        return {moment.index: contract_layout(told_apart(moment.ranks), spread, accumulate) for moment in self.taken}
+        return {
+            step.index: contract_layout(with_unique_draws(step.ranks), spread, self.workload.accumulate)
+            for step in self.steps_taken
+        }
 
     @cached_property
-    def truths(self) -> dict[int, Truth]:
-        """What is right at each step taken, by step index."""
-        truths = {}
-        for moment in self.taken:
-            layout = self.layouts[moment.index]
-            self.place(self.oracle, moment)
-            parts = self.oracle.group_gradients(layout)
-            raw = mean_gradient(parts)
-            contract = clipped(raw, self.workload.clip_norm)
-            known = {layout: contract}
-            for other in (whole(layout), at_once(layout)):
-                if other not in known:
-                    known[other] = self.oracle.gradient(other)
-            truths[moment.index] = Truth(
-                # Both ways at every step, also where they are the same: a trainer keeps to one of them.
-                one_device=(known[whole(layout)], known[at_once(layout)]),
-                contract=contract,
-                raw=raw,
-                parts=parts,
-                # Clipping shortens the roundings of a gradient with it.
-                units={name: self._unit(parts, name) * _ratio(contract[name], raw[name]) for name in contract},
-                coarse=self._coarse(parts, contract, raw),
-            )
-        return truths
+    def expected(self) -> dict[int, ExpectedGradients]:
+        """The correct gradients at each step taken, by step index."""
+        return {step.index: self._expected(step) for step in self.steps_taken}
+
+    def _expected(self, step: GlobalStep) -> ExpectedGradients:
+        layout = self.layouts[step.index]
+        self.load_step(self.oracle, step)
+        parts = self.oracle.group_gradients(layout)
+        raw = mean_gradient(parts)
+        contract = clipped(raw, self.workload.clip_norm)
+        gradients = {layout: contract}
+        # Both ways at every step, also where they are the same: a trainer keeps to one of them.
+        ways = (one_device_layout(layout), single_batch_layout(layout))
+        for way in ways:
+            if way not in gradients:
+                gradients[way] = self.oracle.gradient(way)
+        units, largest_units = {}, {}
+        for name, clipped_value in contract.items():
+            absolute = absolute_sum(_shares(parts, name))
+            # Clipping shortens the roundings of a gradient with it.
+            shortened = norm(clipped_value) / norm(raw[name]) if norm(raw[name]) else 1.0
+            units[name] = norm(absolute) * self.epsilon / 2 * shortened
+            if self.cell.arithmetic.autocast is not None:
+                largest = float(absolute.double().max()) if absolute.numel() else 0.0
+                largest_units[name] = largest * self.compute_epsilon / 2 * shortened
+        return ExpectedGradients(tuple(gradients[way] for way in ways), contract, raw, parts, units, largest_units)
 
     @cached_property
     def is_one_device(self) -> bool:
         """Whether the contract is what one device computes, at every step, within thousands of float64's roundings."""
         return all(
-            sum(distance(truth.contract[name], right) for name, right in truth.whole.items())
-            <= 1e-12 * sum(map(norm, truth.whole.values()))
-            for truth in self.truths.values()
+            sum(distance(expected.contract[name], value) for name, value in expected.whole.items())
+            <= 1e-12 * sum(map(norm, expected.whole.values()))
+            for expected in self.expected.values()
         )
-
-    def _unit(self, parts: Sequence[Sequence[Tensors]], name: str) -> float:
-        return rounding_unit(_shares(parts, name), self.epsilon)
-
-    def _coarse(self, parts: Sequence[Sequence[Tensors]], contract: Tensors, raw: Tensors) -> dict[str, float]:
-        if self.cell.arithmetic.autocast is None:
-            return {}
-        return {
-            name: largest_rounding(_shares(parts, name), self.coarsest) * _ratio(contract[name], raw[name])
-            for name in contract
-        }
 
     @cached_property
     def noise(self) -> NoiseScale:
         """Noise of the gradient: the contract in the cell's precision on one device, in several orders."""
         noise = NoiseScale()
         rng = random.Random(self.workload.seed)
-        orders = -(-DRAWS // max(len(self.taken), 1))
-        for moment in self.taken:
-            truth = self.truths[moment.index]
-            scale = moment.ranks[0].scale or 1.0
-            self.place(self.rough, moment)
-            noise.expect(truth.contract, truth.units, truth.coarse)
+        orders = -(-NOISE_RUNS // max(len(self.steps_taken), 1))
+        for step in self.steps_taken:
+            expected = self.expected[step.index]
+            scale = step.ranks[0].scale or 1.0
+            self.load_step(self.cell_oracle, step)
+            noise.add_rounding(expected.contract, expected.units, expected.largest_units)
             for _ in range(orders):
-                measured = self.rough.gradient(shuffled(self.layouts[moment.index], rng), scale)
-                noise.add(measured, truth.contract, truth.units)
+                measured = self.cell_oracle.gradient(shuffled(self.layouts[step.index], rng), scale)
+                noise.add(measured, expected.contract, expected.units)
         return noise
 
-    @cached_property
+    @property
     def limit(self) -> float:
-        """How many × noise a right trainer's gradient stays under."""
-        return limit(max(self.noise.draws, 2))
+        """The limit for a correct trainer's gradient, in × noise."""
+        return self.noise.limit
 
     @cached_property
     def exact(self) -> bool:
@@ -213,15 +206,19 @@ class TraceAnalysis:
             and all(_is_power_of_two(n) for layout in self.layouts.values() for n in _divisors(layout))
         )
 
+    def allowed(self, limit: float) -> float:
+        """Return the limit for a correct trainer in × noise: ``limit``, or 0 where the result must be exact."""
+        return 0.0 if self.exact else limit
+
     def differing_ranks(self, pick: str) -> Iterable[tuple[GlobalStep, int, Step]]:
-        """Yield the steps whose ``pick`` ('before', 'gradients', 'after') has bits of its own, first rank first."""
-        for moment in self.taken:
+        """Yield the steps whose ``pick`` ('before', 'gradients', 'after') no earlier rank has, bit for bit."""
+        for global_step in self.steps_taken:
             seen: list[Tensors] = []
-            for rank, step in enumerate(moment.ranks):
+            for rank, step in enumerate(global_step.ranks):
                 value: Tensors = getattr(step, pick)
                 if not any(same(value, other) for other in seen):
                     seen.append(value)
-                    yield moment, rank, step
+                    yield global_step, rank, step
 
 
 def same(left: Tensors, right: Tensors) -> bool:
@@ -234,13 +231,14 @@ def same(left: Tensors, right: Tensors) -> bool:
 
 
 def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:
-    """Return what each group contributes to a tensor's mean."""
+    """Return what each group contributes to the mean of a tensor."""
     count = sum(len(groups) for groups in parts)
     return (part[name] / count for groups in parts for part in groups if name in part)
 
 
-def _ratio(shorter: Tensor, longer: Tensor) -> float:
-    return norm(shorter) / norm(longer) if norm(longer) else 1.0
+def _epsilon(dtype: str) -> float:
+    """Return the distance from 1 to the next larger number of a dtype."""
+    return torch.finfo(getattr(torch, dtype)).eps
 
 
 def _divisors(layout: Layout) -> Iterable[int]:

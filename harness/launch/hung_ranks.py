@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from harness.evidence.rank_file import SO_FAR
 from harness.evidence.trace import Trace
-from harness.evidence.write import SO_FAR
 from harness.launch.pool import RankEnd
 
 

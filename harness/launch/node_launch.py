@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.core.outcome import Outcome
-from harness.evidence import write as files
+from harness.evidence.rank_file import write_rank
 from harness.evidence.read import read_rank
 from harness.evidence.trace import Exit, RankTrace
 from harness.launch.child_processes import ChildEnd
@@ -46,7 +46,7 @@ def gather(
             found.pop(node.rank, None)
         elif said is not None and _is_first_rank(said, node, end, found):
             found[node.rank] = _with_error_of(said, found.get(node.rank, said))
-            files.write(node.evidence, found[node.rank])
+            write_rank(node.evidence, found[node.rank])
     broken = origin is not None or bool(exits) or any(rank.error for rank in found.values())
     for node, end in zip(started, ends, strict=True):
         for rank in range(node.rank, node.rank + node.processes_per_node):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.evidence.sketch import SKETCH_ABOVE
+from harness.evidence.trace import SKETCH_ABOVE
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.core.accelerator import resolve_accelerator
 from harness.core.errors import PlanError
 from harness.launch.launcher import Asked, Launcher, find_launcher
 from harness.launch.settings import Settings
@@ -38,9 +39,7 @@ class Options:
         self.cells: Collection[str] | None = given["cell"]
         self.interpreters = {locator: parse_subject(locator) for locator in given["subject"] or ["reference"]}
         present = torch.cuda.device_count()
-        accelerator = given["accelerator"]
-        if accelerator == "auto":
-            accelerator = "cuda" if present else "cpu"
+        accelerator = resolve_accelerator(given["accelerator"], present)
         self.default_gpus = present if accelerator == "cuda" else DEFAULT_GPUS
         self.matrix = Matrix(
             gpus=given["gpus"] or self.default_gpus,
@@ -55,8 +54,6 @@ class Options:
         if given["gpus"] is not None and given["gpus"] < 1:
             raise PlanError(f"--gpus {given['gpus']}: at least one device is needed")
         self.launcher: Launcher = find_launcher(given["launcher"], self._asked_of_launcher(say))
-        if accelerator == "cuda" and not present:
-            raise PlanError("--accelerator cuda: there is no CUDA device here; take --accelerator cpu")
         check_devices(self.matrix, present * self.launcher.machines, oversubscribe=given["oversubscribe"])
         # A misspelt name is answered at once, not when every subject's library has been imported.
         plan(self.matrix, [])

@@ -68,7 +68,7 @@ class Declaration:
     capabilities: frozenset[str]
     software: Software = UNKNOWN
     launch: str = "rank"
-    conduct: TrainingBehavior = ORDINARY
+    behavior: TrainingBehavior = ORDINARY
 
     @classmethod
     def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
@@ -81,7 +81,7 @@ class Declaration:
             capabilities=frozenset(values["capabilities"]),
             software=Software(**values["software"]),
             launch=values["launch"],
-            conduct=TrainingBehavior.of(values["conduct"]),
+            behavior=TrainingBehavior.of(values["conduct"]),
         )
 
     def undeclared(self, cell: Cell) -> tuple[str, ...]:
@@ -91,11 +91,11 @@ class Declaration:
         if cell.precision not in self.precisions[cell.accelerator]:
             return (f"precision {cell.precision}",)
         workload = EVERY[cell.workload]
-        nodes, most = cell.topology.num_nodes, self.conduct.max_nodes
+        nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
         return (
             *sorted(workload.needs - self.capabilities),
             *((f"{nodes} nodes",) if most is not None and nodes > most else ()),
-            *(("epochs",) if self.conduct.by_iterations and workload.needs_epochs else ()),
+            *(("epochs",) if self.behavior.by_iterations and workload.needs_epochs else ()),
         )
 
     def refusal(self, cell: Cell) -> str | None:
@@ -105,10 +105,10 @@ class Declaration:
         if cell.precision not in self.precisions[cell.accelerator]:
             return f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}"
         workload = EVERY[cell.workload]
-        most = self.conduct.max_nodes
+        most = self.behavior.max_nodes
         if most is not None and cell.topology.num_nodes > most:
             return f"{self.name} declares max_nodes={most}, and this cell has {cell.topology.num_nodes} nodes"
-        if self.conduct.by_iterations and workload.needs_epochs:
+        if self.behavior.by_iterations and workload.needs_epochs:
             return f"{self.name} declares data='iterations', and {cell.workload} {workload.needs_epochs}"
         if missing := self.undeclared(cell):
             return f"{self.name} does not declare {', '.join(missing)}, which {cell.workload} needs"
@@ -123,13 +123,13 @@ class Declaration:
 class Planned:
     """A cell of the plan; ``refusal`` says why its subject does not do it, None if it does.
 
-    ``conduct`` is what its subject declares of its way of training, by which it is judged. ``undeclared`` is what the
+    ``behavior`` is what its subject declares of its way of training, by which it is judged. ``undeclared`` is what the
     cell needs and the subject does not declare.
     """
 
     cell: Cell
     refusal: str | None
-    conduct: TrainingBehavior = ORDINARY
+    behavior: TrainingBehavior = ORDINARY
     undeclared: tuple[str, ...] = ()
 
     @property
@@ -164,7 +164,7 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     _refuse_namesakes(subjects)
     planned = topologies(matrix.gpus, matrix.nodes)
     return [
-        Planned(cell, declared.refusal(cell) or matrix.refusal(cell), declared.conduct, declared.undeclared(cell))
+        Planned(cell, declared.refusal(cell) or matrix.refusal(cell), declared.behavior, declared.undeclared(cell))
         for topology in planned
         for name in dict.fromkeys(declared.name for declared in subjects)
         for backend in backends

@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 
 from harness.core.errors import LaunchError
-from harness.core.finding import Finding
-from harness.core.finding_order import is_unexplained, told_first
+from harness.core.finding import Finding, in_reading_order, is_unexplained
 from harness.core.outcome import Outcome
 from harness.engine.examine import Examined, verdict
 from harness.planning.plan import Planned
@@ -97,7 +96,7 @@ class ConformanceCase:
             hand_over(self._item, (*self._measurements, *results), self._evidence)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(results[0].message)
-        results = told_first(results)
+        results = in_reading_order(results)
         said = [told(result) for result in results if result.outcome.is_bad or result.expected]
         if end == KNOWN:
             pytest.skip("\n".join(said))

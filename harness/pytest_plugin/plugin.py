@@ -20,7 +20,7 @@ import pytest
 
 from harness.core.backend import BACKENDS
 from harness.core.invocation import command
-from harness.evidence.sketch import SKETCH_ABOVE
+from harness.evidence.trace import SKETCH_ABOVE
 from harness.pytest_plugin.progress import follow
 
 if TYPE_CHECKING:

@@ -72,9 +72,9 @@ class Recording:
         measured: Sequence[Cell],
         command: list[str],
         subjects: Mapping[str, Software],
-        conducts: Mapping[Cell, TrainingBehavior],
+        behaviors: Mapping[Cell, TrainingBehavior],
     ) -> None:
-        """Open the run for these cells; ``conducts`` says of each how its subject declares that it trains.
+        """Open the run for these cells; ``behaviors`` says of each how its subject declares that it trains.
 
         Raises:
             PlanError: the run that is gone on with does not know one of them.
@@ -83,7 +83,7 @@ class Recording:
         """
         self._command = command
         if self._resumed is not None:
-            self._go_on(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, conducts)
+            self._go_on(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, behaviors)
             return
         accelerator = self._options.matrix.accelerator
         header = Header.of(
@@ -94,7 +94,7 @@ class Recording:
             fingerprint=take_fingerprint(accelerator),
             simulated=accelerator == "cpu",
             subjects=subjects,
-            conducts=conducts,
+            behaviors=behaviors,
         )
         self._writer = RunWriter(self._options.report_dir, header)
 
@@ -103,7 +103,7 @@ class Recording:
         resumed: Run,
         chosen: Set[str],
         subjects: Mapping[str, Software],
-        conducts: Mapping[Cell, TrainingBehavior],
+        behaviors: Mapping[Cell, TrainingBehavior],
     ) -> None:
         """Open the run that broke off, for cells that it means to answer for."""
         unknown = chosen - {planned.cell for planned in resumed.header.planned}
@@ -117,7 +117,7 @@ class Recording:
                 raise NothingToResume(
                     f"--resume: {resumed.path} examined {name} with {before}, and now it is {software}."
                 )
-        declared = {cell.id: conduct.declared for cell, conduct in conducts.items()}
+        declared = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
         for planned in resumed.header.planned:
             if not planned.measured and (now := declared.get(planned.cell, planned.conduct)) != planned.conduct:
                 raise NothingToResume(

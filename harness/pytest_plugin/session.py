@@ -148,8 +148,8 @@ class Session:
         rest = chosen - {cell.id for cell in examined}
         measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
         subjects = {declared.name: declared.software for declared in self._declarations}
-        conducts = {planned.cell: planned.conduct for planned in self.planned}
-        self._recording.begin(examined, measured, command, subjects, conducts)
+        behaviors = {planned.cell: planned.behavior for planned in self.planned}
+        self._recording.begin(examined, measured, command, subjects, behaviors)
 
     def leave_out(self, results: Iterable[Result]) -> None:
         """Take the records of cells that subjects do not declare, and that were not made into tests."""

@@ -83,9 +83,9 @@ class PlannedCell(CellRecord):
     conduct: dict[Text, Text | AtLeastOne] = {}
 
     @classmethod
-    def of(cls, cell: Cell, *, measured: bool = False, conduct: TrainingBehavior = ORDINARY) -> PlannedCell:
+    def of(cls, cell: Cell, *, measured: bool = False, behavior: TrainingBehavior = ORDINARY) -> PlannedCell:
         """Write a cell down."""
-        return cls(**_fields_of(cell), measured=measured, conduct=conduct.declared)
+        return cls(**_fields_of(cell), measured=measured, conduct=behavior.declared)
 
 
 class Header(Record):
@@ -119,12 +119,12 @@ class Header(Record):
         fingerprint: Fingerprint,
         simulated: bool,
         subjects: Mapping[str, Software] | None = None,
-        conducts: Mapping[Cell, TrainingBehavior] | None = None,
+        behaviors: Mapping[Cell, TrainingBehavior] | None = None,
         started: datetime | None = None,
     ) -> Header:
         """Begin a run of ``cells``, and of others that are ``measured``, now, or at ``started`` (an aware datetime).
 
-        ``conducts`` has what the subjects declared of their way of training; a cell that is not there is ordinary.
+        ``behaviors`` has what the subjects declared of their way of training; a cell that is not there is ordinary.
         The program in ``command[0]`` loses its folder, which would name the user's home in a public report.
         """
         started = started or datetime.now(timezone.utc)
@@ -138,7 +138,7 @@ class Header(Record):
             simulated=simulated,
             subjects=dict(subjects or {}),
             planned=(
-                *(PlannedCell.of(cell, conduct=(conducts or {}).get(cell, ORDINARY)) for cell in cells),
+                *(PlannedCell.of(cell, behavior=(behaviors or {}).get(cell, ORDINARY)) for cell in cells),
                 *(PlannedCell.of(cell, measured=True) for cell in measured),
             ),
         )

@@ -76,7 +76,7 @@ class _Collector:
             planned = getattr(item, "callspec", None) and item.callspec.params.get("plumbline_cell")
             if planned:
                 nodeid = f"{item.path}::{item.nodeid.partition('::')[2]}"
-                described = PlannedCell.of(planned.cell, conduct=planned.conduct).model_dump(mode="json")
+                described = PlannedCell.of(planned.cell, behavior=planned.behavior).model_dump(mode="json")
                 cells.append({"cell": planned.cell.id, "nodeid": nodeid, "planned": described})
         config = session.config
         reports = Path(config.option.report_dir or config.rootpath / "reports").resolve()

@@ -47,7 +47,7 @@ class Subject:
     capabilities: frozenset[str]
     library: str | None = None
     launch: str = "rank"
-    conduct: TrainingBehavior = ORDINARY
+    behavior: TrainingBehavior = ORDINARY
 
     def declaration(self) -> dict[str, Any]:
         """Return what the parent needs to plan, as plain values."""
@@ -58,7 +58,7 @@ class Subject:
             "capabilities": sorted(self.capabilities),
             "software": asdict(Software.here(self.library)),
             "launch": self.launch,
-            "conduct": self.conduct.declared,
+            "conduct": self.behavior.declared,
         }
 
 
@@ -116,13 +116,13 @@ def subject(
                 raise SubjectError(f"subject {name!r}: there is no {what} {value!r}; there are {', '.join(known)}")
 
     try:
-        conduct = TrainingBehavior(data, shuffle, buffers, max_nodes)
+        behavior = TrainingBehavior(data, shuffle, buffers, max_nodes)
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None
 
     def declare(train: Train) -> Train:
         offered = {accelerator: tuple(by_accelerator.get(accelerator, ())) for accelerator in ACCELERATORS}
-        declared = Subject(name, train, tuple(backends), offered, frozenset(capabilities), library, launch, conduct)
+        declared = Subject(name, train, tuple(backends), offered, frozenset(capabilities), library, launch, behavior)
         train.__plumbline_subject__ = declared  # type: ignore[attr-defined]
         return train
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.evidence.sketch import SKETCH_ABOVE
+from harness.evidence.trace import SKETCH_ABOVE
 
 
 def stack_beside(log: str) -> str:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from harness.evidence import write as evidence
+from harness.evidence import rank_file as evidence
 from harness.subjects.declare import Subject
 from harness.worker.assignment import Assignment
 from harness.worker.child_registry import Address
@@ -61,7 +61,7 @@ def run(
         if here.recorder.steps:
             here.leave_evidence(raised)
         else:
-            evidence.write(assignment.returned, here.trace(assignment.rank, raised))
+            evidence.write_rank(assignment.returned, here.trace(assignment.rank, raised))
         if raised is not None:
             announce({"event": "raised", **place})
         # As at the end of any Python program: children that nobody has waited for are waited for now.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.core.finding_order import UNEXPLAINED, diagnosis
+from harness.core.finding import UNEXPLAINED, diagnosis
 from harness.core.outcome import worst
 from harness.engine.examine import examine
 from harness.launch.pool import Pool

@@ -9,7 +9,7 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.engine.adapter_diagnosis import Evidence, refused, weigh
+from harness.engine.adapter_diagnosis import SmokeEvidence, diagnose, refused
 from harness.evidence.trace import Evaluation, Exit, MicroBatch, RankTrace, Step, Trace
 
 PASSED = (Finding("gradients", Outcome.PASSED, "as it should be"),)
@@ -33,7 +33,7 @@ def evidence(cell_of):
 
     def evidence(make=lambda rank: rank_of(rank, step_of(rank)), findings=PASSED, **changes):
         trace = Trace((make(0), make(1)))
-        return replace(Evidence(cell_of("mlp", "ddp", "1x2"), trace, tuple(findings), BEGIN), **changes)
+        return replace(SmokeEvidence(cell_of("mlp", "ddp", "1x2"), trace, tuple(findings), BEGIN), **changes)
 
     return evidence
 
@@ -43,7 +43,7 @@ def broken(outcome, cause="raised", family="launch"):
 
 
 def test_what_is_right(evidence):
-    verdict = weigh(evidence())
+    verdict = diagnose(evidence())
     assert verdict.code == 0
     assert verdict.sentences[0] == (
         "The adapter is right: 2 ranks that know of each other, optimizer steps: 1, samples: 4."
@@ -54,18 +54,18 @@ def test_what_is_right(evidence):
 
 def test_a_loss_of_one_s_own_is_fine_and_is_said(evidence):
     own = evidence(lambda rank: rank_of(rank, step_of(rank, micro_batches=(MicroBatch(((rank,),)),))))
-    assert weigh(own).code == 0
-    assert "job.loss was not called" in weigh(own).sentences[1]
+    assert diagnose(own).code == 0
+    assert "job.loss was not called" in diagnose(own).sentences[1]
 
 
 def test_a_backend_s_own_promise_is_no_mistake(evidence):
-    verdict = weigh(evidence(findings=(*PASSED, Finding("buffers", Outcome.DEVIATES, "ranks see their share"))))
+    verdict = diagnose(evidence(findings=(*PASSED, Finding("buffers", Outcome.DEVIATES, "ranks see their share"))))
     assert verdict.code == 0
     assert "exactly what ddp promises" in verdict.sentences[-1]
 
 
 def test_a_wrong_trainer_has_a_right_adapter(evidence):
-    verdict = weigh(evidence(findings=(*PASSED, Finding("update", Outcome.FAILED, "not averaged"))))
+    verdict = diagnose(evidence(findings=(*PASSED, Finding("update", Outcome.FAILED, "not averaged"))))
     assert verdict.code == 1
     assert verdict.sentences[0].startswith("The adapter is right")
     assert verdict.sentences[-2:] == ("The trainer is wrong:", "- update: failed: not averaged")
@@ -88,7 +88,7 @@ WRONG = {
 @pytest.mark.parametrize("sentence", WRONG)
 def test_a_wrong_adapter_is_told_before_the_judge_is_heard(evidence, sentence):
     """Whatever the judge says of such evidence, it is not about the trainer."""
-    verdict = weigh(evidence(WRONG[sentence], findings=[Finding("steps", Outcome.ERRORED, "vacuous")]))
+    verdict = diagnose(evidence(WRONG[sentence], findings=[Finding("steps", Outcome.ERRORED, "vacuous")]))
     assert verdict.code == 2
     (said,) = verdict.sentences
     assert said.startswith("The adapter is wrong: ")
@@ -99,12 +99,12 @@ def test_a_wrong_adapter_is_told_before_the_judge_is_heard(evidence, sentence):
     ("calls", "sentence"), [(0, "returned before training: the model was never called"), (12, "was called 12 times")]
 )
 def test_calls_tell_a_return_from_a_missing_step(evidence, calls, sentence):
-    assert sentence in weigh(evidence(lambda rank: rank_of(rank, final=BEGIN), calls=calls)).sentences[0]
+    assert sentence in diagnose(evidence(lambda rank: rank_of(rank, final=BEGIN), calls=calls)).sentences[0]
 
 
 def test_a_model_that_is_only_evaluated_was_called_all_the_same(evidence):
     evaluated = evidence(lambda rank: rank_of(rank, final=BEGIN, evaluations=(Evaluation(0, 0, (1, 2), False),)))
-    assert "was only evaluated" in weigh(replace(evaluated, calls=0)).sentences[0]
+    assert "was only evaluated" in diagnose(replace(evaluated, calls=0)).sentences[0]
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_weights_that_had_no_reason_to_move_do_not_accuse_the_adapter(evidence, 
         lambda rank: rank_of(rank, step_of(rank, after=BEGIN, **changes), final=BEGIN),
         findings=[Finding("update", Outcome.ERRORED, "vacuous: no weight moved at any step")],
     )
-    assert weigh(still).code == 1
+    assert diagnose(still).code == 1
 
 
 @pytest.mark.parametrize(
@@ -128,22 +128,22 @@ def test_weights_that_had_no_reason_to_move_do_not_accuse_the_adapter(evidence, 
 )
 def test_an_end_that_nobody_knows_is_the_adapter_s(evidence, outcome, how):
     ended = evidence(lambda rank: rank_of(rank, error="ValueError: no"), findings=broken(outcome))
-    assert weigh(ended).code == 2
-    (said,) = weigh(ended).sentences
+    assert diagnose(ended).code == 2
+    (said,) = diagnose(ended).sentences
     assert f"train(job) {how} before an optimizer stepped" in said
     assert said.endswith("rank 1: ValueError: no")
 
 
 def test_it_says_how_far_training_came(evidence):
     ended = evidence(lambda rank: rank_of(rank, step_of(rank), error="no"), findings=broken(Outcome.ERRORED))
-    assert "raised after optimizer step 1" in weigh(ended).sentences[0]
+    assert "raised after optimizer step 1" in diagnose(ended).sentences[0]
 
 
 def test_an_end_that_is_known_from_trainers_is_the_trainer_s(evidence):
     exits = {1: Exit(Outcome.TIMED_OUT, "no evidence")}
     ended = evidence(findings=broken(Outcome.TIMED_OUT, "collective-not-joined", "sync"))
     ended = replace(ended, trace=replace(ended.trace, ranks=ended.trace.ranks[:1], exits=exits))
-    verdict = weigh(ended)
+    verdict = diagnose(ended)
     assert verdict.code == 1
     assert verdict.sentences[0].startswith("The adapter seems right")
 
@@ -152,7 +152,7 @@ def test_a_rank_that_returns_at_once_lets_the_others_wait(evidence):
     """The judge sees a collective that is not joined; here it is seen that nobody went there."""
     ended = evidence(findings=broken(Outcome.TIMED_OUT, "collective-not-joined", "sync"))
     trace = Trace((rank_of(1, final=None),), {0: Exit(Outcome.TIMED_OUT, "no evidence")})
-    verdict = weigh(replace(ended, trace=trace))
+    verdict = diagnose(replace(ended, trace=trace))
     assert verdict.code == 2
     assert "returned on rank 1 without an optimizer step, and the other ranks could not finish" in verdict.sentences[0]
 
@@ -164,7 +164,7 @@ def test_what_only_a_further_cell_raises_at_is_a_false_promise(evidence, cell_of
         (cell_of("mlp", "ddp", "1x2", "16"), "precision '16'"),
         (cell_of("mlp", "dp", "1x2"), "backend 'dp'"),
     ):
-        verdict = refused(weigh(raised), replace(raised, cell=further), plain)
+        verdict = refused(diagnose(raised), replace(raised, cell=further), plain)
         assert verdict.code == 2
         assert verdict.sentences[0].startswith(f"The adapter is wrong: it declares {what}")
         assert verdict.sentences[1].startswith("train(job) raised")
@@ -172,4 +172,4 @@ def test_what_only_a_further_cell_raises_at_is_a_false_promise(evidence, cell_of
 
 def test_what_is_raised_in_the_middle_of_training_is_no_refusal(evidence):
     raised = evidence(lambda rank: rank_of(rank, step_of(rank), error="no"), findings=broken(Outcome.ERRORED))
-    assert refused(weigh(raised), raised, raised.cell) == weigh(raised)
+    assert refused(diagnose(raised), raised, raised.cell) == diagnose(raised)

@@ -72,7 +72,7 @@ def test_nothing_changed_is_said_and_is_success(run, capsys):
 def test_a_rank_that_died_has_no_evidence(run, capsys):
     main(["judge", str(run)])
     said = capsys.readouterr().out
-    assert "dying-mlp-ddp-1x2-32\n  not judged again: no evidence of rank" in said
+    assert "dying-mlp-ddp-1x2-32\n  not judged again: there is no trace of rank" in said
 
 
 def test_another_judge_s_verdict_is_shown(run, capsys, monkeypatch):

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from harness.core.finding import Finding
-from harness.core.finding_order import ORDER, UNEXPLAINED, diagnosis
+from harness.core.finding import ORDER, UNEXPLAINED, Finding, diagnosis
 from harness.core.outcome import Outcome
 from harness.judge.checks import CHECKS
 

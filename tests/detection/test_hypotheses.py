@@ -16,7 +16,7 @@ from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.causes import HYPOTHESES, GradientCase, Hypothesis, Match, explain, register
 from harness.judge.causes.hypothesis import OCCASIONAL, CountedCase, Evidence
 from harness.judge.judge import judge
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.subjects.load import load
 from harness.workloads import WORKLOADS
 

@@ -11,7 +11,7 @@ import torch
 from harness.core.outcome import worst
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.judge import judge
-from harness.judge.oracle.training import Oracle, mean_gradient
+from harness.judge.oracle.oracle import Oracle, mean_gradient
 from harness.launch.local.launcher import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness.core.finding import Finding
-from harness.core.finding_order import diagnosis
+from harness.core.finding import Finding, diagnosis
 from harness.core.outcome import Outcome
 from harness.engine.examine import examine
 from harness.evidence.trace import Exit, MicroBatch, RankTrace, Step, Trace
@@ -440,8 +439,8 @@ def vacuous(found, why):
 
 def test_it_does_not_pass_where_it_could_not_have_failed(right, told, cell_of, monkeypatch):
     trace, cell = right
-    vacuous(told(replace(trace, saved=None, resumed=None), cell), "interrupted training is not here")
-    vacuous(told(replace(trace, resumed=None), cell), "resumed training is not here")
+    vacuous(told(replace(trace, saved=None, resumed=None), cell), "no trace of the interrupted training")
+    vacuous(told(replace(trace, resumed=None), cell), "no trace of the resumed training")
     stateless = type(WORKLOADS["checkpoint"])
     monkeypatch.setattr(stateless, "optimizer", lambda self, params: torch.optim.SGD(params, lr=0.2))
     vacuous(told(interrupted(WORKLOADS["checkpoint"], cell), cell), "lost its state would have made the same")

@@ -13,9 +13,9 @@ from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.checks.buffers import buffers
 from harness.judge.checks.samples import samples
-from harness.judge.oracle.layout import contract_layout, draws, told_apart
+from harness.judge.oracle.layout import contract_layout, draws, with_unique_draws
 from harness.judge.oracle.layout import samples as samples_of
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 
@@ -38,9 +38,9 @@ def trace_of(ranks):
 def asked(cell_of):
     """Return what the check of samples says of the draws of each rank."""
 
-    def ask(ranks, conduct=ITERATIONS):
+    def ask(ranks, behavior=ITERATIONS):
         cell = cell_of("mlp", "ddp", f"1x{len(ranks)}")
-        return samples(TraceAnalysis(trace_of(ranks), MLP, cell, conduct))
+        return samples(TraceAnalysis(trace_of(ranks), MLP, cell, behavior))
 
     return ask
 
@@ -123,8 +123,8 @@ def test_a_sample_that_is_drawn_twice_meets_each_of_its_masks():
     masks = {name: 2.0 * (torch.rand(3, 64) < 0.5) for name in ("coins 1", "coins 2")}
     weights = {name: parameter.detach() for name, parameter in oracle.model.named_parameters()}
     step = Step((MicroBatch((ids,), ids, masks),), weights, {}, weights, (0.1,))
-    (apart,) = told_apart([step])
-    oracle.set_scene([apart])
+    (apart,) = with_unique_draws([step])
+    oracle.set_forward_state([apart])
     layout = contract_layout([apart], 1, 1)
     assert samples_of(layout) == [5, 7, 5]
     assert len(set(draws(layout))) == 3
@@ -177,7 +177,7 @@ def late(index, left):
 
 
 @pytest.mark.parametrize(
-    ("keep", "conduct", "outcome", "cause"),
+    ("keep", "behavior", "outcome", "cause"),
     [
         (own, OWN_BUFFERS, Outcome.DEVIATES, None),
         (own, ORDINARY, Outcome.FAILED, "buffers-not-broadcast"),
@@ -188,9 +188,9 @@ def late(index, left):
         (late, OWN_BUFFERS, Outcome.FAILED, "buffers-updated-otherwise"),
     ],
 )
-def test_buffers_are_held_to_the_declaration(cell_of, keep, conduct, outcome, cause):
+def test_buffers_are_held_to_the_declaration(cell_of, keep, behavior, outcome, cause):
     cell = cell_of("cnn-batchnorm", "ddp", "1x2")
-    finding = buffers(TraceAnalysis(buffered(cell, keep), WORKLOADS["cnn-batchnorm"], cell, conduct))
+    finding = buffers(TraceAnalysis(buffered(cell, keep), WORKLOADS["cnn-batchnorm"], cell, behavior))
     assert (finding.outcome, finding.cause) == (outcome, cause), finding.message
     assert ("declare buffers='per-rank'" in finding.message) is (cause == "buffers-not-broadcast")
 
@@ -214,9 +214,9 @@ def test_a_forward_of_each_rank_meets_its_own_buffers():
     steps = [
         Step((MicroBatch((ids,), ids),), {}, {}, {}, (0.1,), buffers=b) for ids, b in (((0,), start), ((1,), moved))
     ]
-    oracle.set_scene(steps, own_buffers=True)
+    oracle.set_forward_state(steps, own_buffers=True)
     mine = oracle.forward((1,))
-    oracle.set_scene(steps)
+    oracle.set_forward_state(steps)
     assert not torch.equal(mine, oracle.forward((1,)))
-    oracle.set_scene([replace(steps[1], micro_batches=())])
+    oracle.set_forward_state([replace(steps[1], micro_batches=())])
     assert torch.equal(mine, oracle.forward((1,)))

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.core.finding_order import diagnosis
+from harness.core.finding import diagnosis
 from harness.core.outcome import Outcome, worst
 from harness.evidence.projection import project, sketched
-from harness.evidence.sketch import Sketch
+from harness.evidence.trace import Sketch
 from harness.judge.judge import judge
-from harness.judge.reconstruct import followed
+from harness.judge.reconstruct import whole_trace
 from harness.judge.reconstruct.inverse_projection import Projection, correction, lift, sample
 from harness.launch.local.launcher import launch
 from harness.launch.settings import Settings
@@ -102,7 +102,7 @@ def test_right_trainers_are_right(simulation, cell_of, workload, backend, topolo
 def test_exact_workloads_stay_exact(simulation, cell_of):
     workload, cell = WORKLOADS["linear-exact"], cell_of("linear-exact", "ddp", "1x2")
     whole = simulation.right_trace(workload, cell)
-    found = followed(sketched(whole, 8), workload, cell)
+    found = whole_trace(sketched(whole, 8), workload, cell)
     for rank, other in zip(whole.ranks, found.ranks, strict=True):
         for step, again in zip(rank.steps, other.steps, strict=True):
             for part in ("before", "gradients", "after"):
@@ -111,7 +111,7 @@ def test_exact_workloads_stay_exact(simulation, cell_of):
 
 def test_the_same_bits_are_the_same_tensor_and_others_are_not(simulation, cell_of):
     workload, cell = WORKLOADS["mlp"], cell_of("mlp", "ddp", "1x2")
-    first, second = followed(sketched(simulation.right_trace(workload, cell), ABOVE), workload, cell).ranks
+    first, second = whole_trace(sketched(simulation.right_trace(workload, cell), ABOVE), workload, cell).ranks
     for step, other in zip(first.steps, second.steps, strict=True):
         for name, value in step.after.items():
             assert value is other.after[name] or value.numel() <= ABOVE
@@ -122,7 +122,7 @@ def test_the_same_bits_are_the_same_tensor_and_others_are_not(simulation, cell_o
 def test_what_is_not_finite_stays_so(simulation, cell_of):
     workload, cell = WORKLOADS["overflow"], cell_of("overflow", "ddp", "1x2", "16")
     whole = simulation.right_trace(workload, cell)
-    found = followed(sketched(whole, ABOVE), workload, cell)
+    found = whole_trace(sketched(whole, ABOVE), workload, cell)
     steps = list(zip(whole.ranks[0].steps, found.ranks[0].steps, strict=True))
     assert any(step.skipped for step, _ in steps)
     for step, again in steps:
@@ -133,7 +133,7 @@ def test_what_is_not_finite_stays_so(simulation, cell_of):
 def test_a_trace_without_sketches_is_left_alone(simulation, cell_of):
     workload, cell = WORKLOADS["mlp"], cell_of("mlp", "none", "1x1")
     trace = simulation.right_trace(workload, cell)
-    assert followed(trace, workload, cell) is trace
+    assert whole_trace(trace, workload, cell) is trace
 
 
 @pytest.mark.parametrize(

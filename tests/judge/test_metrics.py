@@ -10,8 +10,8 @@ import pytest
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Evaluation, Logged, Trace
 from harness.judge.checks.metrics import metrics
-from harness.judge.error_outcome import Vacuous
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossTable, State, mean
+from harness.judge.findings import Vacuous
+from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossMode, LossTable, mean
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 from harness.workloads.mlp import Mlp
@@ -70,7 +70,7 @@ def portions(books, *steps):
 
 
 def held_out(books, step, later=0, *, training=False):
-    return float(books.each((step, 0), State(later, training)).mean())
+    return float(books.each((step, 0), LossMode(later, training)).mean())
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

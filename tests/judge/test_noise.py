@@ -50,7 +50,7 @@ def test_noise_follows_the_size_of_what_was_added_up():
 def test_an_overflow_measures_no_rounding():
     noise = NoiseScale()
     noise.add({"weight": torch.tensor([math.inf])}, {"weight": torch.ones(1)}, {"weight": 0.1})
-    assert noise.draws == 0
+    assert noise.runs == 0
     assert noise.at("weight", 0.1) == 0.1
 
 

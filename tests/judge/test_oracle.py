@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.evidence.trace import MicroBatch, Step
-from harness.judge.oracle.layout import contract_layout, samples, shuffled, whole
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.layout import contract_layout, one_device_layout, samples, shuffled
+from harness.judge.oracle.oracle import Oracle
 from harness.workloads import WORKLOADS
 
 BATCH = tuple(range(24))
@@ -88,7 +88,7 @@ def test_another_order_keeps_the_samples_of_a_device_together_in_their_group(lay
 
 @given(layouts())
 def test_one_device_takes_the_same_samples_a_micro_batch(layout):
-    together = whole(layout)
+    together = one_device_layout(layout)
     assert Counter(samples(together)) == Counter(samples(layout))
     assert [len(groups) for groups in together] == [1] * len(layout)
 

@@ -11,7 +11,7 @@ import torch
 from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.checks.rng import rng
-from harness.judge.error_outcome import Vacuous
+from harness.judge.findings import Vacuous
 from harness.judge.oracle.dropout_masks import shifted_agreements, surprise, surprise_limit
 from harness.judge.oracle.noise import FALSE_ALARM
 from harness.judge.trace_analysis import TraceAnalysis
@@ -122,7 +122,7 @@ def test_one_stream_some_tosses_later_is_seen(asked, lag):
 
     finding = asked(later)
     assert (finding.outcome, finding.cause) == (Outcome.FAILED, "a-rank-lags")
-    assert f" {lag} coins" in finding.message
+    assert f" {lag} bits" in finding.message
 
 
 def test_masks_that_are_the_opposite_of_one_another_are_seen(asked):

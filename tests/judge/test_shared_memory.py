@@ -13,7 +13,7 @@ from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.causes.hypothesis import TraceCase, most_specific
 from harness.judge.causes.shared_memory import SHARED_MEMORY, moved_by_others
 from harness.judge.judge import judge
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 

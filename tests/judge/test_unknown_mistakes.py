@@ -12,7 +12,7 @@ from harness.core.cell import Cell
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.training import Oracle, mean_gradient
+from harness.judge.oracle.oracle import Oracle, mean_gradient
 from harness.workloads import WORKLOADS
 
 UNEXPLAINED = ("unexplained",)

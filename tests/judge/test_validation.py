@@ -9,8 +9,8 @@ import pytest
 from harness.core.outcome import Outcome
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
-from harness.judge.batch_positions import due
 from harness.judge.checks.validation import validation
+from harness.judge.oracle.epochs import evaluations_due
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.subjects.load import load
 from harness.workloads import WORKLOADS
@@ -54,9 +54,9 @@ def changed(evaluations, **changes):
 
 @pytest.fixture
 def due_in(cell_of):
-    def due_in(workload, conduct=ORDINARY):
-        analysis = TraceAnalysis(Trace(()), WORKLOADS[workload], cell_of(workload, "none", "1x1"), conduct)
-        return [places[0] for places in due(analysis)]
+    def due_in(workload, behavior=ORDINARY):
+        analysis = TraceAnalysis(Trace(()), WORKLOADS[workload], cell_of(workload, "none", "1x1"), behavior)
+        return [places[0] for places in evaluations_due(analysis)]
 
     return due_in
 

@@ -8,17 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.outcome import Outcome
-from harness.judge.error_outcome import Deviation, larger, nearest, single
+from harness.judge.findings import compare_with_one, compare_with_two
+from harness.judge.oracle.noise import Deviation, larger
 
 ERRORS = st.one_of(st.floats(0, 1e6), st.sampled_from([math.inf, math.nan]))
 LIMIT = 10.0
 
 
 def judged(whole, contract, gap):
-    return nearest(
+    return compare_with_two(
         "gradients",
         "gradients",
-        whole=Deviation(whole),
+        one_device=Deviation(whole),
         contract=Deviation(contract),
         gap=gap,
         limit=LIMIT,
@@ -28,12 +29,14 @@ def judged(whole, contract, gap):
 
 @given(ERRORS)
 def test_right_is_what_stays_within_the_limit(error):
-    assert (single("update", "weights", "right", Deviation(error), LIMIT).outcome is Outcome.PASSED) == (error <= LIMIT)
+    assert (compare_with_one("update", "weights", "right", Deviation(error), LIMIT).outcome is Outcome.PASSED) == (
+        error <= LIMIT
+    )
 
 
 def test_an_exact_comparison_allows_no_error_at_all():
-    assert single("update", "weights", "right", Deviation(0.0), 0.0).outcome is Outcome.PASSED
-    assert single("update", "weights", "right", Deviation(1e-300), 0.0).outcome is Outcome.FAILED
+    assert compare_with_one("update", "weights", "right", Deviation(0.0), 0.0).outcome is Outcome.PASSED
+    assert compare_with_one("update", "weights", "right", Deviation(1e-300), 0.0).outcome is Outcome.FAILED
 
 
 def test_what_meets_one_device_passes():

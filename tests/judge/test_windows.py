@@ -6,8 +6,8 @@ import pytest
 
 from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.layout import whole
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.layout import one_device_layout
+from harness.judge.oracle.oracle import Oracle
 from harness.workloads import WORKLOADS
 
 
@@ -21,7 +21,7 @@ def trained(workload, cell, factor):
         batches = [tuple(range(first, first + size)) for first in range(0, len(oracle.data), size)]
         for first in range(0, len(batches), workload.accumulate):
             window = batches[first : first + workload.accumulate]
-            gradient = oracle.gradient(whole(tuple(((batch,),) for batch in window)))
+            gradient = oracle.gradient(one_device_layout(tuple(((batch,),) for batch in window)))
             if len(window) == 1:
                 gradient = {name: value * factor for name, value in gradient.items()}
             gradient = {name: value.to(oracle.dtype) for name, value in gradient.items()}

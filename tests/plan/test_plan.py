@@ -27,7 +27,7 @@ def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabili
 
 
 def test_on_more_nodes_than_it_declares_a_subject_is_unsupported():
-    mine = replace(declared(backends=("ddp", "ddp2")), conduct=TrainingBehavior(max_nodes=1))
+    mine = replace(declared(backends=("ddp", "ddp2")), behavior=TrainingBehavior(max_nodes=1))
     planned = plan(Matrix(gpus=4, workloads=("mlp",), precisions=("32",)), [mine])
     assert {one.cell.topology.num_nodes for one in planned if one.refusal is None} == {1}
     refused = [one for one in planned if one.cell.backend == "ddp" and one.cell.topology.num_nodes == 2]
@@ -36,12 +36,12 @@ def test_on_more_nodes_than_it_declares_a_subject_is_unsupported():
 
 def test_who_knows_no_epoch_is_not_asked_for_one():
     mine = replace(
-        declared(backends=("none",), capabilities=("checkpoint",)), conduct=TrainingBehavior(data="iterations")
+        declared(backends=("none",), capabilities=("checkpoint",)), behavior=TrainingBehavior(data="iterations")
     )
     planned = plan(Matrix(gpus=1), [mine])
     refused = {one.cell.workload for one in planned if one.refusal and "data='iterations'" in one.refusal}
     assert refused == {"sequential", "uneven"}
-    assert all(one.conduct.by_iterations for one in planned)
+    assert all(one.behavior.by_iterations for one in planned)
     assert "mlp" in {one.cell.workload for one in planned if one.refusal is None}
 
 

@@ -53,7 +53,7 @@ def submission(cluster, planned, tmp_path):
     return made, gate
 
 
-class Told(list):
+class AnyFinding(list):
     """What a follower told; ``at`` does something when a line says something, once."""
 
     def __init__(self):
@@ -83,7 +83,7 @@ def ends_of(run):
 
 def test_a_task_is_cancelled_and_what_it_left_is_examined_when_somebody_attaches(cluster, submission, capsys):
     made, gate = submission
-    told = Told().at("1 of 2 cells; tasks: 1 running", lambda: cluster.ask("scancel", str(made.jobs()[0])))
+    told = AnyFinding().at("1 of 2 cells; tasks: 1 running", lambda: cluster.ask("scancel", str(made.jobs()[0])))
     run = follow(made, told)
     assert run.incomplete
     assert {result.cell for result in run.results} == {"gated-mlp-none-1x1-32"}
@@ -112,7 +112,7 @@ def test_a_task_that_is_preempted_is_sent_again_with_what_it_left(cluster, submi
         )
         assert done.returncode == 0
 
-    told = Told().at("1 of 2 cells; tasks: 1 running", more_urgent)
+    told = AnyFinding().at("1 of 2 cells; tasks: 1 running", more_urgent)
     run = follow(made, told)
     assert "task 0 (preempted) left 1 cell undone: they are sent again" in told
     assert not run.incomplete
@@ -125,7 +125,7 @@ def test_nodes_that_are_drained_are_given_as_the_reason_for_waiting(cluster, sub
     gate.touch()
     nodes = "nodename=node2,node3"
     cluster.ask("scontrol", "update", nodes, "state=drain", "reason=a fan is loud")
-    told = Told().at(
+    told = AnyFinding().at(
         "1 pending .*(DRAINED|UnavailableNodes)", lambda: cluster.ask("scontrol", "update", nodes, "state=resume")
     )
     try:
@@ -138,7 +138,7 @@ def test_nodes_that_are_drained_are_given_as_the_reason_for_waiting(cluster, sub
 
 def test_a_task_that_never_gets_anywhere_is_given_up_with_its_log(cluster, submission):
     made, _ = submission
-    told = Told()
+    told = AnyFinding()
     broken = replace(made, batch=replace(made.batch, modules=("a-module-that-is-nowhere",)))
     assert follow(broken, told) is None
     assert re.search(r"task 0: ended twice \(FAILED\) and examined nothing more; 2 cells not examined: see", told[-1])
@@ -151,7 +151,7 @@ def test_two_tasks_make_one_run(cluster, submission, tmp_path):
     gate.touch()
     cells = [cell.cell for cell in made.cells]
     made = replace(made, tasks=((cells[0],), (cells[1],)))
-    told = Told()
+    told = AnyFinding()
     run = follow(made, told)
     assert [line for line in told if line.startswith("job ")] == [f"job {made.jobs()[1]}: 2 cells in 2 tasks"], told
     assert not run.incomplete

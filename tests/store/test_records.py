@@ -61,7 +61,7 @@ def test_what_a_subject_declares_is_written_down_with_its_cells():
     other = replace(CELL, subject="mine")
     declared = TrainingBehavior(buffers="per-rank", max_nodes=2)
     header = Header.of(
-        [CELL, other], command=[], options={}, fingerprint=Fingerprint(), simulated=True, conducts={other: declared}
+        [CELL, other], command=[], options={}, fingerprint=Fingerprint(), simulated=True, behaviors={other: declared}
     )
     ordinary, planned = record_of(line_of(header)).planned
     assert (TrainingBehavior.of(ordinary.conduct), TrainingBehavior.of(planned.conduct)) == (

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 
 from harness.core.errors import TraceError
 from harness.core.outcome import Outcome
-from harness.evidence.join_shards import put_together
-from harness.evidence.read import read_trace
-from harness.evidence.shard import Shard
-from harness.evidence.trace import Exit, RankTrace, Step, Trace
-from harness.evidence.write import write
+from harness.evidence.rank_file import write_rank
+from harness.evidence.read import join_shards, read_trace
+from harness.evidence.trace import Exit, RankTrace, Shard, Step, Trace
 
 SHAPE = (5, 3)
 
@@ -72,7 +70,7 @@ def test_every_rank_sees_the_whole(placement, dtype):
     shape, mesh, dimensions = placement
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     shards = shared_out(whole, mesh, dimensions)
-    seen = put_together(launch(*({"weight": shard, "bias": torch.ones(2)} for shard in shards)))
+    seen = join_shards(launch(*({"weight": shard, "bias": torch.ones(2)} for shard in shards)))
     for rank in seen.ranks:
         (step,) = rank.steps
         for tensors in (step.before, step.gradients, step.after, rank.final):
@@ -84,7 +82,7 @@ def test_every_rank_sees_the_whole(placement, dtype):
 def test_copies_that_differ_are_seen_as_they_are():
     whole, _ = rows()
     one, other = shared_out(whole, (2, 2), (None, 0)), shared_out(whole + 1, (2, 2), (None, 0))
-    seen = put_together(launch(*({"weight": shard} for shard in [*one[:2], *other[2:]])))
+    seen = join_shards(launch(*({"weight": shard} for shard in [*one[:2], *other[2:]])))
     assert [torch.equal(rank.final["weight"], whole) for rank in seen.ranks] == [True, True, False, False]
     assert all(torch.equal(rank.final["weight"], whole + 1) for rank in seen.ranks[2:])
 
@@ -95,23 +93,23 @@ def test_what_did_not_change_between_steps_stays_one_object():
     for rank, shard in enumerate(shards):
         first = Step((), {"weight": shard}, {}, {"weight": replace(shard, values=shard.values + 1)}, ())
         traces.append(RankTrace(rank, 3, (first, replace(first, before=first.after)), final=first.after))
-    for rank in put_together(Trace(tuple(traces))).ranks:
+    for rank in join_shards(Trace(tuple(traces))).ranks:
         assert rank.steps[1].before is rank.steps[0].after
         assert rank.final is rank.steps[1].after
 
 
 def test_evidence_without_shards_is_left_alone():
     trace = launch({"weight": torch.ones(2)}, {"weight": torch.zeros(2)})
-    assert put_together(trace) is trace
+    assert join_shards(trace) is trace
 
 
 def test_evidence_that_is_not_whole_is_left_to_what_broke_it():
     _, shards = rows()
     held = [{"weight": shard} for shard in shards]
     raised = launch(held[0], {}, held[2], error="ValueError: no", failed_at=1.0)
-    assert put_together(raised) is raised
+    assert join_shards(raised) is raised
     died = replace(launch(*held[:2]), exits={2: Exit(Outcome.CRASHED, "killed by signal 9")})
-    assert put_together(died) is died
+    assert join_shards(died) is died
 
 
 def broken(change):
@@ -123,25 +121,25 @@ def broken(change):
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        (broken(lambda shards: shards[:2]), "rank 2 left no part of it"),
-        ([*broken(lambda shards: shards[:2]), {}], "rank 2 left no part of it"),
-        ([*broken(lambda shards: shards[:2]), {"weight": torch.ones(SHAPE)}], "rank 2 left no part of it"),
+        (broken(lambda shards: shards[:2]), "rank 2 recorded no shard of it"),
+        ([*broken(lambda shards: shards[:2]), {}], "rank 2 recorded no shard of it"),
+        ([*broken(lambda shards: shards[:2]), {"weight": torch.ones(SHAPE)}], "rank 2 recorded no shard of it"),
         (broken(lambda s: [s[0], replace(s[1], begin=(1, 0)), s[2]]), "3 of its 15 entries are in several"),
-        (broken(lambda s: [s[0], replace(s[1], values=torch.ones(1, 3)), s[2]]), "3 of its 15 entries are nobody's"),
-        (broken(lambda s: [replace(shard, shape=(10**12, 3)) for shard in s]), "entries are nobody's"),
+        (broken(lambda s: [s[0], replace(s[1], values=torch.ones(1, 3)), s[2]]), "3 of its 15 entries are in no shard"),
+        (broken(lambda s: [replace(shard, shape=(10**12, 3)) for shard in s]), "entries are in no shard"),
         (broken(lambda s: [s[0], replace(s[1], values=torch.ones(3, 3)), s[2]]), "3 of its 15 entries are in several"),
-        (broken(lambda s: [s[0], replace(s[1], begin=(9, 0)), s[2]]), "reaches out of its shape"),
-        (broken(lambda s: [s[0], replace(s[1], begin=(2,)), s[2]]), "reaches out of its shape"),
-        (broken(lambda s: [s[0], replace(s[1], begin=(-2, 0)), s[2]]), "reaches out of its shape"),
+        (broken(lambda s: [s[0], replace(s[1], begin=(9, 0)), s[2]]), "exceeds its shape"),
+        (broken(lambda s: [s[0], replace(s[1], begin=(2,)), s[2]]), "exceeds its shape"),
+        (broken(lambda s: [s[0], replace(s[1], begin=(-2, 0)), s[2]]), "exceeds its shape"),
         (broken(lambda s: [s[0], replace(s[1], values=s[1].values.double()), s[2]]), "[5, 3] float64"),
         (broken(lambda s: [s[0], replace(s[1], shape=(5, 4)), s[2]]), "[5, 4] float32"),
-        (broken(lambda s: [s[0], replace(s[1], ranks=()), s[2]]), "rank 1 holds is neither all of it nor a block"),
-        (broken(lambda s: [replace(s[0], ranks=(1, 2)), *s[1:]]), "rank 0 holds is neither all of it nor a block"),
+        (broken(lambda s: [s[0], replace(s[1], ranks=()), s[2]]), "rank 1 holds neither all of it nor a block"),
+        (broken(lambda s: [replace(s[0], ranks=(1, 2)), *s[1:]]), "rank 0 holds neither all of it nor a block"),
     ],
 )
 def test_shards_that_do_not_fit_are_an_error_that_names_the_parameter(held, said):
     with pytest.raises(TraceError) as raised:
-        put_together(launch(*held))
+        join_shards(launch(*held))
     assert "weight (before, step 0)" in str(raised.value)
     assert said in str(raised.value)
 
@@ -151,14 +149,14 @@ def test_a_rank_that_took_fewer_steps_left_no_part_of_the_others():
     trace = launch(*({"weight": shard} for shard in shards))
     last = trace.ranks[2]
     fewer = replace(trace, ranks=(*trace.ranks[:2], replace(last, steps=())))
-    with pytest.raises(TraceError, match="rank 2 left no part of it"):
-        put_together(fewer)
+    with pytest.raises(TraceError, match="rank 2 recorded no shard of it"):
+        join_shards(fewer)
 
 
 def test_shards_travel_and_are_put_together_when_they_are_read(tmp_path):
     whole, shards = rows()
     for rank in launch(*({"weight": shard} for shard in shards)).ranks:
-        write(str(tmp_path / f"rank-{rank.rank}.safetensors"), rank)
+        write_rank(str(tmp_path / f"rank-{rank.rank}.safetensors"), rank)
     for rank in read_trace(tmp_path).ranks:
         assert torch.equal(rank.final["weight"], whole)
         assert rank.steps[0].after is rank.final

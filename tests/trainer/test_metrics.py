@@ -15,13 +15,13 @@ from harness.trainer import Trainer
 def told(problem, tmp_path):
     """Train, and return what each rank was told, in order."""
 
-    class Told(problem.Regression):
+    class AnyFinding(problem.Regression):
         def on_metrics(self, metrics):
             with open(Path(tmp_path) / f"rank{self.trainer.rank}", "a") as file:
                 file.write(json.dumps([self.trainer.global_step, metrics, dict(self.trainer.metrics)]) + "\n")
 
     def told(world=1, epochs=2, **options):
-        module = Told(batch_size=6, validates=True)
+        module = AnyFinding(batch_size=6, validates=True)
         several = {"gpus": world, "distributed_backend": "ddp"} if world > 1 else {}
         Trainer(accelerator="cpu", precision=64, max_epochs=epochs, **several, **options).fit(module)
         return [

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.worker.recording.recorder import Recorder
 from harness.workloads import WORKLOADS
 
@@ -42,7 +42,7 @@ def test_the_oracle_computes_the_same_gradient_with_the_masks_handed_back(record
     assert all(set(drawn.unique().tolist()) == {0.0, 2.0} for drawn in micro.drawn.values())
     oracle = Oracle(WORKLOAD, 1)
     oracle.load(step.before)
-    oracle.set_scene([step])
+    oracle.set_forward_state([step])
     for order in (SAMPLES, SAMPLES[::-1]):
         for name, value in oracle.gradient((((order,),),)).items():
             torch.testing.assert_close(step.gradients[name].double(), value, rtol=1e-4, atol=1e-6)

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from harness.core.errors import TraceError
+from harness.evidence.rank_file import flatten, write_rank
 from harness.evidence.read import read_rank
-from harness.evidence.trace import MicroBatch, RankTrace, Step, flatten
-from harness.evidence.write import write
+from harness.evidence.trace import MicroBatch, RankTrace, Step
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 SHARED_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -47,7 +47,7 @@ def trace_of(parameters, error=None):
 def whole(tmp_path):
     """A small whole file, as bytes, and the trace in it."""
     trace = trace_of({"weight": torch.tensor([[1.0, -2.5]]), "bias": torch.tensor(0.5)})
-    write(str(tmp_path / "rank.safetensors"), trace)
+    write_rank(str(tmp_path / "rank.safetensors"), trace)
     return (tmp_path / "rank.safetensors").read_bytes(), trace
 
 
@@ -55,7 +55,7 @@ def whole(tmp_path):
 @given(st.dictionaries(st.text("abc./é", min_size=1, max_size=6), tensors(), max_size=4), st.none() | st.text())
 def test_what_was_written_is_read(tmp_path, parameters, error):
     path, trace = tmp_path / "rank.safetensors", trace_of(parameters, error)
-    write(str(path), trace)
+    write_rank(str(path), trace)
     assert bits(read_rank(path)) == bits(trace)
 
 
@@ -63,26 +63,26 @@ def test_what_was_written_is_read(tmp_path, parameters, error):
 @pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (1,), (2, 3)], ids=str)
 def test_every_dtype_and_shape_is_kept(tmp_path, dtype, shape):
     trace = trace_of({"weight": torch.ones(shape).to(dtype)})
-    write(str(tmp_path / "rank"), trace)
+    write_rank(str(tmp_path / "rank"), trace)
     assert bits(read_rank(tmp_path / "rank")) == bits(trace)
 
 
 def test_numbers_that_are_not_finite_are_kept(tmp_path):
     weight = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0])
-    write(str(tmp_path / "rank"), trace_of({"weight": weight}))
+    write_rank(str(tmp_path / "rank"), trace_of({"weight": weight}))
     read = read_rank(tmp_path / "rank").steps[0].after["weight"]
     assert read.view(torch.int32).tolist() == weight.view(torch.int32).tolist()
 
 
 def test_a_view_is_written_as_what_it_shows(tmp_path):
     weight = torch.arange(12.0).view(3, 4).t()[::2]
-    write(str(tmp_path / "rank"), trace_of({"weight": weight}))
+    write_rank(str(tmp_path / "rank"), trace_of({"weight": weight}))
     assert torch.equal(read_rank(tmp_path / "rank").steps[0].after["weight"], weight)
 
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     with pytest.raises(KeyError):
-        write(str(tmp_path / "rank"), trace_of({"weight": torch.ones(1, dtype=torch.complex64)}))
+        write_rank(str(tmp_path / "rank"), trace_of({"weight": torch.ones(1, dtype=torch.complex64)}))
     assert not (tmp_path / "rank").exists()
 
 
@@ -182,7 +182,7 @@ def test_a_pickle_is_not_opened(tmp_path):
 
 def test_reading_over_and_over_leaves_nothing_in_this_process(tmp_path):
     path = tmp_path / "rank-3.safetensors"
-    write(str(path), trace_of({f"layer.{number}": torch.ones(300, number + 1) for number in range(9)}))
+    write_rank(str(path), trace_of({f"layer.{number}": torch.ones(300, number + 1) for number in range(9)}))
 
     def read(times):
         for _ in range(times):

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Sharded
 
-from harness.evidence.shard import Shard
+from harness.evidence.trace import Shard
 from harness.worker.recording.recorder import Recorder
 from harness.worker.recording.tensor_copies import is_still, is_zero, kept
 

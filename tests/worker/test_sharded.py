@@ -9,7 +9,7 @@ import torch
 
 from harness.core.errors import TraceError
 from harness.evidence.read import read_rank, read_trace
-from harness.evidence.shard import Shard
+from harness.evidence.trace import Shard
 from harness.launch.local.launcher import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS
@@ -85,7 +85,7 @@ def test_weights_that_did_not_change_between_steps_are_written_once(trained):
 
 
 def test_a_rank_that_steps_alone_is_recorded_and_the_sentence_says_who_is_missing(trained):
-    with pytest.raises(TraceError, match=r"layers\.\d\.\w+ \(before, step 0\) .* rank 1 left no part of it"):
+    with pytest.raises(TraceError, match=r"layers\.\d\.\w+ \(before, step 0\) .* rank 1 recorded no shard of it"):
         trained("astray", "1x2")
 
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from harness.evidence import projection as sketches
 from harness.evidence.projection import CHUNK, ROWS, fingerprint, is_still, kept, numbers_of, project, sketch
+from harness.evidence.rank_file import write_rank
 from harness.evidence.read import read_rank
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import RankTrace
-from harness.evidence.write import write
+from harness.evidence.trace import RankTrace, Sketch
 from harness.worker.recording.recorder import Recorder
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -157,7 +156,7 @@ def test_a_sketch_travels(tmp_path):
     recorder = Recorder(sketch_above=16)
     recorder.watch(model)
     weights = recorder._weights()
-    write(str(tmp_path / "rank-0.safetensors"), RankTrace(0, 1, (), final=weights))
+    write_rank(str(tmp_path / "rank-0.safetensors"), RankTrace(0, 1, (), final=weights))
     read = read_rank(tmp_path / "rank-0.safetensors").final
     assert torch.equal(read["bias"], model.bias)
     assert isinstance(read["weight"], Sketch)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.oracle import Oracle
 from harness.worker.assignment import Assignment
 from harness.worker.job import Job
 from harness.worker.recording.recorder import Recorder

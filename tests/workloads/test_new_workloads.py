@@ -11,7 +11,7 @@ import torch
 from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
 from harness.core.precision import PRECISIONS
-from harness.judge.oracle.training import Oracle, gather, mean_gradient
+from harness.judge.oracle.oracle import Oracle, gather, mean_gradient
 from harness.planning.plan import Declaration, Matrix, plan
 from harness.subjects.declare import CAPABILITIES
 from harness.trainer.replicas import gather as trainers_gather

@@ -9,7 +9,7 @@ import torch
 
 from harness.evidence.trace import Tensors
 from harness.judge.oracle.noise import distance, norm
-from harness.judge.oracle.training import mean_gradient
+from harness.judge.oracle.oracle import mean_gradient
 
 CONCLUSIVE = 4
 """A fit needs at least this many equations for each unknown, or it would fit anything."""
@@ -23,11 +23,6 @@ def scaled(factor: float, gradient: Tensors) -> Tensors:
 def added(left: Tensors, right: Tensors) -> Tensors:
     """Return the sum, with the names of the left."""
     return {name: left[name] + right[name].double() if name in right else left[name] for name in left}
-
-
-def length(gradient: Tensors) -> float:
-    """Return the 2-norm of all tensors together."""
-    return math.hypot(*map(norm, gradient.values()))
 
 
 def clip_limit_of(clipped: float, whole: float) -> float:

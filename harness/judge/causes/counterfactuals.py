@@ -9,11 +9,11 @@ import torch
 
 from harness.core.precision import Precision
 from harness.evidence.trace import Tensors
-from harness.judge import batch_positions as places
-from harness.judge.causes.combinations import fit, flat, length, total_distance
+from harness.judge.causes.combinations import fit, flat, total_distance
+from harness.judge.oracle.epochs import evaluations_due
 from harness.judge.oracle.layout import Layout, draws
-from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import Oracle, mean_gradient
+from harness.judge.oracle.noise import length, norm
+from harness.judge.oracle.oracle import Oracle, mean_gradient
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Columns
 
@@ -41,7 +41,7 @@ class Counterfactuals:
     def at(self, index: int) -> Iterator[Oracle]:
         """Give the oracle with the weights and the buffers that rank 0 had before the step."""
         oracle = self.analysis.oracle
-        self.analysis.place(oracle, self.analysis.moments[index])
+        self.analysis.load_step(oracle, self.analysis.steps[index])
         try:
             yield oracle
         finally:
@@ -66,13 +66,13 @@ class Counterfactuals:
 
     def evaluations(self) -> list[tuple[int, int]]:
         """Return where the model was evaluated or should have been: (steps, micro-batches) done before it."""
-        due = [where[0] for where in places.due(self.analysis)]
+        due = [where[0] for where in evaluations_due(self.analysis)]
         made = [(one.step, one.micro_batches) for trace in self.analysis.trace.ranks for one in trace.evaluations]
         return [*due, *made]
 
     def skipped_before(self, index: int) -> bool:
         """Say whether a GradScaler skipped the step before."""
-        return index > 0 and self.analysis.moments[index - 1].skipped
+        return index > 0 and self.analysis.steps[index - 1].skipped
 
     def parameters_of_optimizers(self) -> list[frozenset[str]]:
         """Return the parameters of each of the workload's optimizers."""
@@ -125,13 +125,13 @@ class Counterfactuals:
 
     def is_coupled(self, index: int) -> bool:
         """Say whether samples depend on each other: the right gradient is no weighted sum of each sample's own."""
-        truth = self.analysis.truths[index]
+        right = self.analysis.expected[index].raw
         each = self.each_sample(index)
         if not each:
             return True
-        fitted = fit(each, truth.raw, list(truth.raw))
+        fitted = fit(each, right, list(right))
         # Both sides are float64: what is not one part in a million away is the same.
-        return fitted is not None and total_distance(fitted, truth.raw) > 1e-6 * length(truth.raw)
+        return fitted is not None and total_distance(fitted, right) > 1e-6 * length(right)
 
     def held_out(self, oracle: Oracle) -> Columns:
         """Return the samples of the validation set."""
@@ -140,5 +140,5 @@ class Counterfactuals:
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         """Return the step's gradient computed in another precision."""
         oracle = Oracle(self.workload, self.cell.topology.devices, precision)
-        self.analysis.place(oracle, self.analysis.moments[index])
+        self.analysis.load_step(oracle, self.analysis.steps[index])
         return oracle.gradient(self.layout(index))

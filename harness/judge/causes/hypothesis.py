@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from harness.core.finding import Finding
-from harness.core.finding_order import UNEXPLAINED
+from harness.core.finding import UNEXPLAINED, Finding
 from harness.judge.trace_analysis import TraceAnalysis
 
 OCCASIONAL = 100

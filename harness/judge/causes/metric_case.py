@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from harness.judge.causes.hypothesis import Hypothesis
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, LossTable, Portions, Report, State, mean
+from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, Report, mean
 
 Values = Iterable[float]
 """What a hypothesis about a metric predicts."""
@@ -21,14 +21,14 @@ class MetricCase:
     report: Report
 
     @cached_property
-    def windows(self) -> list[Portions]:
+    def windows(self) -> list[BatchShares]:
         """The shares of batches over which the mean may be taken: one entry for each way to choose them."""
         return self.losses.windows(self.report, RIGHT[self.report.name])
 
     @cached_property
-    def truths(self) -> list[float]:
+    def expected_values(self) -> list[float]:
         """The values that are right."""
-        return self.losses.truths(self.report)
+        return self.losses.expected_values(self.report)
 
     @property
     def held_out(self) -> bool:
@@ -49,7 +49,7 @@ class MetricCase:
         """Return the case of another report."""
         return MetricCase(self.losses, replace(self.report, **changes))  # type: ignore[arg-type]
 
-    def in_state(self, state: State) -> list[float]:
+    def in_state(self, state: LossMode) -> list[float]:
         """Return the means over the windows, and over all held-out samples, in another state."""
         values = [mean(window) for window in self.losses.windows(self.report, state)]
         each = self.losses.each(self.report.place, state) if self.held_out else None

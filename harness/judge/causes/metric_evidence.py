@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from harness.core.finding import Finding
-from harness.core.finding_order import UNEXPLAINED
+from harness.core.finding import UNEXPLAINED, Finding
 from harness.judge.causes.hypothesis import Evidence, Match
 from harness.judge.causes.metric_case import MetricCase, MetricHypothesis
 from harness.judge.causes.registry import explain

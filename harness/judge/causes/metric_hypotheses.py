@@ -8,27 +8,27 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from harness.judge.causes.metric_case import MetricCase, MetricHypothesis, Values
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, Portions, State, mean, total
+from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchShares, LossMode, mean, total
 
 DIGITS = range(1, 7)
 """Numbers of decimals to which people round what they log."""
 
 
-def _by(portions: Portions, key: Callable[..., object]) -> list[Portions]:
-    """Return the portions that have something in common, each such part by itself."""
-    return [tuple(p for p in portions if key(p) == one) for one in dict.fromkeys(map(key, portions))]
+def _by(shares: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
+    """Return the shares that have something in common, each such part by itself."""
+    return [tuple(p for p in shares if key(p) == one) for one in dict.fromkeys(map(key, shares))]
 
 
-def _batches(portions: Portions) -> list[Portions]:
-    return _by(portions, lambda portion: (portion.step, portion.batch))
+def _batches(shares: BatchShares) -> list[BatchShares]:
+    return _by(shares, lambda share: (share.step, share.batch))
 
 
-def _steps(portions: Portions) -> list[Portions]:
-    return _by(portions, lambda portion: portion.step)
+def _steps(shares: BatchShares) -> list[BatchShares]:
+    return _by(shares, lambda share: share.step)
 
 
-def _ranks(portions: Portions) -> list[Portions]:
-    return _by(portions, lambda portion: portion.rank)
+def _ranks(shares: BatchShares) -> list[BatchShares]:
+    return _by(shares, lambda share: share.rank)
 
 
 def _plain(values: Sequence[float]) -> float:
@@ -36,27 +36,27 @@ def _plain(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _mean_of_means(parts: Sequence[Portions]) -> float:
+def _mean_of_means(parts: Sequence[BatchShares]) -> float:
     return _plain([mean(part) for part in parts])
 
 
-def _of_batches(portions: Portions) -> Values:
+def _of_batches(shares: BatchShares) -> Values:
     """Yield means in which batches weigh the same, whatever their sizes."""
-    yield _mean_of_means(_batches(portions))
-    yield _plain([portion.loss for portion in portions])
-    yield _mean_of_means(_steps(portions))
-    yield _plain([_mean_of_means(_batches(step)) for step in _steps(portions)])
+    yield _mean_of_means(_batches(shares))
+    yield _plain([share.loss for share in shares])
+    yield _mean_of_means(_steps(shares))
+    yield _plain([_mean_of_means(_batches(step)) for step in _steps(shares)])
 
 
-def _of_ranks(portions: Portions) -> Values:
+def _of_ranks(shares: BatchShares) -> Values:
     """Yield means in which ranks weigh the same, however many samples they have."""
-    yield _mean_of_means(_ranks(portions))
-    yield _plain([_mean_of_means(_ranks(batch)) for batch in _batches(portions)])
-    yield sum(_mean_of_means(_ranks(batch)) * _count(batch) for batch in _batches(portions)) / _count(portions)
+    yield _mean_of_means(_ranks(shares))
+    yield _plain([_mean_of_means(_ranks(batch)) for batch in _batches(shares)])
+    yield sum(_mean_of_means(_ranks(batch)) * _count(batch) for batch in _batches(shares)) / _count(shares)
 
 
-def _count(portions: Portions) -> int:
-    return sum(len(portion.samples) for portion in portions)
+def _count(shares: BatchShares) -> int:
+    return sum(len(share.samples) for share in shares)
 
 
 def _one_ranks_own(case: MetricCase) -> Values:
@@ -83,13 +83,13 @@ def _last_batch_only(case: MetricCase) -> Values:
     """Predict the loss of the last batch, over all ranks."""
     for window in case.windows:
         last = _batches(window)[-1]
-        yield from (mean(last), _plain([portion.loss for portion in last]))
+        yield from (mean(last), _plain([share.loss for share in last]))
 
 
 def _repeats_counted(case: MetricCase) -> Values:
     """Predict that samples which pad the ranks to equal shares count as often as they were drawn."""
     for window in case.windows if case.held_out else ():
-        drawn = [i for portion in window for i in portion.samples]
+        drawn = [i for share in window for i in share.samples]
         if len(drawn) != len(set(drawn)):
             yield mean(window)
             yield from _of_batches(window)
@@ -102,7 +102,7 @@ def _part_of_the_samples(case: MetricCase) -> Values:
     if losses is None:
         return
     for window in case.windows:
-        seen = sorted({i for portion in window for i in portion.samples})
+        seen = sorted({i for share in window for i in share.samples})
         if len(seen) < len(losses):
             yield mean(window)
             yield from _of_batches(window)
@@ -116,7 +116,7 @@ def _batch_missing(case: MetricCase) -> Values:
     for window in case.windows:
         batches = _batches(window)
         for rest in (batches[1:], batches[:-1]) if len(batches) > 1 else ():
-            left = tuple(portion for batch in rest for portion in batch)
+            left = tuple(share for batch in rest for share in batch)
             yield mean(left)
             yield from _of_batches(left)
         # A sum that leaves a batch out, divided by the number of all samples.
@@ -128,23 +128,28 @@ def _summed(case: MetricCase) -> Values:
     """Predict a sum over samples, batches or ranks that was not divided."""
     for window in case.windows:
         means = [mean(batch) for batch in _batches(window)]
-        yield from (total(window), sum(means), sum(portion.loss for portion in window))
+        yield from (total(window), sum(means), sum(share.loss for share in window))
         yield from (sum(mean(own) for own in _ranks(window)), sum(sum(p.loss for p in own) for own in _ranks(window)))
-        yield from (sum(portion.loss for portion in _batches(window)[-1]), sum(mean(step) for step in _steps(window)))
+        yield from (sum(share.loss for share in _batches(window)[-1]), sum(mean(step) for step in _steps(window)))
 
 
 def _divided_by_full_batches(case: MetricCase) -> Values:
     """Predict that the sum over samples is divided as if every batch were full."""
     for window in case.windows:
         yield total(window) / (len(window) * case.batch_size)
-        yield sum(portion.loss for portion in window) / -(-_count(window) // case.batch_size)
+        yield sum(share.loss for share in window) / -(-_count(window) // case.batch_size)
 
 
 def _multiplied(factor: Callable[[MetricCase], Iterable[float]]) -> Callable[[MetricCase], Values]:
     """Return the prediction that the value is off by a factor."""
 
     def predict(case: MetricCase) -> Iterator[float]:
-        bases = [*case.truths, *_last_batch_only(case), *_mean_of_batch_means(case), *_mean_of_rank_means(case)]
+        bases = [
+            *case.expected_values,
+            *_last_batch_only(case),
+            *_mean_of_batch_means(case),
+            *_mean_of_rank_means(case),
+        ]
         yield from (value * number for number in factor(case) if number != 1 for value in bases)
 
     return predict
@@ -171,20 +176,20 @@ def _epoch(case: MetricCase) -> Values:
 
 
 def _scale(case: MetricCase) -> Values:
-    moments = case.losses.analysis.moments
-    scales = {step.scale for moment in moments for step in moment.ranks if step.scale}
+    moments = case.losses.analysis.steps
+    scales = {step.scale for global_step in moments for step in global_step.ranks if step.scale}
     yield from (*scales, *(1 / scale for scale in scales))
 
 
 def _other_mode(case: MetricCase) -> Values:
     """Predict the training loss in evaluation mode, or the held-out loss in training mode."""
     right = RIGHT[case.report.name]
-    return case.in_state(State(0, training=not right.training))
+    return case.in_state(LossMode(0, training=not right.training))
 
 
 def _moved(later: int) -> Callable[[MetricCase], Values]:
     def predict(case: MetricCase) -> Values:
-        return case.in_state(State(later, training=RIGHT[case.report.name].training))
+        return case.in_state(LossMode(later, training=RIGHT[case.report.name].training))
 
     return predict
 
@@ -192,7 +197,7 @@ def _moved(later: int) -> Callable[[MetricCase], Values]:
 def _again_after_the_step(case: MetricCase) -> Values:
     yield from _moved(1)(case)
     if not case.held_out:
-        yield from case.in_state(State(1, training=False))
+        yield from case.in_state(LossMode(1, training=False))
 
 
 def _stale(case: MetricCase) -> Values:
@@ -201,7 +206,7 @@ def _stale(case: MetricCase) -> Values:
     before = [(step, 0) for step in range(steps if not micro_batches else steps + 1)]
     for place in (previous, *reversed(before)):
         if place is not None and (place > (0, 0) or case.held_out):
-            yield from case.of_report(place=place, previous=None).truths
+            yield from case.of_report(place=place, previous=None).expected_values
 
 
 def _never_reset(case: MetricCase) -> Values:
@@ -217,28 +222,28 @@ def _of_the_other_samples(case: MetricCase) -> Values:
     steps, micro_batches = case.report.place
     other = case.of_report(name=TRAINING if case.held_out else HELD_OUT, previous=None)
     if (steps, micro_batches) > (0, 0):
-        yield from other.truths
+        yield from other.expected_values
         yield from _last_batch_only(other)
         yield from _one_ranks_own(other)
     if case.held_out:
         for training in (False, True):
-            losses = case.losses.each(case.report.place, State(0, training=training), held_out=False)
+            losses = case.losses.each(case.report.place, LossMode(0, training=training), held_out=False)
             if losses is None:
                 continue
             yield float(losses.mean())
             yield float(losses[: len(case.losses.held_out)].mean())
             for window in case.windows:
-                drawn = [i for portion in window for i in portion.samples]
+                drawn = [i for share in window for i in share.samples]
                 yield float(losses[drawn].mean())
 
 
 def _rounded(case: MetricCase) -> Values:
     """Predict the right value with fewer digits: decimals, or a 16-bit tensor."""
-    for truth in case.truths:
-        if math.isfinite(truth):
-            yield from (round(truth, digits) for digits in DIGITS)
+    for value in case.expected_values:
+        if math.isfinite(value):
+            yield from (round(value, digits) for digits in DIGITS)
             for dtype in (torch.float16, torch.bfloat16):
-                yield float(torch.tensor(truth, dtype=torch.float64).to(dtype))
+                yield float(torch.tensor(value, dtype=torch.float64).to(dtype))
 
 
 HYPOTHESES = (

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from harness.evidence.trace import RankTrace
 from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, most_specific
-from harness.judge.interruption import Interruption
-from harness.judge.oracle.training import Optimizers, Oracle
-from harness.judge.oracle.update_replay import Meddling, replay
+from harness.judge.interrupted_training import Interruption
+from harness.judge.oracle.oracle import Optimizers, Oracle
+from harness.judge.oracle.update_replay import Intervention, replay
 
 Errors = dict[str, float]
 """The largest error of each parameter, in × noise, over all resumed steps."""
@@ -72,7 +72,7 @@ class OptimizerStateCase(CountedCase):
                 return Match(rank=first, figures={**prediction.figures, "refuted": refuted})
         return None
 
-    def errors(self, trace: RankTrace, place: int, change: Meddling | None = None) -> Errors:
+    def errors(self, trace: RankTrace, place: int, change: Intervention | None = None) -> Errors:
         """Return the errors of a trace from a step on, with a change that is made to the replay's optimizers."""
         errors: Errors = {}
         for deviation in replay(trace, self.interruption.resumed, change):
@@ -103,7 +103,7 @@ class OptimizerStateCase(CountedCase):
 LossHypothesis = Hypothesis[OptimizerStateCase, Variant]
 
 
-def _once(place: int, change: Callable[[Any], None]) -> Meddling:
+def _once(place: int, change: Callable[[Any], None]) -> Intervention:
     """Change each replay's optimizers before its first step after the interruption."""
     done: list[Optimizers] = []
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from harness.judge.causes.hypothesis import Hypothesis, Match, holds
 from harness.judge.causes.learning_rate import Rates, rates_at, same_rates, without_schedule
 from harness.judge.causes.resumed_state import InterruptedCase
-from harness.judge.interruption import Draws
+from harness.judge.interrupted_training import Draws
 
 
 class ProgressCase(InterruptedCase):

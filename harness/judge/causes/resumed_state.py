@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.evidence.trace import Tensors
 from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, holds
-from harness.judge.interruption import Interruption
+from harness.judge.interrupted_training import Interruption
 from harness.judge.trace_analysis import same
 
 
@@ -79,7 +79,7 @@ class ResumedBuffersCase(StateCase):
     def of(cls, interruption: Interruption, rank: int) -> ResumedBuffersCase:
         """Return the case of a rank."""
         found = interruption.resumed.trace.ranks[rank].steps[0].buffers
-        start = interruption.whole.moments[0].ranks[0].buffers
+        start = interruption.whole.steps[0].ranks[0].buffers
         return cls(interruption, rank, found, interruption.origin(0).final_buffers, start)
 
 
@@ -92,12 +92,12 @@ class ScaleCase(InterruptedCase):
     @property
     def found(self) -> float | None:
         """The loss scale of the resumed step, None without a GradScaler."""
-        return self.interruption.resumed.moments[self.step - self.interruption.place].ranks[self.rank].scale
+        return self.interruption.resumed.steps[self.step - self.interruption.place].ranks[self.rank].scale
 
     @property
     def first(self) -> float | None:
         """The loss scale of the first step."""
-        return self.interruption.whole.moments[0].ranks[self.rank].scale
+        return self.interruption.whole.steps[0].ranks[self.rank].scale
 
     @property
     def last(self) -> float | None:

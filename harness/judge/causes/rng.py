@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, TraceCase, holds
-from harness.judge.oracle.dropout_masks import Place
+from harness.judge.oracle.dropout_masks import MaskPosition
 
-Pair = tuple[Place, Place]
+Pair = tuple[MaskPosition, MaskPosition]
 """Two masks that are alike, in the order in which the first of their ranks drew them."""
 
 

@@ -67,7 +67,7 @@ SampleHypothesis = Hypothesis[SampleCase, Match]
 
 def sample_case(analysis: TraceAnalysis) -> SampleCase:
     """Return the case to explain, by the way in which the subject declares to draw."""
-    return IterationSampleCase(analysis) if analysis.conduct.by_iterations else EpochSampleCase(analysis)
+    return IterationSampleCase(analysis) if analysis.behavior.by_iterations else EpochSampleCase(analysis)
 
 
 def _flat(draws: Iterable[Iterable[int]]) -> list[int]:
@@ -83,12 +83,12 @@ def _of_another_dataset(case: SampleCase) -> Iterator[Match]:
 
 
 def _loss_of_others(case: SampleCase) -> Iterator[Match]:
-    for moment in case.analysis.moments:
-        for rank, step in enumerate(moment.ranks):
+    for global_step in case.analysis.steps:
+        for rank, step in enumerate(global_step.ranks):
             used = [i for micro in step.micro_batches for i in micro.loss or ()]
             seen = [i for micro in step.micro_batches for i in micro.samples]
             if missing := set(seen) - set(used) if used else set():
-                yield Match(moment.index, rank, {"missing": len(missing), "seen": len(set(seen))})
+                yield Match(global_step.index, rank, {"missing": len(missing), "seen": len(set(seen))})
 
 
 def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase], Iterator[Match]]:

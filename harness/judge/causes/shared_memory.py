@@ -16,8 +16,8 @@ from torch import Tensor
 
 from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
-from harness.judge.oracle.training import Oracle
-from harness.judge.oracle.update_replay import stepped
+from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis, same
 
 _NEAR = 0.01
@@ -94,7 +94,11 @@ SHARED_MEMORY: Hypothesis[TraceCase, Match] = Hypothesis(
 
 
 def _same_gradients(analysis: TraceAnalysis) -> bool:
-    return all(same(step.gradients, moment.ranks[0].gradients) for moment in analysis.moments for step in moment.ranks)
+    return all(
+        same(step.gradients, global_step.ranks[0].gradients)
+        for global_step in analysis.steps
+        for step in global_step.ranks
+    )
 
 
 def _is_anothers(count: _Count, world: int) -> bool:
@@ -132,7 +136,7 @@ def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
         assert step is not None
         update = none
         if not step.skipped:
-            weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+            weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
             update = {name: value - step.before[name].double() for name, value in weights.items()}
         # Where a step computes its own gradients, as closures do, it begins before the others' last steps have ended.
         yield _Move(step.before, step.after, update, earlier, apart=False)

@@ -30,21 +30,21 @@ def _some_ranks_never_stepped(case: TraceCase) -> Iterator[Match]:
 
 def _without_batch(analysis: TraceAnalysis) -> list[GlobalStep]:
     """Return the steps before which no rank had a batch since the step before."""
-    return [moment for moment in analysis.moments if not any(step.micro_batches for step in moment.ranks)]
+    return [global_step for global_step in analysis.steps if not any(step.micro_batches for step in global_step.ranks)]
 
 
 def _steps_per_batch(case: TraceCase) -> tuple[float, GlobalStep | None]:
     """Return how many steps there are for each step with a batch, and the first step without one."""
     without = _without_batch(case.analysis)
-    with_batch = len(case.analysis.moments) - len(without)
-    return len(case.analysis.moments) / with_batch if with_batch else 0.0, without[0] if without else None
+    with_batch = len(case.analysis.steps) - len(without)
+    return len(case.analysis.steps) / with_batch if with_batch else 0.0, without[0] if without else None
 
 
 def _stepped_by_several_optimizers(case: TraceCase) -> Iterator[Match]:
     """A step without a batch moved other parameters than the step before it, and some of the same."""
     _, first = _steps_per_batch(case)
     if first is not None and first.index:
-        before = case.analysis.moments[first.index - 1].ranks[0].gradients.keys()
+        before = case.analysis.steps[first.index - 1].ranks[0].gradients.keys()
         moved = first.ranks[0].gradients.keys()
         if moved != before and moved & before:
             yield Match(first.index, figures={"shared": len(moved & before)})
@@ -62,7 +62,7 @@ def _stepped_without_a_batch(case: TraceCase) -> Iterator[Match]:
     if first is not None:
         unclear = times == case.analysis.cell.processes == 2
         more = " (twice, or once a rank? Three ranks would tell)" if unclear else ""
-        figures = {"count": len(_without_batch(case.analysis)), "total": len(case.analysis.moments), "more": more}
+        figures = {"count": len(_without_batch(case.analysis)), "total": len(case.analysis.steps), "more": more}
         yield Match(first.index, figures=figures)
 
 
@@ -193,7 +193,7 @@ STEP_COUNT = (
     Counted("ranks-differ-in-steps", "data", _ranks_differ,
         "ranks took {counts} steps, by rank",
         "have all ranks the same number of batches?", 90),
-    Counted("another-number-of-steps", "optimizer", holds(lambda case: case.analysis.conduct.by_iterations),
+    Counted("another-number-of-steps", "optimizer", holds(lambda case: case.analysis.behavior.by_iterations),
         "the subject declares that it trains by iterations",
         "take job.steps optimizer steps, each of job.accumulate batches", 80),
     Counted("too-many-batches", "data", _too_many,

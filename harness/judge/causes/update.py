@@ -13,8 +13,8 @@ from harness.evidence.trace import Step, Tensors
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.causes.shared_memory import SHARED_MEMORY
 from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import Oracle
-from harness.judge.oracle.update_replay import stepped
+from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis
 
 KNOWN_TO = 1e-3
@@ -41,7 +41,7 @@ class UpdateCase(TraceCase):
         weights: Tensors = {}
         for step in self.analysis.trace.ranks[self.rank].steps[: self.index + 1]:
             if not step.skipped:
-                weights = stepped(oracle, optimizer, step.before, step.gradients, step.learning_rates)
+                weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
         return weights
 
     @property
@@ -102,7 +102,7 @@ def _stored_in_float32(case: UpdateCase) -> Iterator[Match]:
 
 def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
     """A rank moved some of the weights, as it should, and other ranks moved the rest."""
-    steps = case.analysis.moments[case.index].ranks
+    steps = case.analysis.steps[case.index].ranks
     before, after, right = case.step.before, case.step.after, case.right
     due = {name for name in right if name in after and norm(right[name] - before[name].double())}
     moved = [{name for name in due if not torch.equal(step.before[name], step.after[name])} for step in steps]

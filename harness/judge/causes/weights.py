@@ -30,7 +30,7 @@ class ChangedWeightsCase(TraceCase):
 
 def _moved_by_earlier_ranks(case: TraceCase) -> Iterator[Match]:
     """A rank begins as many updates from the start as ranks before it have stepped."""
-    for rank, step in enumerate(case.analysis.moments[0].ranks):
+    for rank, step in enumerate(case.analysis.steps[0].ranks):
         if times := _updates_between(case.analysis.start, step.before, step, case.analysis):
             yield Match(0, rank, {"first": rank, "times": times})
 
@@ -53,19 +53,19 @@ def _difference(left: Tensors, right: Tensors, names: Sequence[str]) -> torch.Te
 
 
 def _parameters_missing(case: TraceCase) -> Iterator[Match]:
-    for step in case.analysis.moments[0].ranks:
+    for step in case.analysis.steps[0].ranks:
         if missing := sorted(case.analysis.start.keys() - step.before.keys()):
             yield Match(0, figures={"count": len(missing), "all": len(case.analysis.start), "name": missing[0]})
 
 
 def _initialised_anew(case: TraceCase) -> Iterator[Match]:
-    first, *others = [step.before for step in case.analysis.moments[0].ranks]
+    first, *others = [step.before for step in case.analysis.steps[0].ranks]
     if all(same(before, first) for before in others):
         yield Match(0)
 
 
 def _not_broadcast(case: TraceCase) -> Iterator[Match]:
-    first, *others = [step.before for step in case.analysis.moments[0].ranks]
+    first, *others = [step.before for step in case.analysis.steps[0].ranks]
     differing = {n for before in others for n in before if n in first and not torch.equal(before[n], first[n])}
     which = "all weights" if differing == first.keys() else f"{len(differing)} of {len(first)} parameters"
     yield Match(0, figures={"which": which})
@@ -89,12 +89,12 @@ INITIAL_WEIGHTS = (
 
 def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
     """Return in what a rank differs first from rank 0, and where."""
-    for moment in analysis.moments:
-        first = moment.ranks[0]
-        for rank, step in enumerate(moment.ranks):
-            here = Match(moment.index, rank)
+    for global_step in analysis.steps:
+        first = global_step.ranks[0]
+        for rank, step in enumerate(global_step.ranks):
+            here = Match(global_step.index, rank)
             if not same(step.before, first.before):
-                return "weights before a step" if moment.index else "weights before the first step", here
+                return "weights before a step" if global_step.index else "weights before the first step", here
             if same(step.after, first.after):
                 continue
             if step.learning_rates != first.learning_rates:
@@ -134,7 +134,7 @@ DIVERGED_RANKS = (
 
 def _changes(case: TraceCase) -> Iterator[tuple[int, int]]:
     """Yield the step and the rank where weights change before the next step begins."""
-    for before, after in pairwise(case.analysis.moments):
+    for before, after in pairwise(case.analysis.steps):
         for rank, step in enumerate(after.ranks):
             if not same(step.before, before.ranks[rank].after):
                 yield before.index, rank
@@ -143,7 +143,7 @@ def _changes(case: TraceCase) -> Iterator[tuple[int, int]]:
 def _moved_when_skipped(case: TraceCase) -> Iterator[Match]:
     """The first change between steps follows a skipped step; if there is none, some change after the last step does."""
     if (first := next(_changes(case), None)) is not None:
-        if case.analysis.moments[first[0]].ranks[first[1]].skipped:
+        if case.analysis.steps[first[0]].ranks[first[1]].skipped:
             yield Match(*first)
         return
     for trace in case.analysis.trace.ranks:
@@ -154,8 +154,8 @@ def _moved_when_skipped(case: TraceCase) -> Iterator[Match]:
 def _weights_averaged(case: TraceCase) -> Iterator[Match]:
     if (first := next(_changes(case), None)) is not None:
         index, rank = first
-        ranks = [step.after for step in case.analysis.moments[index].ranks]
-        if _is_mean(case.analysis.moments[index + 1].ranks[rank].before, ranks):
+        ranks = [step.after for step in case.analysis.steps[index].ranks]
+        if _is_mean(case.analysis.steps[index + 1].ranks[rank].before, ranks):
             yield Match(*first)
 
 

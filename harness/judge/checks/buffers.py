@@ -10,60 +10,54 @@ import torch
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.checks.own_buffers import own_buffers
-from harness.judge.error_outcome import Deviation, Vacuous, larger, times
-from harness.judge.oracle.buffer_replay import errors, moves, should_move
-from harness.judge.oracle.noise import limit
-from harness.judge.trace_analysis import DRAWS, TraceAnalysis, same
+from harness.judge.findings import Vacuous, error_at, failed, from_deviation
+from harness.judge.oracle.buffer_replay import buffer_errors, changed, must_change
+from harness.judge.oracle.noise import Deviation, larger, limit
+from harness.judge.trace_analysis import TraceAnalysis, same
 
 
 def buffers(analysis: TraceAnalysis) -> Finding | None:
-    """All ranks begin each step's forward with the same buffers, and these are what the first device made of them.
+    """All ranks begin each step's forward with the same buffers, which are what the first device made of them.
 
-    They may differ after a forward: DDP broadcasts them at the next one. None where the model has no buffers. Of a
-    subject that declares that each rank keeps its own, it is asked whether they are what the rank's own samples make.
+    They may differ after a forward: DDP broadcasts them at the next one. None where the model has no buffers. A
+    subject that declares that each rank keeps its own buffers is judged by the rank's own samples.
     """
-    if not analysis.moments or not analysis.moments[0].ranks[0].buffers:
+    if not analysis.steps or not analysis.steps[0].ranks[0].buffers:
         return None
-    if analysis.conduct.own_buffers and analysis.cell.processes > 1:
+    if analysis.behavior.own_buffers and analysis.cell.processes > 1:
         return own_buffers(analysis)
-    for moment in analysis.moments:
-        for rank, step in enumerate(moment.ranks):
-            if not same(step.buffers, moment.ranks[0].buffers):
-                name = next((n for n, b in step.buffers.items() if not _equal(b, moment.ranks[0].buffers.get(n))), None)
-                return Finding(
+    for global_step in analysis.steps:
+        first = global_step.ranks[0].buffers
+        for rank, step in enumerate(global_step.ranks):
+            if not same(step.buffers, first):
+                return failed(
                     "buffers",
-                    Outcome.FAILED,
-                    f"at step {moment.index} rank {rank} began with another {name} than rank 0: "
-                    "buffers are not broadcast before the forward (if that is on purpose, declare buffers='per-rank')",
+                    "buffers are not broadcast before the forward (if that is intended, declare buffers='per-rank'): "
+                    "the forward began with another value than on rank 0",
                     cause="buffers-not-broadcast",
                     family="buffers",
-                    step=moment.index,
-                    parameter=name,
+                    step=global_step.index,
                     rank=rank,
+                    parameter=next((n for n, value in step.buffers.items() if not _equal(value, first.get(n))), None),
                 )
     worst = _replay(analysis)
-    good = worst.x_noise <= limit(DRAWS)
-    return Finding(
-        "buffers",
-        Outcome.PASSED if good else Outcome.FAILED,
-        f"buffers are {'those' if good else 'not those'} of the first device ({times(worst.x_noise)}, {worst.where})",
-        cause=None if good else "buffers-updated-otherwise",
-        family=None if good else "buffers",
-        error_x_noise=worst.x_noise,
-        step=worst.step,
-        parameter=worst.parameter,
-    )
+    if worst.x_noise <= limit():
+        message = f"buffers are those of the first device: {error_at(worst, limit())}"
+        return from_deviation("buffers", Outcome.PASSED, message, worst)
+    message = f"buffers are not those of the first device: {error_at(worst, limit())}"
+    finding = from_deviation("buffers", Outcome.FAILED, message, worst)
+    return replace(finding, cause="buffers-updated-otherwise", family="buffers")
 
 
 def _replay(analysis: TraceAnalysis) -> Deviation:
-    """Follow the first rank's forwards from each step's buffers to the next step's, and return the largest error."""
+    """Replay the first rank's forwards from each step's buffers to the next step's, and return the largest error."""
     worst: dict[str, Deviation] = {}
-    moved = False
-    for moment, following in pairwise(analysis.moments):
-        moved = moved or moves(moment, following, 0)
-        for way, deviation in errors(analysis, moment, following, 0):
+    any_changed = False
+    for global_step, following in pairwise(analysis.steps):
+        any_changed = any_changed or changed(global_step, following, 0)
+        for way, deviation in buffer_errors(analysis, global_step, following, 0):
             worst[way] = larger(worst.get(way), replace(deviation, rank=None))
-    if not moved and should_move(analysis):
+    if not any_changed and must_change(analysis):
         raise Vacuous("no buffer changed from step to step")
     return min(worst.values(), key=lambda deviation: deviation.x_noise, default=Deviation(0.0))
 

@@ -1,4 +1,4 @@
-"""Is the gradient that the optimizer was handed the right one?"""
+"""Is the gradient that the optimizer got the right one?"""
 
 from __future__ import annotations
 
@@ -11,75 +11,81 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Step, Tensors
 from harness.judge.causes import explain_gradients
-from harness.judge.error_outcome import Deviation, Vacuous, found, larger, nearest
-from harness.judge.oracle.noise import TOGETHER, distance, error_along, in_noise, norm
-from harness.judge.trace_analysis import TraceAnalysis, Truth
+from harness.judge.findings import Vacuous, compare_with_two, failed
+from harness.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, in_noise, larger, norm
+from harness.judge.trace_analysis import ExpectedGradients, TraceAnalysis
 
-PROMISE = "the backend promises for these shares"
+PROMISE = "what the backend promises for these samples"
 
 
 def gradients(analysis: TraceAnalysis) -> Finding:
     """Each rank's gradient at each step, at the subject's own weights and samples, against ℓ(B) and the contract."""
-    if not analysis.taken:
+    if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank")
-    _refuse_blindness(analysis)
+    _refuse_vacuous(analysis)
     contract: Deviation | None = None
     # One device may take the micro-batches one by one or all samples at once; a trainer keeps to one of them.
     one_device: dict[int, Deviation] = {}
     gaps: dict[int, float] = {}
-    for moment, rank, step in analysis.differing_ranks("gradients"):
-        truth = analysis.truths[moment.index]
-        for name, promised in truth.contract.items():
-            noise = analysis.noise.at(name, truth.units[name])
+    for global_step, rank, step in analysis.differing_ranks("gradients"):
+        expected = analysis.expected[global_step.index]
+        for name, promised in expected.contract.items():
+            noise = analysis.noise.at(name, expected.units[name])
             given = step.gradients.get(name, torch.zeros_like(promised))
-            place = (moment.index, name, rank)
+            place = (global_step.index, name, rank)
             contract = larger(contract, Deviation(in_noise(distance(given, promised), noise), *place))
-            for way, gradient in enumerate(truth.one_device):
-                error = in_noise(distance(given, gradient[name]), noise)
-                one_device[way] = larger(one_device.get(way), Deviation(error, *place))
+            for way, gradient in enumerate(expected.one_device):
+                error = Deviation(in_noise(distance(given, gradient[name]), noise), *place)
+                one_device[way] = larger(one_device.get(way), error)
                 gaps[way] = max(gaps.get(way, 0.0), in_noise(distance(gradient[name], promised), noise))
-        noise = analysis.noise.at(TOGETHER, math.hypot(*truth.units.values()))
-        place = (moment.index, TOGETHER, rank)
-        along = in_noise(error_along(step.gradients, truth.contract), noise)
-        contract = larger(contract, Deviation(along, *place))
-        for way, gradient in enumerate(truth.one_device):
-            along = in_noise(error_along(step.gradients, gradient), noise)
-            one_device[way] = larger(one_device.get(way), Deviation(along, *place))
+        noise = analysis.noise.at(TOGETHER, math.hypot(*expected.units.values()))
+        place = (global_step.index, TOGETHER, rank)
+        contract = larger(contract, Deviation(in_noise(error_along(step.gradients, expected.contract), noise), *place))
+        for way, gradient in enumerate(expected.one_device):
+            error = Deviation(in_noise(error_along(step.gradients, gradient), noise), *place)
+            one_device[way] = larger(one_device.get(way), error)
     assert contract is not None
-    finding = nearest(
+    finding = compare_with_two(
         "gradients",
         "gradients",
-        whole=min(one_device.values(), key=lambda deviation: deviation.x_noise),
+        one_device=min(one_device.values(), key=lambda deviation: deviation.x_noise),
         contract=contract,
         gap=min(gaps.values()),
-        limit=0.0 if analysis.exact else analysis.limit,
+        limit=analysis.allowed(analysis.limit),
         promise=PROMISE,
     )
     if finding.outcome is Outcome.FAILED:
         return explain_gradients(finding, analysis)
-    return _out_of_nowhere(analysis) or finding
+    return _undue_gradient(analysis) or finding
 
 
-def _out_of_nowhere(analysis: TraceAnalysis) -> Finding | None:
-    """Return what is wrong where a parameter that no loss of the step depends on was handed a gradient.
+def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
+    """Return the failure where the optimizer got a gradient of a parameter that no loss of the step depends on.
 
-    One of zeros is a gradient too, where decay makes something of it: a parameter whose first gradient is yet to come
-    has none, and stays still. Later on zeros may be what is left of an earlier step.
+    A gradient of zeros counts where weight decay makes something of it: a parameter without a gradient so far must not
+    change. Later on zeros may be what is left of an earlier step.
     """
-    for moment, rank, step in analysis.differing_ranks("gradients"):
-        for name in step.gradients.keys() - analysis.truths[moment.index].contract.keys():
+    for global_step, rank, step in analysis.differing_ranks("gradients"):
+        for name in step.gradients:
+            if name in analysis.expected[global_step.index].contract:
+                continue
             frozen = name not in analysis.oracle.trained
             if norm(step.gradients[name]):
-                what = f"which is {'frozen' if frozen else 'unused in this step'}"
-            elif not frozen and name not in _used_until(moment.index, analysis) and not _still(name, step):
-                what = "all zeros, and it moved, although no loss has depended on it yet"
+                what = f"of a parameter that is {'frozen' if frozen else 'unused in this step'}"
+            elif not frozen and name not in _used_until(global_step.index, analysis) and not _still(name, step):
+                what = "of zeros, and moved a parameter that no loss has depended on so far"
             else:
                 continue
-            message = f"at step {moment.index} rank {rank} was handed a gradient of {name}, {what}"
-            finding = found("gradients", Outcome.FAILED, message, Deviation(math.inf, moment.index, name, rank))
-            if frozen:
-                return replace(finding, cause="frozen-parameter-trained", family="optimizer")
-            return replace(finding, cause="unused-parameter-moved", family="unused-params")
+            finding = failed(
+                "gradients",
+                f"the optimizer got a gradient {what}",
+                cause="frozen-parameter-trained" if frozen else "unused-parameter-moved",
+                family="optimizer" if frozen else "unused-params",
+                step=global_step.index,
+                rank=rank,
+                parameter=name,
+            )
+            return replace(finding, error_x_noise=math.inf)
     return None
 
 
@@ -89,25 +95,25 @@ def _still(name: str, step: Step) -> bool:
 
 def _used_until(index: int, analysis: TraceAnalysis) -> set[str]:
     """Return the parameters on which some loss has depended up to a step."""
-    return {name for step, truth in analysis.truths.items() if step <= index for name in truth.contract}
+    return {name for step, expected in analysis.expected.items() if step <= index for name in expected.contract}
 
 
-def _refuse_blindness(analysis: TraceAnalysis) -> None:
-    """Raise where even a wrong trainer would have passed."""
-    truths = analysis.truths.values()
-    if all(norm(value) == 0 for truth in truths for value in truth.contract.values()):
+def _refuse_vacuous(analysis: TraceAnalysis) -> None:
+    """Raise where a wrong trainer would have passed too."""
+    expected = analysis.expected.values()
+    if all(norm(value) == 0 for each in expected for value in each.contract.values()):
         raise Vacuous("every gradient is zero")
-    several = [truth for truth in truths if sum(len(groups) for groups in truth.parts) > 1]
-    if several and not any(_shares_differ(truth, analysis) for truth in several):
+    several = [each for each in expected if sum(len(groups) for groups in each.parts) > 1]
+    if several and not any(_shares_differ(each, analysis) for each in several):
         raise Vacuous("every share has the same gradient, so a missing average would not be seen")
 
 
-def _shares_differ(truth: Truth, analysis: TraceAnalysis) -> bool:
-    parts: list[Tensors] = [part for groups in truth.parts for part in groups]
+def _shares_differ(expected: ExpectedGradients, analysis: TraceAnalysis) -> bool:
+    parts: list[Tensors] = [part for groups in expected.parts for part in groups]
     return any(
-        # Numbers that are not finite are no reason to call the check blind.
-        not distance(part[name], mean) <= analysis.limit * analysis.noise.at(name, truth.units[name])
-        for name, mean in truth.raw.items()
+        # Numbers that are not finite do not make the check vacuous.
+        not distance(part[name], mean) <= analysis.limit * analysis.noise.at(name, expected.units[name])
+        for name, mean in expected.raw.items()
         for part in parts
         if name in part
     )

@@ -1,8 +1,9 @@
-"""Did every rank come to life, in the right world, and leave its evidence?"""
+"""Did every rank start, in a world of the right size, leave its trace, and end?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
@@ -11,32 +12,34 @@ from harness.evidence.trace import Exit, Trace
 
 _LONGEST_LINE = 300
 _STACKS = 4
-"""Of so many ranks the calls are shown; of more, those of the one that is named."""
+"""Of up to so many ranks all stacks are shown; of more, only that of the rank that is named."""
+
+AFTER_TRAINING = ("validation", "metrics")
+"""Checks that also judge what a trainer does after the last step, which a rank that hung may not have reached."""
 
 
 def launch(trace: Trace, cell: Cell) -> Finding | None:
-    """Return what is wrong with the launch, or None where the evidence is whole.
+    """Return what is wrong with the launch, or None where the trace is whole.
 
-    A rank that died explains those that waited for it, so deaths come before time-outs and time-outs before
-    exceptions that other ranks got from a peer that went away.
+    A rank that crashed explains those that waited for it, so crashes come first. A rank that raised is the origin more
+    often than one that was then ended for waiting, so time-outs come last.
     """
-    # A rank that raised is the origin more often than one that was then killed for waiting.
-    errors = [(rank.failed_at or 0.0, rank.rank) for rank in trace.ranks if rank.error]
-    crashes = [rank for rank, exit in trace.exits.items() if exit.outcome is Outcome.CRASHED]
-    lost = [rank for rank, exit in trace.exits.items() if exit.outcome is Outcome.ERRORED]
-    stuck = [(_patience(exit), rank) for rank, exit in trace.exits.items() if exit.outcome is Outcome.TIMED_OUT]
-    if crashes:
-        return _finding(Outcome.CRASHED, min(crashes), trace)
-    if lost:
-        return _finding(Outcome.ERRORED, min(lost), trace)
-    if errors:
-        return _finding(Outcome.ERRORED, min(errors)[1], trace)
-    if stuck:
-        return _finding(Outcome.TIMED_OUT, min(stuck)[1], trace)
+    ends: dict[Outcome, list[int]] = {
+        outcome: [rank for rank, exit in trace.exits.items() if exit.outcome is outcome] for outcome in Outcome
+    }
+    raised = [(rank.failed_at or 0.0, rank.rank) for rank in trace.ranks if rank.error]
+    if crashed := ends[Outcome.CRASHED]:
+        return _ended_badly(Outcome.CRASHED, min(crashed), trace)
+    if lost := ends[Outcome.ERRORED]:
+        return _ended_badly(Outcome.ERRORED, min(lost), trace)
+    if raised:
+        return _ended_badly(Outcome.ERRORED, min(raised)[1], trace)
+    if late := ends[Outcome.TIMED_OUT]:
+        return _ended_badly(Outcome.TIMED_OUT, min(late, key=lambda rank: (*_progress(trace.exits[rank]), rank)), trace)
     present = [rank.rank for rank in trace.ranks]
     if present != list(range(cell.processes)):
         return Finding(
-            "launch", Outcome.ERRORED, f"evidence of ranks {present} is here, not of 0 to {cell.processes - 1}"
+            "launch", Outcome.ERRORED, f"there are traces of ranks {present}, not of ranks 0 to {cell.processes - 1}"
         )
     alone = [rank for rank in trace.ranks if rank.world_size != cell.processes]
     if alone:
@@ -51,7 +54,7 @@ def launch(trace: Trace, cell: Cell) -> Finding | None:
 
 
 def details(finding: Finding, trace: Trace) -> str:
-    """Return what else is known of a launch that broke: how other ranks ended, calls, and what was printed last."""
+    """Return the details of a launch that broke: how other ranks ended, their stacks, and the last output."""
     ends = _ends(trace)
     if finding.rank not in ends:
         return ""
@@ -62,17 +65,38 @@ def details(finding: Finding, trace: Trace) -> str:
         if stacks[rank]:
             lines += [f"rank {rank} was at", *(f"  {call}" for call in stacks[rank].splitlines())]
         elif finding.outcome is Outcome.TIMED_OUT:
-            lines.append(f"rank {rank} left no stack: it did not answer SIGUSR1")
+            lines.append(f"rank {rank} has no stack: it did not respond to SIGUSR1")
     said = trace.exits[finding.rank].said if finding.rank in trace.exits else ""
     return "\n".join([*lines, *([f"rank {finding.rank} said last", said] if said else [])])
 
 
-def _patience(exit: Exit) -> tuple[bool, int]:
-    """Sort key: who waits for nobody comes before those who wait in a collective, then who has come least far."""
+def with_hung_ranks(findings: tuple[Finding, ...], trace: Trace) -> tuple[Finding, ...]:
+    """Return the findings of a training some of whose ranks hung after the last step, with a note that says so.
+
+    The trace of the training is complete, and its findings hold, except those about what may be missing because a rank
+    hung.
+    """
+    rank, exit = min(trace.hung.items())
+    version = next((f" (torch {one.torch})" for one in trace.ranks if one.torch), "")
+    note = (
+        f"The training was complete. Afterwards rank {rank} hung{_where(exit)}: {exit.message}"
+        f"{version}. This does not affect what it computed."
+    )
+    judged = [
+        replace(one, outcome=Outcome.TIMED_OUT, message=f"rank {rank} hung after the last step: {one.message}")
+        if one.check in AFTER_TRAINING and one.outcome is Outcome.FAILED
+        else one
+        for one in findings
+    ]
+    return (Finding("launch", Outcome.PASSED, note, rank=rank), *judged)
+
+
+def _progress(exit: Exit) -> tuple[bool, int]:
+    """Sort key: a rank that waits in no collective first, then the one with the fewest steps."""
     return exit.waits_in is not None, exit.step or 0
 
 
-def _finding(outcome: Outcome, rank: int, trace: Trace) -> Finding:
+def _ended_badly(outcome: Outcome, rank: int, trace: Trace) -> Finding:
     others = len(_ends(trace)) - 1
     suffix = f" ({others} other rank{'s' * (others > 1)} ended badly after it)" if others > 0 else ""
     steps = {one.rank: len(one.steps) for one in trace.ranks}
@@ -81,13 +105,19 @@ def _finding(outcome: Outcome, rank: int, trace: Trace) -> Finding:
 
 
 def _ends(trace: Trace) -> dict[int, str]:
-    """Return how each rank ended that ended badly, in a line."""
+    """Return in one line how each rank ended that ended badly."""
     ends = {rank.rank: f"{_beginning(rank.error)}{_at(len(rank.steps))}" for rank in trace.ranks if rank.error}
     for rank, exit in trace.exits.items():
-        waits = f", waiting in {exit.waits_in}" if exit.waits_in else ""
-        place = f", in {exit.stack.splitlines()[0]}" if exit.stack and not waits else ""
-        ends[rank] = f"{exit.message}{_at(exit.step)}{waits}{place}"
+        where = _where(exit)
+        ends[rank] = f"{exit.message}{_at(exit.step)}{',' if where else ''}{where}"
     return dict(sorted(ends.items()))
+
+
+def _where(exit: Exit) -> str:
+    """Return the collective in which a rank waited, or else the innermost line of its stack."""
+    if exit.waits_in:
+        return f" waiting in {exit.waits_in}"
+    return f" in {exit.stack.splitlines()[0]}" if exit.stack else ""
 
 
 def _at(step: int | None) -> str:
@@ -95,14 +125,14 @@ def _at(step: int | None) -> str:
 
 
 def _beginning(error: str) -> str:
-    """Return the first line of what a rank raised, which says what; torch's dispatcher goes on for a hundred."""
+    """Return the first line of an error, shortened; torch's dispatcher errors have a hundred lines."""
     first, _, rest = error.strip().partition("\n")
     first = first if len(first) <= _LONGEST_LINE else first[:_LONGEST_LINE] + " …"
     return f"{first} …" if rest.strip() else first
 
 
 def _of_several(ends: dict[int, str]) -> list[str]:
-    """Return a line for each way to end: ranks that ended alike share one."""
+    """Return a line for each way to end, with the ranks that ended so."""
     alike: dict[str, list[int]] = {}
     for rank, end in ends.items():
         alike.setdefault(end, []).append(rank)

@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
 from harness.judge.causes import explain
 from harness.judge.causes.learning_rate import LearningRateCase
+from harness.judge.findings import failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 
 PRECISION = 1e-12
-"""Rates are float64 numbers that went through a handful of operations: this is thousands of roundings."""
+"""Rates are float64 numbers that went through a few operations: this is thousands of roundings."""
 
 
 def learning_rate(analysis: TraceAnalysis) -> Finding:
     """The rates of all parameter groups at each step taken; a schedule moves on after each of them."""
     optimizer = analysis.oracle.optimizer()
     schedule = analysis.oracle.schedule(optimizer)
-    for moment in analysis.taken:
+    for global_step in analysis.steps_taken:
         expected = [float(group["lr"]) for group in optimizer.param_groups]
-        for rank, step in enumerate(moment.ranks):
+        for rank, step in enumerate(global_step.ranks):
             used = list(step.learning_rates)
             if len(used) != len(expected) or any(
                 abs(u - e) > PRECISION * abs(e) for u, e in zip(used, expected, strict=True)
             ):
-                message = f"at step {moment.index} rank {rank} stepped with learning rates {used}, not {expected}"
-                finding = Finding(
-                    "learning-rate", Outcome.FAILED, message, family="optimizer", step=moment.index, rank=rank
-                )
+                message = f"learning rates are {used} where the workload has {expected}"
+                finding = failed("learning-rate", message, family="optimizer", step=global_step.index, rank=rank)
                 return explain(finding, LearningRateCase(analysis, rank))
         analysis.oracle.set_gradients({})
-        optimizer.step()  # without gradients it changes nothing; a schedule insists on it
+        optimizer.step()  # without gradients it changes nothing; a schedule requires it
         schedule()
-    return Finding("learning-rate", Outcome.PASSED, "every step used the workload's learning rate")
+    return passed("learning-rate", "every step used the workload's learning rate")

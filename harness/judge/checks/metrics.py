@@ -1,4 +1,4 @@
-"""Are the figures that the trainer reports true?"""
+"""Are the metrics that the trainer reports correct?"""
 
 from __future__ import annotations
 
@@ -7,48 +7,49 @@ import math
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import explain_metrics
-from harness.judge.error_outcome import Deviation, Vacuous, found, larger, times
+from harness.judge.findings import Vacuous, error_at, from_deviation, times
 from harness.judge.oracle.expected_metrics import LossTable, Report
+from harness.judge.oracle.noise import Deviation, larger
 from harness.judge.trace_analysis import TraceAnalysis
 
 
 def metrics(analysis: TraceAnalysis) -> Finding | None:
     """Each ``loss`` and ``val_loss``, on each rank that reports it, against the mean that it stands for.
 
-    Noise is what the same mean in the cell's own precision, on one device, differs by; at least one rounding. Where
-    nobody asked for metrics and none was reported there is no question, nor where a loss is no mean over samples.
+    Noise is the error of the same mean in the cell's precision, on one device; at least one rounding. None where the
+    workload needs no metrics and none was reported, and where a loss is no mean over samples.
     """
-    asked = "metrics" in analysis.workload.needs
-    if not asked and not any(trace.logged for trace in analysis.trace.ranks):
+    needed = "metrics" in analysis.workload.needs
+    if not needed and not any(trace.logged for trace in analysis.trace.ranks):
         return None
-    books = LossTable(analysis)
-    if not books.reports:
-        if asked:
+    table = LossTable(analysis)
+    if not table.reports:
+        if needed:
             raise Vacuous("no 'loss' and no 'val_loss' was logged after training had begun")
         return None
     worst: Deviation | None = None
     wrong: list[Report] = []
-    for report in books.reports:
-        error = min((books.error(report, truth) for truth in books.truths(report)), default=math.inf)
+    for report in table.reports:
+        error = min((table.error(report, value) for value in table.expected_values(report)), default=math.inf)
         worst = larger(worst, Deviation(error, report.step, None, report.rank))
-        if not error <= books.limit:
+        if not error <= table.limit:
             wrong.append(report)
     assert worst is not None
     if wrong:
-        return explain_metrics(_accusation(wrong[0], len(wrong), books, worst), wrong, books)
-    names = " and ".join(sorted({report.name for report in books.reports}))
-    message = f"each of {len(books.reports)} values of {names} is true: {times(worst.x_noise)} at {worst.where}"
-    return found("metrics", Outcome.PASSED, message, worst, books.limit)
+        return explain_metrics(_failed(wrong[0], len(wrong), table, worst.x_noise), wrong, table)
+    names = " and ".join(sorted({report.name for report in table.reports}))
+    message = f"all {len(table.reports)} reported values of {names} are correct: {error_at(worst, table.limit)}"
+    return from_deviation("metrics", Outcome.PASSED, message, worst, table.limit)
 
 
-def _accusation(report: Report, count: int, books: LossTable, worst: Deviation) -> Finding:
-    """Return the finding for the first report that is wrong, of so many."""
-    truths = books.truths(report)
-    nearest = min(truths, key=lambda truth: abs(truth - report.value), default=math.nan)
-    error = times(books.error(report, nearest))
+def _failed(report: Report, count: int, table: LossTable, x_noise: float) -> Finding:
+    """Return the finding for the first of ``count`` reports that are wrong; ``x_noise`` is the largest error."""
+    values = table.expected_values(report)
+    nearest = min(values, key=lambda value: abs(value - report.value), default=math.nan)
     message = (
-        f"{report.name} was reported as {report.value:.6g} at step {report.step} on rank {report.rank}, "
-        f"and is {nearest:.6g} ({error}; {count} of {len(books.reports)} values are wrong)"
+        f"{report.name} was reported as {report.value:.6g} where {nearest:.6g} is correct, an error of "
+        f"{times(table.error(report, nearest))} at step {report.step} on rank {report.rank}; "
+        f"{count} of {len(table.reports)} reported values are wrong"
     )
-    place = Deviation(worst.x_noise, report.step, None, report.rank)
-    return found("metrics", Outcome.FAILED, message, place, books.limit)
+    place = Deviation(x_noise, report.step, None, report.rank)
+    return from_deviation("metrics", Outcome.FAILED, message, place, table.limit)

@@ -1,55 +1,51 @@
 """Which samples were used: every one once an epoch, on one rank, in an order that changes with the epoch.
 
-Where the subject declares that its data comes by iterations, there are no epochs: then ranks must draw by themselves.
+Where the subject declares that its data comes by iterations, there are no epochs, and ranks must draw independently.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
-from harness.evidence.trace import Step
-from harness.judge import sampler_draws as draws
+from harness.judge import sampler_draws
 from harness.judge.causes import explain
 from harness.judge.causes.samples import sample_case
-from harness.judge.error_outcome import Vacuous
+from harness.judge.findings import Vacuous, failed, passed
+from harness.judge.sampler_draws import drawn
 from harness.judge.trace_analysis import TraceAnalysis
 
-Used = list[list[int]]
+Used = list[tuple[int, ...]]
 """Sample ids by step, over all ranks."""
 
 
 def samples(analysis: TraceAnalysis) -> Finding:
     """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
     world, expected = analysis.cell.processes, len(analysis.oracle.data)
-    used: Used = [[i for step in moment.ranks for i in _forwarded(step)] for moment in analysis.moments]
+    used: Used = [tuple(i for step in each.ranks for i in drawn(step)) for each in analysis.steps]
     if not any(used):
         raise Vacuous("the model was never called with a batch that has an 'index'")
-    by_iterations = analysis.conduct.by_iterations
+    by_iterations = analysis.behavior.by_iterations
     problem = (
-        _windows(analysis)
-        or _loss_saw_something_else(analysis)
-        or _strangers(used, expected)
-        or (_dependent(analysis) if by_iterations else _epochs(analysis, used, expected))
+        _wrong_batch_size(analysis)
+        or _loss_of_other_samples(analysis)
+        or _unknown_sample(used, expected)
+        or (_dependent_draws(analysis) if by_iterations else _epochs(analysis, used, expected))
     )
     if problem:
-        return explain(Finding("samples", Outcome.FAILED, problem, family="data"), sample_case(analysis))
+        return explain(failed("samples", problem, family="data"), sample_case(analysis))
     if by_iterations:
-        message = f"{_full(analysis)} samples in each step, over {world} ranks; by iterations: epochs are not judged"
-    else:
-        message = f"each of {expected} samples once an epoch, over {world} ranks{_as_declared(analysis)}"
-    return Finding("samples", Outcome.PASSED, message)
-
-
-def _as_declared(analysis: TraceAnalysis) -> str:
-    shuffle = analysis.conduct.shuffle
-    return "" if shuffle == "job" else f"; the order is that of shuffle={shuffle!r}, which the subject declares"
+        size = _window_size(analysis)
+        return passed(
+            "samples", f"{size} samples in each step over {world} ranks, by iterations: epochs are not judged"
+        )
+    shuffle = analysis.behavior.shuffle
+    declared = "" if shuffle == "job" else f"; the order is that of shuffle={shuffle!r}, which the subject declares"
+    return passed("samples", f"each of {expected} samples once an epoch, over {world} ranks{declared}")
 
 
 def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
-    """Coverage and order of each epoch."""
+    """Return what is wrong with the coverage or the order of the epochs."""
     windows, world = analysis.epochs.windows, analysis.cell.processes
     epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
     return (
@@ -59,73 +55,71 @@ def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
     )
 
 
-def _dependent(analysis: TraceAnalysis) -> str | None:
-    """Draws that follow from those of another rank, or from those before them."""
-    if (again := draws.repeated(analysis)) is not None:
-        return f"at step {again[0]} rank {again[1]} draws the samples of the batch before it again"
-    if (found := draws.shared(analysis)) is None:
+def _dependent_draws(analysis: TraceAnalysis) -> str | None:
+    """Return what is wrong where draws follow from those of another rank, or from those before them."""
+    if (again := sampler_draws.repeated(analysis)) is not None:
+        return f"a batch has the samples of the batch before it at step {again[0]} on rank {again[1]}"
+    if (found := sampler_draws.shared(analysis)) is None:
         return None
     when = "over all steps" if found.step is None else f"at step {found.step}"
-    return f"{when} ranks {found.first} and {found.second} draw the same samples: {found.count} of {found.places}"
+    ranks = f"ranks {found.first} and {found.second}"
+    return f"{ranks} draw the same samples in {found.count} of {found.places} places {when}"
 
 
-def _full(analysis: TraceAnalysis) -> int:
+def _window_size(analysis: TraceAnalysis) -> int:
     """Return how many samples a whole window has over all ranks."""
     return analysis.workload.accumulate * analysis.workload.global_batch_size(analysis.devices)
 
 
-def _windows(analysis: TraceAnalysis) -> str | None:
+def _wrong_batch_size(analysis: TraceAnalysis) -> str | None:
     """Every step but the last of an epoch consumes ``accumulate`` whole batches; by iterations every step does."""
-    full, world, windows = _full(analysis), analysis.cell.processes, analysis.epochs.windows
-    for moment in analysis.moments:
-        count = sum(1 for step in moment.ranks for _ in _forwarded(step))
-        short = (moment.index + 1) % windows == 0 and count < full + world and not analysis.conduct.by_iterations
-        if count != full and not short:
-            return f"step {moment.index} consumed {count} samples, not {full}"
+    size, world, windows = _window_size(analysis), analysis.cell.processes, analysis.epochs.windows
+    for global_step in analysis.steps:
+        count = sum(len(drawn(step)) for step in global_step.ranks)
+        is_last = (global_step.index + 1) % windows == 0 and not analysis.behavior.by_iterations
+        if count != size and not (is_last and count < size + world):
+            return f"step {global_step.index} consumed {count} samples, not {size}"
     return None
 
 
-def _loss_saw_something_else(analysis: TraceAnalysis) -> str | None:
-    for moment in analysis.moments:
-        everybody = sorted(i for step in moment.ranks for i in _forwarded(step))
-        for rank, step in enumerate(moment.ranks):
+def _loss_of_other_samples(analysis: TraceAnalysis) -> str | None:
+    for global_step in analysis.steps:
+        everybody = sorted(i for step in global_step.ranks for i in drawn(step))
+        for rank, step in enumerate(global_step.ranks):
             if any(micro.loss is None for micro in step.micro_batches):
                 continue  # a loss of the subject's own
             given = sorted(i for micro in step.micro_batches for i in micro.loss or ())
-            seen = sorted(_forwarded(step))
-            # A loss over all ranks' gathered outputs is given everybody's samples.
+            seen = sorted(drawn(step))
+            # A loss over all ranks' gathered outputs is given all samples.
             if given not in (seen, everybody):
                 return (
-                    f"at step {moment.index} on rank {rank} the loss was given other samples "
-                    f"({len(given)}) than went through the model ({len(seen)})"
+                    f"the loss got {len(given)} samples, which are not the {len(seen)} that went through the model, "
+                    f"at step {global_step.index} on rank {rank}"
                 )
     return None
 
 
-def _forwarded(step: Step) -> Iterable[int]:
-    return (i for micro in step.micro_batches for i in micro.samples)
-
-
-def _strangers(used: Used, expected: int) -> str | None:
+def _unknown_sample(used: Used, expected: int) -> str | None:
     for index, step in enumerate(used):
         for sample in step:
             if not 0 <= sample < expected:
-                return f"at step {index} sample {sample} was used, which the dataset does not have"
+                return f"sample {sample} was used at step {index}, and the dataset has samples 0 to {expected - 1}"
     return None
 
 
 def _coverage(number: int, epoch: Used, windows: int, expected: int, world: int) -> str | None:
     counts = Counter(i for step in epoch for i in step)
-    repeats = sum(counts.values()) - len(counts)
+    repeats, unseen = sum(counts.values()) - len(counts), expected - len(counts)
     # DistributedSampler pads the last batch with repeats, fewer than there are ranks.
     if repeats >= max(world, 1):
         sample, times = counts.most_common(1)[0]
-        unseen = expected - len(counts)
-        return f"in epoch {number} {repeats} draws were repeats (sample {sample} {times} times)" + (
-            f": {'ranks share samples, ' if world > 1 else ''}{unseen} of {expected} were never seen" if unseen else ""
-        )
-    if len(epoch) == windows and len(counts) < expected:
-        return f"in epoch {number} {expected - len(counts)} of {expected} samples were never seen"
+        message = f"{repeats} draws of epoch {number} were repeats (sample {sample} was drawn {times} times)"
+        if not unseen:
+            return message
+        shared = "ranks share samples, and " if world > 1 else ""
+        return f"{message}; {shared}{unseen} of {expected} samples were never drawn"
+    if len(epoch) == windows and unseen > 0:
+        return f"{unseen} of {expected} samples were never drawn in epoch {number}"
     return None
 
 
@@ -135,33 +129,31 @@ def _shards_kept(analysis: TraceAnalysis, windows: int) -> str | None:
         return None
     shards = [
         [
-            {i for step in trace.steps[start : start + windows] for i in _forwarded(step)}
+            {i for step in trace.steps[start : start + windows] for i in drawn(step)}
             for start in range(0, len(trace.steps) - windows + 1, windows)
         ]
         for trace in analysis.trace.ranks
     ]
     if all(len(epochs) > 1 and all(shard == epochs[0] for shard in epochs) for epochs in shards):
-        return "every rank draws the samples of the epoch before: shards are fixed and only shuffled inside"
+        return "every rank draws the same samples in every epoch: shards are fixed, and shuffled only inside"
     return None
 
 
 def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | None:
     steps = [[frozenset(step) for step in epoch] for epoch in epochs]
-    who = "the workload" if analysis.conduct.shuffle == "job" else "the subject, by its declaration,"
+    who = "the workload" if analysis.behavior.shuffle == "job" else "the subject, by its declaration,"
     if analysis.shuffles:
         shared = min(len(epoch) for epoch in steps)
         if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:
             return f"epoch 1 has the order of epoch 0 although {who} shuffles"
         return None
-    for number, epoch in enumerate(epochs):
+    for number, epoch in enumerate(steps):
         position = 0
         for index, step in enumerate(epoch):
-            size = len(set(step))
-            ahead = {i % expected for i in range(position, position + size)}
-            if set(step) != ahead:
+            if step != {i % expected for i in range(position, position + len(step))}:
                 return (
-                    f"at step {index} of epoch {number} the samples are not the next {size} "
+                    f"the samples are not the next {len(step)} of the dataset at step {index} of epoch {number} "
                     f"although {who} does not shuffle"
                 )
-            position += size
+            position += len(step)
     return None

@@ -1,14 +1,14 @@
-"""Do weights move by optimizer steps alone?"""
+"""Do weights change by optimizer steps alone?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes import explain
 from harness.judge.causes.weights import ChangedWeightsCase
+from harness.judge.findings import failed, passed
 from harness.judge.trace_analysis import TraceAnalysis, same
 
 
@@ -18,20 +18,17 @@ def stillness(analysis: TraceAnalysis) -> Finding:
         for index, left, found in _pauses(trace):
             if found is left or same(left, found):
                 continue
-            name = next((n for n in left if n not in found or not left[n].equal(found[n])), None)
-            last = index == len(trace.steps) - 1
-            finding = Finding(
+            when = "the last step" if index == len(trace.steps) - 1 else "the step"
+            finding = failed(
                 "stillness",
-                Outcome.FAILED,
-                f"on rank {trace.rank} {name} changed after {'the last step' if last else f'step {index}'}, by "
-                "something that is no optimizer step",
+                f"weights changed after {when} without an optimizer step",
                 family="optimizer",
                 step=index,
-                parameter=name,
                 rank=trace.rank,
+                parameter=next((n for n in left if n not in found or not left[n].equal(found[n])), None),
             )
             return explain(finding, ChangedWeightsCase(analysis))
-    return Finding("stillness", Outcome.PASSED, "weights moved by optimizer steps alone")
+    return passed("stillness", "weights changed by optimizer steps alone")
 
 
 def _pauses(trace: RankTrace) -> Iterator[tuple[int, Tensors, Tensors]]:

@@ -3,51 +3,52 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
 from harness.evidence.trace import Evaluation
-from harness.judge.batch_positions import Place, due, place
 from harness.judge.causes import explain
 from harness.judge.causes.validation import EvaluationCase
+from harness.judge.findings import failed, passed
+from harness.judge.oracle.epochs import Position, evaluations_due, position_of
 from harness.judge.trace_analysis import TraceAnalysis
 
 
 def validation(analysis: TraceAnalysis) -> Finding | None:
-    """At each due place the ranks together forward every held-out sample, without gradients, in evaluation mode.
+    """At each due position the ranks together forward every held-out sample, without gradients, in evaluation mode.
 
-    Who evaluates what is theirs to divide: all have a share, each has everything, or one does it alone. Samples that
-    fill up a batch, and evaluations that nobody asked for, are no mistake: whether they are left out of the figures is
-    asked of these. None where none is due, and where the steps, of which ``steps`` says why, give no place for them.
+    How they divide the samples is free: all have a share, each has everything, or one rank does it alone. Samples that
+    fill up a batch, and further evaluations, are no mistake: whether they are left out of the metrics is judged with
+    the metrics. None where none is due, and where the number of steps is wrong, which ``steps`` reports.
     """
     workload = analysis.workload
-    places = list(due(analysis))
-    if not places:
+    due = list(evaluations_due(analysis))
+    if not due:
         return None
     if not any(trace.evaluations for trace in analysis.trace.ranks):
-        return explain(_failed(f"{len(places)} evaluations were due, and there was none"), EvaluationCase(analysis))
-    if len(analysis.moments) != analysis.steps_due:
+        message = f"{len(due)} evaluations were due, and the model was never evaluated"
+        return explain(failed("validation", message), EvaluationCase(analysis))
+    if len(analysis.steps) != analysis.steps_due:
         return None
     expected = len(workload.val_dataset(analysis.devices))
-    for number, where in enumerate(places):
-        evaluations = evaluated(analysis, where)
-        problem = _problem(evaluations, expected)
+    for number, positions in enumerate(due):
+        problem = _problem(evaluated(analysis, positions), expected)
         if problem:
-            step = max(where[0][0] - 1, 0) if not where[0][1] else where[0][0]
-            message = f"evaluation {number} of {len(places)}, due {_words(where)}: {problem}"
-            return explain(_failed(message, step), EvaluationCase(analysis))
-    return Finding("validation", Outcome.PASSED, f"{len(places)} evaluations, each of {expected} held-out samples")
+            steps, micro_batches = positions[0]
+            message = f"{problem} in evaluation {number} of {len(due)}, due after {_position(steps, micro_batches)}"
+            step = steps if micro_batches else max(steps - 1, 0)
+            return explain(failed("validation", message, step=step), EvaluationCase(analysis))
+    return passed("validation", f"{len(due)} evaluations, each of {expected} held-out samples")
 
 
-def evaluated(analysis: TraceAnalysis, where: tuple[Place, ...]) -> list[Evaluation]:
-    """Return the evaluations at a place, of all ranks; with a loss of the subject's own any place of its step will do.
+def evaluated(analysis: TraceAnalysis, positions: tuple[Position, ...]) -> list[Evaluation]:
+    """Return the evaluations of all ranks at one of ``positions``, or in its step if micro-batches were not recorded.
 
-    Such a loss says nothing of micro-batches.
+    The loss tells micro-batches apart, so they are not recorded where the subject has a loss function of its own.
     """
     found = []
     for trace in analysis.trace.ranks:
-        exact = all(micro.loss is not None for step in trace.steps for micro in step.micro_batches)
+        recorded = all(micro.loss is not None for step in trace.steps for micro in step.micro_batches)
         for evaluation in trace.evaluations:
-            here = place(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
-            if here in where or (not exact and here[0] in {step for step, _ in where}):
+            position = position_of(analysis, evaluation.step, evaluation.micro_batches, trace.rank)
+            if position in positions or (not recorded and position[0] in {step for step, _ in positions}):
                 found.append(evaluation)
     return found
 
@@ -58,18 +59,13 @@ def _problem(evaluations: list[Evaluation], expected: int) -> str | None:
         return "the model was not evaluated"
     if any(evaluation.training for evaluation in evaluations):
         return "the model was in training mode"
-    strangers = [i for i in seen if not 0 <= i < expected]
-    if strangers:
-        return f"sample {min(strangers)} was evaluated, which the held-out data does not have"
+    unknown = [i for i in seen if not 0 <= i < expected]
+    if unknown:
+        return f"sample {min(unknown)} was evaluated, which the held-out data does not have,"
     if len(seen) < expected:
         return f"{expected - len(seen)} of {expected} held-out samples were not evaluated"
     return None
 
 
-def _words(where: tuple[Place, ...]) -> str:
-    step, micro_batches = where[0]
-    return f"after {step} steps" + (f" and {micro_batches} micro-batches" if micro_batches else "")
-
-
-def _failed(message: str, step: int | None = None) -> Finding:
-    return Finding("validation", Outcome.FAILED, message, step=step)
+def _position(steps: int, micro_batches: int) -> str:
+    return f"{steps} steps" + (f" and {micro_batches} micro-batches" if micro_batches else "")

@@ -1,4 +1,4 @@
-"""Repeats the forwards of a step to see what they make of a rank's buffers."""
+"""Replays the forwards of a step: what they make of a rank's buffers, such as BatchNorm's running statistics."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from itertools import zip_longest
 import torch
 
 from harness.evidence.trace import Step, Tensors
-from harness.judge.error_outcome import Deviation
 from harness.judge.oracle.layout import Share
-from harness.judge.oracle.noise import distance, in_noise, rounding_unit
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.noise import Deviation, replay_error, rounding_unit
+from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 
-def errors(
-    analysis: TraceAnalysis, moment: GlobalStep, following: GlobalStep, rank: int
+def buffer_errors(
+    analysis: TraceAnalysis, global_step: GlobalStep, following: GlobalStep, rank: int
 ) -> Iterator[tuple[str, Deviation]]:
-    """Yield how far each buffer of ``rank`` at the following step is from what a step's forwards make of it, two ways.
+    """Yield how far each buffer of ``rank`` at the following step is from what this step's forwards make of it.
 
-    The forwards are those of the rank's first device, or of one device that takes everybody's samples: a BatchNorm
-    that shares its statistics remembers those. A trainer keeps to one of the two.
+    Each is yielded twice: for the forwards of the rank's ``first device``, and for those of ``one device`` that takes
+    all samples, as a BatchNorm that shares its statistics remembers them. A trainer keeps to one of the two.
     """
-    begun, then = moment.ranks[rank], following.ranks[rank].buffers
-    for way, shares in _ways(moment, rank):
-        right, rounded = (after(oracle, begun, shares) for oracle in (analysis.oracle, analysis.rough))
-        for name, value in then.items():
-            if name not in right:
+    start, found = global_step.ranks[rank], following.ranks[rank].buffers
+    micro_batches = zip_longest(*(step.micro_batches for step in global_step.ranks))
+    everybody = [tuple(i for micro in micros if micro for i in micro.samples) for micros in micro_batches]
+    for way, shares in (("first device", own_shares(start)), ("one device", everybody)):
+        exact, replayed = (buffers_after(oracle, start, shares) for oracle in (analysis.oracle, analysis.cell_oracle))
+        for name, value in found.items():
+            if name not in exact:
                 continue  # the subject's own addition to the model: not the job's, so not judged
-            yield way, Deviation(error(value, right[name], rounded[name], analysis), following.index, name, rank)
+            error = buffer_error(value, exact[name], replayed[name], analysis)
+            yield way, Deviation(error, following.index, name, rank)
 
 
-def error(value: torch.Tensor, right: torch.Tensor, rounded: torch.Tensor, analysis: TraceAnalysis) -> float:
-    """Return how far a buffer is from what is right, in × noise; ``rounded`` is the same in the cell's precision."""
-    unit = rounding_unit([right.double()], analysis.epsilon)
-    return in_noise(distance(value, right), max(unit, distance(rounded, right)))
+def buffer_error(value: torch.Tensor, exact: torch.Tensor, replayed: torch.Tensor, analysis: TraceAnalysis) -> float:
+    """Return how far a buffer is from ``exact``, in × noise; ``replayed`` is the same in the cell's precision."""
+    return replay_error(value, exact, replayed, rounding_unit([exact.double()], analysis.epsilon))
 
 
 def own_shares(step: Step) -> list[Share]:
@@ -43,28 +44,19 @@ def own_shares(step: Step) -> list[Share]:
     return [micro.forwards[0] for micro in step.micro_batches if micro.forwards]
 
 
-def after(oracle: Oracle, step: Step, shares: list[Share]) -> Tensors:
+def buffers_after(oracle: Oracle, step: Step, shares: list[Share]) -> Tensors:
     """Return what forwards over ``shares`` make of the buffers that a step began with."""
     oracle.load(step.before)
     return oracle.buffers_after(step.buffers, shares)
 
 
-def moves(moment: GlobalStep, following: GlobalStep, rank: int) -> bool:
-    """Say whether a buffer of ``rank`` changed from step to step."""
-    before, then = moment.ranks[rank].buffers, following.ranks[rank].buffers
+def changed(global_step: GlobalStep, following: GlobalStep, rank: int) -> bool:
+    """Return whether a buffer of ``rank`` changed from step to step."""
+    before, then = global_step.ranks[rank].buffers, following.ranks[rank].buffers
     return any(name not in before or not torch.equal(value, before[name]) for name, value in then.items())
 
 
-def should_move(analysis: TraceAnalysis) -> bool:
-    """Say whether the model has running statistics, which every forward in training changes."""
+def must_change(analysis: TraceAnalysis) -> bool:
+    """Return whether the model has running statistics, which every forward in training changes."""
     names = (name.rpartition(".")[2] for name in analysis.oracle.buffers)
-    return len(analysis.moments) > 1 and any(name.startswith(("running_", "num_batches_")) for name in names)
-
-
-def _ways(moment: GlobalStep, rank: int) -> Iterator[tuple[str, list[Share]]]:
-    ranks = [step.micro_batches for step in moment.ranks]
-    yield "first device", own_shares(moment.ranks[rank])
-    yield (
-        "one device",
-        [tuple(i for micro in micros if micro for i in micro.samples) for micros in zip_longest(*ranks)],
-    )
+    return len(analysis.steps) > 1 and any(name.startswith(("running_", "num_batches_")) for name in names)

@@ -1,7 +1,7 @@
-"""What a model's layers drew at random, as fair coins, and how surprised one should be at them.
+"""Random masks that a model's layers drew, and the probability that independent fair masks are so alike.
 
-A layer that drops half of its units tosses a coin for each unit of each sample. A *row* is one sample's coins of one
-layer; a *stream* is all coins of one device of one rank, in the order in which they were tossed.
+A layer that drops half of its units draws one bit for each unit of each sample. A *mask* is one sample's bits in one
+layer; a *stream* is all bits of one device of one rank, in the order in which they were drawn.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from harness.judge.oracle.noise import FALSE_ALARM
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a row was tossed; ``position`` counts the samples of one forward of one device."""
+class MaskPosition:
+    """Where a mask was drawn; ``position`` counts the samples of one forward of one device."""
 
     rank: int
     step: int
@@ -34,52 +34,54 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sample's coins of one layer: True where a unit is kept."""
+class SampleMask:
+    """One sample's bits in one layer: True where a unit is kept."""
 
-    place: Place
-    coins: Tensor
+    place: MaskPosition
+    bits: Tensor
 
 
-def rows(trace: Trace, layers: Sequence[str]) -> Iterator[Row]:
-    """Yield every row of every rank, in the order of tossing; ``layers`` are asked in the order of their names."""
+def masks_of(trace: Trace, layers: Sequence[str]) -> Iterator[SampleMask]:
+    """Yield every mask of every rank, in the order of drawing, where ``layers`` draw in the order of their names."""
     for rank in trace.ranks:
         for index, step in enumerate(rank.steps):
             for number, micro in enumerate(step.micro_batches):
                 start = 0
                 for device, share in enumerate(micro.forwards):
                     for layer in sorted(layers):
-                        for position, coins in enumerate(micro.drawn[layer][start : start + len(share)]):
-                            yield Row(Place(rank.rank, index, number, device, layer, position), coins.flatten() != 0)
+                        for position, bits in enumerate(micro.drawn[layer][start : start + len(share)]):
+                            yield SampleMask(
+                                MaskPosition(rank.rank, index, number, device, layer, position), bits.flatten() != 0
+                            )
                     start += len(share)
 
 
-def surprise(count: Tensor, tosses: Tensor) -> Tensor:
-    """Return minus the logarithm of (a bound on) the chance of so uneven a count among so many tosses of a fair coin.
+def surprise(count: Tensor, size: Tensor) -> Tensor:
+    """Return minus the logarithm of (a bound on) the probability of so uneven a ``count`` among ``size`` fair bits.
 
-    Chernoff's bound for one side, P ≤ exp(-n · KL(k/n ‖ 1/2)); it is exact where all tosses are alike. Counts of
-    agreements between two independent rows of coins are such counts too.
+    Chernoff's bound for one side, P ≤ exp(-n · KL(k/n ‖ 1/2)); it is exact where all bits are alike. Counts of
+    agreements between two independent masks are such counts too.
     """
-    share = count / tosses
+    share = count / size
     relative_entropy: Tensor = math.log(2) + torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)
-    return tosses * relative_entropy
+    return size * relative_entropy
 
 
-def surprise_limit(questions: int) -> float:
-    """Return the surprise that a right trainer exceeds, in any of so many counts and on either side, by FALSE_ALARM."""
-    return math.log(2 * max(questions, 1) / FALSE_ALARM)
+def surprise_limit(counts: int) -> float:
+    """Return the surprise that a correct trainer exceeds with probability FALSE_ALARM, in any of so many counts."""
+    return math.log(2 * max(counts, 1) / FALSE_ALARM)
 
 
-def agreements(tosses: Tensor) -> Tensor:
-    """Return for each two rows of a table of coins how many they have in common."""
-    signs = 2 * tosses.double() - 1
-    return (tosses.shape[1] + signs @ signs.T) / 2
+def agreements(masks: Tensor) -> Tensor:
+    """Return for each two rows of a table of masks how many bits they have in common."""
+    signs = 2 * masks.double() - 1
+    return (masks.shape[1] + signs @ signs.T) / 2
 
 
 def shifted_agreements(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each lag how many coins two streams have in common, in how many places, and the lags.
+    """Return for each lag how many bits two streams have in common, in how many places, and the lags.
 
-    At a lag each coin of ``right`` stands beside the one that ``left`` tosses so many coins later.
+    At a lag each bit of ``right`` is compared with the one that ``left`` draws so many bits later.
     """
     size = len(left) + len(right)
     signs = [torch.fft.rfft(2 * stream.double() - 1, size) for stream in (left, right)]

@@ -1,8 +1,8 @@
-"""What a trainer reported, and the losses of which that should have been the mean.
+"""The values of ``loss`` and ``val_loss`` that a trainer should have reported: means over samples.
 
 ``loss`` is a mean over samples that were trained on, each at the weights it was trained with; ``val_loss`` a mean
-over the held-out samples at the weights of the moment. Both are put together from *portions*: what one rank had of
-one batch.
+over the held-out samples at the weights of that time. Both are computed from *batch shares*: what one rank had of one
+batch.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from functools import cached_property
 import torch
 
 from harness.evidence.trace import Evaluation, Tensors
-from harness.judge.batch_positions import Place, rank_layout
-from harness.judge.batch_positions import place as place_of
+from harness.judge.oracle.epochs import Position, position_of, rank_layout
 from harness.judge.oracle.layout import Layout, samples, shuffled
-from harness.judge.oracle.noise import NoiseScale, in_noise, limit, rounding_unit
-from harness.judge.oracle.training import Oracle
-from harness.judge.trace_analysis import DRAWS, TraceAnalysis
+from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit
+from harness.judge.oracle.oracle import Oracle
+from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Columns
 
 TRAINING, HELD_OUT = "loss", "val_loss"
-"""The names of what can be judged."""
+"""The names of the metrics that can be judged."""
 
 REPORTED_IN = torch.finfo(torch.float32).eps
-"""Loggers keep float32, whatever the training computes with."""
+"""Loggers keep float32, in whatever precision the training computes."""
 
-ADDITIVE = 1e-9
-"""In float64 two ways to write the same mean differ by much less than this part of it."""
+SAME_MEAN = 1e-9
+"""In float64 two ways to compute the same mean differ by much less than this part of it."""
 
 
 @dataclass(frozen=True)
@@ -45,29 +44,29 @@ class BatchShare:
     loss: float
 
 
-Portions = tuple[BatchShare, ...]
+BatchShares = tuple[BatchShare, ...]
 
 
 @dataclass(frozen=True)
-class State:
-    """In which state losses are taken: so many steps ``later`` than is right, and in training mode or not."""
+class LossMode:
+    """How losses are evaluated: so many steps ``later`` than is right, and in training mode or not."""
 
     later: int
     training: bool
 
 
-RIGHT = {TRAINING: State(0, training=True), HELD_OUT: State(0, training=False)}
+RIGHT = {TRAINING: LossMode(0, training=True), HELD_OUT: LossMode(0, training=False)}
 
 
 @dataclass(frozen=True)
 class Report:
-    """One value that one rank reported; ``previous`` is where it reported that name last, None at the first time."""
+    """One value that one rank reported; ``previous`` is where it last reported that name, None at the first time."""
 
     name: str
     value: float
     rank: int
-    place: Place
-    previous: Place | None
+    place: Position
+    previous: Position | None
 
     @property
     def step(self) -> int:
@@ -77,59 +76,60 @@ class Report:
 
 
 class LossTable:
-    """The losses of one trace, by portions. Float64; expensive things are computed once."""
+    """The losses of one trace, by batch share. Float64; everything expensive is computed once."""
 
     def __init__(self, analysis: TraceAnalysis) -> None:
         self.analysis = analysis
         self.workload = analysis.workload
+        self.oracle = analysis.oracle
         self.world = analysis.cell.processes
         self.batch_size = self.workload.global_batch_size(analysis.devices) // self.world
-        self._trained: dict[State, Portions] = {}
-        self._each: dict[tuple[Place, State, bool], torch.Tensor | None] = {}
+        self._trained: dict[LossMode, BatchShares] = {}
+        self._each: dict[tuple[Position, LossMode, bool], torch.Tensor | None] = {}
 
     @cached_property
     def reports(self) -> tuple[Report, ...]:
-        """What was reported and can be judged, by rank."""
+        """The reported values that can be judged, by rank."""
         reports: list[Report] = []
         for trace in self.analysis.trace.ranks:
-            last: dict[str, tuple[Place | None, Place]] = {}
+            last: dict[str, tuple[Position | None, Position]] = {}
             for logged in trace.logged:
-                place = place_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
+                place = position_of(self.analysis, logged.step, logged.micro_batches, trace.rank)
                 if logged.name not in RIGHT or not self._is_judgeable(logged.name, place):
                     continue
                 before, latest = last.get(logged.name, (None, None))
-                # What is reported twice at one moment is reported since the same moment.
+                # Two reports at one position cover the same samples.
                 previous = before if latest == place else latest
                 last[logged.name] = (previous, place)
                 reports.append(Report(logged.name, logged.value, trace.rank, place, previous))
         return tuple(reports)
 
-    def _is_judgeable(self, name: str, place: Place) -> bool:
-        if place[0] > len(self.analysis.moments) or name not in self.means_over_samples:
+    def _is_judgeable(self, name: str, place: Position) -> bool:
+        if place[0] > len(self.analysis.steps) or name not in self.means_over_samples:
             return False
         if name == TRAINING:
-            # Optimizers that take turns have a loss each.
-            return place > (0, 0) and not any(moment.ranks[0].turns for moment in self.analysis.moments)
+            # Optimizers that take turns have one loss each.
+            return place > (0, 0) and not any(global_step.ranks[0].turns for global_step in self.analysis.steps)
         # Ranks may evaluate with buffers of their own, until the next training forward shares them.
         return self.world == 1 or not self.oracle.buffers
 
     @cached_property
     def means_over_samples(self) -> frozenset[str]:
-        """The names of what is the mean of its samples' own losses: by declaration, or as it is found to be."""
+        """The metrics that are the mean of their samples' own losses: by declaration, or by trying."""
         if "metrics" in self.workload.needs:
             return frozenset(RIGHT)
         return frozenset(name for name in RIGHT if self._layouts and any(self._layouts[0]) and self._is_mean(name))
 
     def _is_mean(self, name: str) -> bool:
-        moment = self.analysis.moments[0]
-        self.analysis.place(self.oracle, moment)
+        first = self.analysis.steps[0]
+        self.analysis.load_step(self.oracle, first)
         try:
             if name == TRAINING:
                 group = self._layouts[0][0][0]
                 ((together,),) = self.oracle.losses(((group,),))
                 (each,) = self.oracle.losses((tuple(((i,),) for share in group for i in share),))
             else:
-                buffers, everybody = moment.ranks[0].buffers, range(len(self.held_out))
+                buffers, everybody = first.ranks[0].buffers, range(len(self.held_out))
                 together, *each = (
                     self.oracle.evaluation_loss(self.held_out, chosen, buffers, training=False)
                     for chosen in (everybody, *([i] for i in everybody))
@@ -137,12 +137,7 @@ class LossTable:
         except ValueError:  # a layer that needs more than one sample
             return False
         mean = torch.stack(each).mean()
-        return len(each) > 1 and bool((together - mean).abs() <= ADDITIVE * mean.abs())
-
-    @property
-    def oracle(self) -> Oracle:
-        """Float64, one device."""
-        return self.analysis.oracle
+        return len(each) > 1 and bool((together - mean).abs() <= SAME_MEAN * mean.abs())
 
     @cached_property
     def held_out(self) -> Columns:
@@ -151,66 +146,63 @@ class LossTable:
 
     @cached_property
     def _layouts(self) -> list[Layout]:
-        return [rank_layout(self.analysis, moment.index) for moment in self.analysis.moments]
+        return [rank_layout(self.analysis, global_step.index) for global_step in self.analysis.steps]
 
     def weights(self, steps: int) -> Tensors | None:
         """Return the weights after so many steps, None where there were fewer."""
-        moments = self.analysis.moments
-        if not 0 <= steps <= len(moments):
+        done = self.analysis.steps
+        if not 0 <= steps <= len(done):
             return None
-        return moments[steps].ranks[0].before if steps < len(moments) else moments[-1].ranks[0].after
+        return done[steps].ranks[0].before if steps < len(done) else done[-1].ranks[0].after
 
-    def _buffers(self, place: Place) -> Tensors:
+    def _buffers(self, place: Position) -> Tensors:
         """Return the first rank's buffers at a place; in the middle of a window as its forwards left them."""
         step, micro_batches = place
-        if step >= len(self.analysis.moments):
+        if step >= len(self.analysis.steps):
             return self.analysis.trace.ranks[0].final_buffers
-        first = self.analysis.moments[step].ranks[0]
+        first = self.analysis.steps[step].ranks[0]
         if not micro_batches or not first.buffers:
             return first.buffers
         shares = [micro.forwards[0] for micro in first.micro_batches[:micro_batches] if micro.forwards]
         self.oracle.load(first.before)
         return self.oracle.buffers_after(first.buffers, shares)
 
-    def trained(self, state: State) -> Portions:
-        """Return everything that was trained on, in order, as far as there are such weights."""
+    def trained(self, state: LossMode) -> BatchShares:
+        """Return everything that was trained on, in order, as far as there are weights for it."""
         if state not in self._trained:
             self._trained[state] = self._train(state)
         return self._trained[state]
 
-    def _train(self, state: State) -> Portions:
-        portions: list[BatchShare] = []
-        for moment in self.analysis.moments:
-            weights = self.weights(moment.index + state.later)
+    def _train(self, state: LossMode) -> BatchShares:
+        shares: list[BatchShare] = []
+        for global_step in self.analysis.steps:
+            weights = self.weights(global_step.index + state.later)
             if weights is None:
                 continue
-            self.analysis.place(self.oracle, moment)
+            self.analysis.load_step(self.oracle, global_step)
             self.oracle.load(weights)
-            for rank in range(len(moment.ranks)):
-                layout = rank_layout(self.analysis, moment.index, rank)
+            for rank in range(len(global_step.ranks)):
+                layout = rank_layout(self.analysis, global_step.index, rank)
                 if state.training:
                     losses = [float(loss) for (loss,) in self.oracle.losses(layout)]
                 else:
-                    buffers = moment.ranks[0].buffers
+                    data, buffers = self.oracle.data, global_step.ranks[0].buffers
                     batches = [samples((groups,)) for groups in layout]
-                    losses = [float(self._evaluated(batch, buffers)) for batch in batches]
-                portions += [
-                    BatchShare(moment.index, batch, rank, tuple(samples((groups,))), loss)
+                    losses = [float(self.oracle.evaluation_loss(data, i, buffers, training=False)) for i in batches]
+                shares += [
+                    BatchShare(global_step.index, batch, rank, tuple(samples((groups,))), loss)
                     for batch, (groups, loss) in enumerate(zip(layout, losses, strict=True))
                 ]
-        return tuple(sorted(portions, key=lambda p: (p.step, p.batch, p.rank)))
+        return tuple(sorted(shares, key=lambda share: (share.step, share.batch, share.rank)))
 
-    def _evaluated(self, batch: Sequence[int], buffers: Tensors) -> torch.Tensor:
-        return self.oracle.evaluation_loss(self.oracle.data, batch, buffers, training=False)
-
-    def each(self, place: Place, state: State, *, held_out: bool = True) -> torch.Tensor | None:
+    def each(self, place: Position, state: LossMode, *, held_out: bool = True) -> torch.Tensor | None:
         """Return the loss of each held-out sample alone, or of each of the others; None where it cannot be taken."""
         key = (place, state, held_out)
         if key not in self._each:
             self._each[key] = self._one_by_one(place, state, self.held_out if held_out else self.oracle.data)
         return self._each[key]
 
-    def _one_by_one(self, place: Place, state: State, data: Columns) -> torch.Tensor | None:
+    def _one_by_one(self, place: Position, state: LossMode, data: Columns) -> torch.Tensor | None:
         weights = self.weights(place[0] + state.later)
         if weights is None:
             return None
@@ -222,29 +214,28 @@ class LossTable:
         except ValueError:  # a layer that needs more than one sample
             return None
 
-    def evaluated(self, report: Report, state: State) -> Portions:
-        """Return the last evaluation until a report, by rank and batch, as its samples were drawn."""
+    def evaluated(self, report: Report, state: LossMode) -> BatchShares:
+        """Return the last evaluation before a report, by rank and batch, as its samples were drawn."""
         losses = self.each(report.place, state)
         if losses is None:
             return ()
-        ranks = [self._last_evaluation(rank, report.place) for rank in range(self.world)]
+        ranks: list[Evaluation | None] = [
+            next((e for e in reversed(trace.evaluations) if (e.step, e.micro_batches) <= report.place), None)
+            for trace in self.analysis.trace.ranks
+        ]
         latest = max(((e.step, e.micro_batches) for e in ranks if e is not None), default=None)
-        portions = []
+        shares = []
         for rank, found in enumerate(ranks):
             if found is None or (found.step, found.micro_batches) != latest:
                 continue
             drawn = [i for i in found.samples if i < len(losses)]
             for batch, start in enumerate(range(0, len(drawn), self.batch_size)):
                 chunk = tuple(drawn[start : start + self.batch_size])
-                portions.append(BatchShare(report.step, batch, rank, chunk, float(losses[list(chunk)].mean())))
-        return tuple(sorted(portions, key=lambda p: (p.batch, p.rank)))
+                shares.append(BatchShare(report.step, batch, rank, chunk, float(losses[list(chunk)].mean())))
+        return tuple(sorted(shares, key=lambda share: (share.batch, share.rank)))
 
-    def _last_evaluation(self, rank: int, until: Place) -> Evaluation | None:
-        done = [e for e in self.analysis.trace.ranks[rank].evaluations if (e.step, e.micro_batches) <= until]
-        return done[-1] if done else None
-
-    def windows(self, report: Report, state: State) -> list[Portions]:
-        """Return what the mean may be taken over: since the report before, in the last step, or in the epoch so far.
+    def windows(self, report: Report, state: LossMode) -> list[BatchShares]:
+        """Return what the mean may cover: since the report before, in the last step, or in the epoch so far.
 
         For the held-out samples it is the last evaluation.
         """
@@ -254,24 +245,24 @@ class LossTable:
         steps, micro_batches = report.place
         last = steps if micro_batches else steps - 1
         epoch = last // self.analysis.epochs.windows * self.analysis.epochs.windows
-        begins: list[Place] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
+        begins: list[Position] = [report.previous or (0, 0), (last, 0), (epoch, 0)]
         windows = [tuple(p for p in done if (p.step, p.batch) >= begin) for begin in begins]
         windows.append(tuple(p for p in done if p.step == steps - 1))
         return [window for window in dict.fromkeys(windows) if window]
 
-    def until(self, place: Place, state: State) -> Portions:
+    def until(self, place: Position, state: LossMode) -> BatchShares:
         """Return everything that was trained on until a place."""
         return tuple(p for p in self.trained(state) if (p.step, p.batch) < place)
 
-    def truths(self, report: Report) -> list[float]:
-        """Return the values that are right."""
+    def expected_values(self, report: Report) -> list[float]:
+        """Return the values that are correct; several, as the window of a mean is the trainer's choice."""
         if report.name == TRAINING:
             return [mean(window) for window in self.windows(report, RIGHT[TRAINING])]
         losses = self.each(report.place, RIGHT[HELD_OUT])
         return [] if losses is None else [float(losses.mean())]
 
     def error(self, report: Report, value: float) -> float:
-        """Return how far a report is from a value, in × noise; infinite where it is not a number."""
+        """Return how far a report is from a value, in × noise; infinite for NaN."""
         error = abs(report.value - value)
         return in_noise(error if math.isfinite(error) else math.inf, self.noise.at(report.name, self.unit(value)))
 
@@ -279,21 +270,21 @@ class LossTable:
     def noise(self) -> NoiseScale:
         """Noise of both means, at the weights of each step: the cell's precision on one device, in several orders."""
         noise = NoiseScale()
-        rough, rng = self.analysis.rough, random.Random(self.workload.seed)
-        held_out = self.workload.val_dataset(self.analysis.devices, rough.dtype)
-        moments = [moment for moment in self.analysis.moments if self._layouts[moment.index]]
+        cell_oracle, rng = self.analysis.cell_oracle, random.Random(self.workload.seed)
+        held_out = self.workload.val_dataset(self.analysis.devices, cell_oracle.dtype)
+        global_steps = [global_step for global_step in self.analysis.steps if self._layouts[global_step.index]]
         everybody = range(len(held_out))
-        for moment in moments:
-            layout, buffers = self._layouts[moment.index], moment.ranks[0].buffers
-            self.analysis.place(self.oracle, moment)
+        for global_step in global_steps:
+            layout, buffers = self._layouts[global_step.index], global_step.ranks[0].buffers
+            self.analysis.load_step(self.oracle, global_step)
             exact = {TRAINING: _mean(self.oracle, layout)}
             exact[HELD_OUT] = self.oracle.evaluation_loss(self.held_out, everybody, buffers, training=False)
             units = {name: self.unit(float(value)) for name, value in exact.items()}
-            self.analysis.place(rough, moment)
-            for _ in range(-(-DRAWS // len(moments))):
+            self.analysis.load_step(cell_oracle, global_step)
+            for _ in range(-(-NOISE_RUNS // len(global_steps))):
                 order = rng.sample(everybody, len(everybody))
-                measured = {TRAINING: _mean(rough, shuffled(layout, rng))}
-                measured[HELD_OUT] = rough.evaluation_loss(held_out, order, buffers, training=False)
+                measured = {TRAINING: _mean(cell_oracle, shuffled(layout, rng))}
+                measured[HELD_OUT] = cell_oracle.evaluation_loss(held_out, order, buffers, training=False)
                 noise.add(measured, exact, units)
         return noise
 
@@ -303,18 +294,18 @@ class LossTable:
 
     @cached_property
     def limit(self) -> float:
-        """How many × noise a right value stays under."""
-        return limit(max(self.noise.draws, 2))
+        """The limit for a correct value, in × noise."""
+        return self.noise.limit
 
 
-def mean(portions: Sequence[BatchShare]) -> float:
+def mean(shares: Sequence[BatchShare]) -> float:
     """Return the mean over samples."""
-    return total(portions) / sum(len(portion.samples) for portion in portions)
+    return total(shares) / sum(len(share.samples) for share in shares)
 
 
-def total(portions: Sequence[BatchShare]) -> float:
+def total(shares: Sequence[BatchShare]) -> float:
     """Return the sum over samples."""
-    return sum(portion.loss * len(portion.samples) for portion in portions)
+    return sum(share.loss * len(share.samples) for share in shares)
 
 
 def _mean(oracle: Oracle, layout: Layout) -> torch.Tensor:

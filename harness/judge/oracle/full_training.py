@@ -1,4 +1,4 @@
-"""Whole trainings that run free: from the job's weights to the end, with no look at the subject's in between."""
+"""Whole trainings on one device, from the job's weights to the end, independent of the subject's weights in between."""
 
 from __future__ import annotations
 
@@ -9,68 +9,68 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from harness.evidence.trace import Tensors
-from harness.judge.oracle.layout import Layout, shuffled, whole
-from harness.judge.oracle.noise import distance, rounding_unit
-from harness.judge.oracle.training import Oracle
+from harness.judge.oracle.layout import Layout, one_device_layout, shuffled
+from harness.judge.oracle.noise import distance, limit, rounding_unit
+from harness.judge.oracle.oracle import Oracle
 
 if TYPE_CHECKING:
     from harness.judge.trace_analysis import TraceAnalysis
 
-RUNS = 4
+TRAINING_RUNS = 4
 """Whole trainings in the cell's precision that measure the noise; each costs as much as the cell itself."""
 
 
 class FullTraining:
-    """One device's trainings with the samples that the subject used; each is run once, and only if it is asked for."""
+    """One device's trainings with the samples that the subject used; each is run once, and only if it is needed."""
 
     def __init__(self, analysis: TraceAnalysis) -> None:
-        self._examination = analysis
+        self._analysis = analysis
+        self.limit = limit(TRAINING_RUNS)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The contract's layout of each step; one device's where that is the same: one pass, not many."""
-        layouts = tuple(self._examination.layouts.values())
-        return tuple(map(whole, layouts)) if self._examination.is_one_device else layouts
+        layouts = tuple(self._analysis.layouts.values())
+        return tuple(map(one_device_layout, layouts)) if self._analysis.is_one_device else layouts
 
     @cached_property
     def contract(self) -> Tensors:
-        """The weights at the end that the backend promises, in float64."""
+        """The final weights that the backend promises, in float64."""
         return self.end(self.layouts)
 
     @cached_property
     def noise(self) -> dict[str, float]:
-        """What rounding alone explains of a difference between weights at the end, by name."""
-        analysis = self._examination
+        """The difference between final weights that rounding alone explains, by name."""
+        analysis = self._analysis
         rng = random.Random(analysis.workload.seed)
-        rough = [
-            _train(analysis.rough, analysis, [shuffled(layout, rng) for layout in self.layouts]) for _ in range(RUNS)
+        runs = [
+            self._train(analysis.cell_oracle, [shuffled(layout, rng) for layout in self.layouts])
+            for _ in range(TRAINING_RUNS)
         ]
         noise = {}
-        for name, right in self.contract.items():
-            # At least one rounding of the weights, and in 16 bits one of the way they went: small dyadic numbers may
-            # need none in every order that was tried, and one in another.
-            travelled = right - analysis.start[name].double()
-            unit = rounding_unit([right], analysis.epsilon)
-            unit += rounding_unit([travelled], analysis.coarsest)
-            errors = [distance(run[name], right) for run in rough]
+        for name, exact in self.contract.items():
+            # At least one rounding of the weights, and in 16 bits one of the distance that they moved: small dyadic
+            # numbers may need none in every order that was tried, and one in another.
+            moved = exact - analysis.start[name].double()
+            unit = rounding_unit([exact], analysis.epsilon) + rounding_unit([moved], analysis.compute_epsilon)
+            errors = [distance(run[name], exact) for run in runs]
             # A run that overflowed in float16 measures no rounding.
             noise[name] = max([unit, *(error for error in errors if math.isfinite(error))])
         return noise
 
     def end(self, layouts: Sequence[Layout]) -> Tensors:
-        """Return the weights at the end in float64, where each step has its layout."""
-        return _train(self._examination.oracle, self._examination, layouts)
+        """Return the final weights in float64, where each step has its layout."""
+        return self._train(self._analysis.oracle, layouts)
 
-
-def _train(oracle: Oracle, analysis: TraceAnalysis, layouts: Sequence[Layout]) -> Tensors:
-    oracle.load(analysis.start)
-    optimizer = oracle.optimizer()
-    schedule = oracle.schedule(optimizer)
-    for moment, layout in zip(analysis.taken, layouts, strict=True):
-        analysis.set_scene(oracle, moment)
-        for names in moment.ranks[0].turns or (tuple(oracle.parameters),):
-            gradient = oracle.gradient(layout, moment.ranks[0].scale or 1.0)
-            oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
-            optimizer.step()
-        schedule()
-    return oracle.weights()
+    def _train(self, oracle: Oracle, layouts: Sequence[Layout]) -> Tensors:
+        oracle.load(self._analysis.start)
+        optimizer = oracle.optimizer()
+        schedule = oracle.schedule(optimizer)
+        for step, layout in zip(self._analysis.steps_taken, layouts, strict=True):
+            self._analysis.load_inputs(oracle, step)
+            for names in step.ranks[0].turns or (tuple(oracle.parameters),):
+                gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)
+                oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
+                optimizer.step()
+            schedule()
+        return oracle.weights()

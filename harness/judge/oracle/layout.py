@@ -19,21 +19,21 @@ Share = tuple[int, ...]
 Group = tuple[Share, ...]
 Layout = tuple[tuple[Group, ...], ...]
 
-_AGAIN = 2**40
-"""What is added to a sample's id for each time that the step has drawn it before; no dataset is so long."""
+_NEXT_DRAW = 2**40
+"""Added to a sample's id for each time that the step drew it before; larger than any dataset."""
 
 
-def told_apart(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """Return one step of all ranks in which no two draws of a sample have the same id.
+def with_unique_draws(steps: Sequence[Step]) -> tuple[Step, ...]:
+    """Return a step of all ranks in which no two draws of a sample have the same id.
 
-    With replacement a step may draw a sample several times, each time with other random numbers of its own, or with
-    the buffers of another rank. :func:`sample_of` gives the sample's own id.
+    With replacement a step may draw a sample several times, each time with other random masks, or with the buffers of
+    another rank. :func:`sample_of` returns the sample's own id.
     """
     times: dict[int, int] = {}
 
     def drawn(sample: int) -> int:
         times[sample] = times.get(sample, -1) + 1
-        return sample + times[sample] * _AGAIN
+        return sample + times[sample] * _NEXT_DRAW
 
     return tuple(
         replace(
@@ -48,8 +48,8 @@ def told_apart(steps: Sequence[Step]) -> tuple[Step, ...]:
 
 
 def sample_of(drawn: int) -> int:
-    """Return the id that the dataset has for a sample, whichever of a step's draws of it is meant."""
-    return drawn % _AGAIN
+    """Return the dataset's id of a draw."""
+    return drawn % _NEXT_DRAW
 
 
 def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate: int) -> Layout:
@@ -67,8 +67,8 @@ def contract_layout(steps: Sequence[Step], devices_per_process: int, accumulate:
 def _micro_batches(recorded: Sequence[MicroBatch], devices: int, accumulate: int) -> list[tuple[Share, ...]]:
     """Return the forwards of each micro-batch that the workload asks for, at most ``accumulate``.
 
-    A subject that takes a loss for each of its devices, or a loss of its own, leaves more of them than it was
-    asked for. What it promised is the loss over all of them: so they are put together again.
+    A subject that computes a loss for each of its devices, or with its own loss function, leaves more of them than the
+    workload has. The contract is the loss over all of them, so they are joined again.
     """
     passes = len(recorded)
     if all(micro.loss is None for micro in recorded):
@@ -87,13 +87,13 @@ def _group(forwards: Sequence[Share], devices: int) -> Group:
     return shares
 
 
-def whole(layout: Layout) -> Layout:
-    """Return the same samples as one device would take them: one group of one device a micro-batch."""
+def one_device_layout(layout: Layout) -> Layout:
+    """Return the same samples on one device: one group of one device for each micro-batch."""
     return tuple(((tuple(draws((groups,))),),) for groups in layout)
 
 
-def at_once(layout: Layout) -> Layout:
-    """Return the same samples as one device without accumulation would take them: all in one batch."""
+def single_batch_layout(layout: Layout) -> Layout:
+    """Return the same samples on one device without accumulation: all in one batch."""
     return (((tuple(draws(layout)),),),)
 
 
@@ -103,7 +103,7 @@ def samples(layout: Layout) -> list[int]:
 
 
 def draws(layout: Layout) -> list[int]:
-    """Return every draw of the step: ids as they were told apart."""
+    """Return every draw of the step, by its unique id."""
     return [i for groups in layout for group in groups for share in group for i in share]
 
 

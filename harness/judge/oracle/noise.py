@@ -1,15 +1,15 @@
-"""How much error rounding alone explains, and how many times that much a right trainer may show.
+"""Noise, the error that rounding alone explains; errors in multiples of it; and the limit for a correct trainer.
 
-Nothing here was tuned. The scale is measured: one device, the cell's own precision, several orders of summation,
-against float64. The limit follows from how many measurements there were and how rarely a right trainer may be
-accused.
+No constant is tuned. The noise is measured: one device, the cell's precision, several orders of summation, against
+float64. The limit follows from the number of measurements and from the probability of a false alarm.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -17,16 +17,45 @@ from torch import Tensor
 from harness.evidence.trace import Tensors
 
 FALSE_ALARM = 1e-9
-"""The chance, for one tensor at one step, that a right trainer exceeds the limit. A run makes about 1e5 of them."""
+"""The probability, for one tensor at one step, that a correct trainer exceeds the limit. A run has about 1e5."""
 
+NOISE_RUNS = 12
+"""Measurements of noise in a cell, at least: twelve put the limit below 10 × noise."""
 
 TOGETHER = "all parameters together"
-"""Stands where a tensor's name stands, for an error along the whole gradient."""
+"""The name, in place of a parameter's, of an error along the whole gradient."""
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """An error in multiples of noise, and where it was seen."""
+
+    x_noise: float
+    step: int | None = None
+    parameter: str | None = None
+    rank: int | None = None
+
+
+def larger(left: Deviation | None, right: Deviation) -> Deviation:
+    """Return the larger error, the earlier one of equals; NaN is the largest."""
+    if left is None or math.isnan(right.x_noise) or right.x_noise > left.x_noise:
+        return right
+    return left
+
+
+def largest(deviations: Iterable[Deviation]) -> Deviation:
+    """Return the largest error, the earliest one of equals; no error where there is none."""
+    return reduce(larger, deviations, Deviation(0.0))
 
 
 def norm(tensor: Tensor) -> float:
     """Return the 2-norm of all entries, as float64; not finite if an entry is not."""
     return float(torch.linalg.vector_norm(tensor.double()))
+
+
+def length(tensors: Tensors) -> float:
+    """Return the 2-norm of all tensors together."""
+    return math.hypot(*map(norm, tensors.values()))
 
 
 def distance(left: Tensor, right: Tensor) -> float:
@@ -45,8 +74,8 @@ def in_noise(error: float, noise: float) -> float:
 
 
 @lru_cache
-def limit(draws: int, false_alarm: float = FALSE_ALARM) -> float:
-    """Return how many × noise a right trainer stays under, with noise the largest of ``draws`` measured errors.
+def limit(runs: int = NOISE_RUNS, false_alarm: float = FALSE_ALARM) -> float:
+    """Return the limit for a correct trainer in × noise, where noise is the largest of ``runs`` measured errors.
 
     Model: an error's size is the absolute value of a normal variable, the heaviest-tailed case (a tensor with a
     single entry; more entries concentrate). Then P(|z| > c · max of n other |z|) is an integral over the
@@ -57,7 +86,7 @@ def limit(draws: int, false_alarm: float = FALSE_ALARM) -> float:
     inside = [math.erf(m / math.sqrt(2)) for m in maxima]
     density = [math.exp(-m * m / 2) * math.sqrt(2 / math.pi) for m in maxima]
     # d/dm P(max <= m), times the width of a bin.
-    weights = [draws * p ** (draws - 1) * d * 9.0 / grid for p, d in zip(inside, density, strict=True)]
+    weights = [runs * p ** (runs - 1) * d * 9.0 / grid for p, d in zip(inside, density, strict=True)]
 
     def exceeded(c: float) -> float:
         return sum(w * math.erfc(c * m / math.sqrt(2)) for w, m in zip(weights, maxima, strict=True))
@@ -75,7 +104,7 @@ def error_along(measured: Tensors, exact: Tensors) -> float:
     Rounding goes in all directions, and a factor in this one: over many entries a small factor shows here long before
     it shows in any tensor.
     """
-    size = math.hypot(*map(norm, exact.values()))
+    size = length(exact)
     off = sum(
         float(((measured[name].double() - right.double()) * right.double()).sum())
         for name, right in exact.items()
@@ -86,60 +115,69 @@ def error_along(measured: Tensors, exact: Tensors) -> float:
 
 
 class NoiseScale:
-    """Collects measured errors per tensor and answers with the error that rounding explains there.
+    """Collects measured errors by tensor, and returns the noise of a tensor.
 
-    Errors are kept relative to the rounding unit of what was added up (``unit``), so that measurements at
-    different steps, where gradients are larger or smaller, serve each other.
+    Errors are kept relative to the rounding unit of the tensor, so that measurements at different steps, where
+    gradients are larger or smaller, can be combined.
     """
 
     def __init__(self) -> None:
-        self._worst: dict[str, float] = {}
-        self.draws = 0
+        self._largest: dict[str, float] = {}
+        self.runs = 0
 
-    def expect(self, exact: Tensors, unit: dict[str, float], coarse: dict[str, float]) -> None:
-        """Take into account that the largest entry of a tensor may be off by ``coarse``, one rounding under autocast.
-
-        Where numbers are so small and round that sums are mostly exact, no run may happen to show one.
-        """
-        size, units = math.hypot(*map(norm, exact.values())), math.hypot(*unit.values())
-        for name, error in coarse.items():
-            if unit[name] > 0:
-                self._worst[name] = max(self._worst.get(name, 0.0), error / unit[name])
-                along = error * float(exact[name].abs().max()) / size if size else 0.0
-                self._worst[TOGETHER] = max(self._worst.get(TOGETHER, 0.0), along / units)
-
-    def add(self, measured: Tensors, exact: Tensors, unit: dict[str, float]) -> None:
+    def add(self, measured: Tensors, exact: Tensors, units: dict[str, float]) -> None:
         """Take one run in the cell's precision, ``measured``, against the same in float64, ``exact``."""
         errors = {name: distance(measured[name], exact[name]) for name in measured}
         if not all(math.isfinite(error) for error in errors.values()):
-            return  # float16 overflowed, as it may: that measures no rounding
-        self.draws += 1
+            return  # float16 overflowed, which measures no rounding
+        self.runs += 1
         for name, error in errors.items():
-            if unit[name] > 0:
-                self._worst[name] = max(self._worst.get(name, 0.0), error / unit[name])
-        if any(unit.values()):
-            along = error_along(measured, exact) / math.hypot(*unit.values())
-            self._worst[TOGETHER] = max(self._worst.get(TOGETHER, 0.0), along)
+            self._take(name, error, units[name])
+        self._take(TOGETHER, error_along(measured, exact), math.hypot(*units.values()))
+
+    def add_rounding(self, exact: Tensors, units: dict[str, float], largest_units: dict[str, float]) -> None:
+        """Take into account that the largest entry of a tensor may be off by its rounding under autocast.
+
+        Where numbers are small and round, most sums are exact, and no run may happen to show that rounding.
+        """
+        size, together = length(exact), math.hypot(*units.values())
+        for name, error in largest_units.items():
+            self._take(name, error, units[name])
+            if units[name] > 0:
+                along = error * float(exact[name].abs().max()) / size if size else 0.0
+                self._take(TOGETHER, along, together)
+
+    def _take(self, name: str, error: float, unit: float) -> None:
+        if unit > 0:
+            self._largest[name] = max(self._largest.get(name, 0.0), error / unit)
 
     def at(self, name: str, unit: float) -> float:
         """Return the noise of a tensor whose rounding unit is ``unit``: never less than one rounding of it."""
-        return max(self._worst.get(name, 0.0), 1.0) * unit
+        return max(self._largest.get(name, 0.0), 1.0) * unit
+
+    @property
+    def limit(self) -> float:
+        """The limit for a correct trainer, in × noise."""
+        return limit(max(self.runs, 2))
 
 
 def rounding_unit(parts: Iterable[Tensor], epsilon: float) -> float:
     """Return the size of one rounding of a sum: half an ulp (``epsilon``/2) of its parts' absolute values."""
-    total = _absolute(parts)
-    return 0.0 if total is None else norm(total) * epsilon / 2
+    return norm(absolute_sum(parts)) * epsilon / 2
 
 
-def largest_rounding(parts: Iterable[Tensor], epsilon: float) -> float:
-    """Return the size of one rounding of a sum's largest entry: half an ulp (``epsilon``/2) of its absolute value."""
-    total = _absolute(parts)
-    return 0.0 if total is None or not total.numel() else float(total.double().max()) * epsilon / 2
+def absolute_sum(parts: Iterable[Tensor]) -> Tensor:
+    """Return the sum of the absolute values of one or more tensors, entry by entry."""
+    return reduce(torch.add, (part.abs() for part in parts))
 
 
-def _absolute(parts: Iterable[Tensor]) -> Tensor | None:
-    total: Tensor | None = None
-    for part in parts:
-        total = part.abs() if total is None else total + part.abs()
-    return total
+def replay_error(value: Tensor, exact: Tensor, replayed: Tensor, unit: float) -> float:
+    """Return how far a value is from ``exact`` in × noise, which is the error of one replay and at least ``unit``.
+
+    Args:
+        value: what the subject has.
+        exact: what a replay in float64 gives.
+        replayed: what the same replay in the cell's precision gives.
+        unit: the size of one rounding.
+    """
+    return in_noise(distance(value, exact), max(unit, distance(replayed, exact)))

@@ -1,14 +1,16 @@
-"""From evidence with sketches to evidence without: the training is followed, step by step, along its sketches.
+"""Reconstructs whole tensors from a trace with sketches. **To be removed**; only the judge may import it.
 
-Known are the job's start, the samples of every step and the workload's optimizer, so there is always a good idea of
-what a gradient or a weight was: what is right, what a known mistake would have made of it, or a mixture of what was
-there. The idea that leaves the recorded sketch, within rounding, is what it was; what is left of the difference is
-drawn at random, of the right length and with the right sketch. Fingerprints decide which tensors are equal, bit for
-bit. So the judge is handed whole tensors, and need not know of sketches.
+It reconstructs the training step by step along the sketches: a gradient or a weight is searched among what is correct,
+what a known mistake would have made of it, and mixtures of what was there, and the candidate that leaves the recorded
+sketch within rounding is taken. The thresholds of that search (NEAR, SIGNIFICANT, LIMIT, CLOSE, SURPRISING) were chosen
+by hand.
+
+It will be replaced by replay on the rank: each rank replays its own recorded calls and writes sketches of the products,
+and the parent combines these by linearity, without ever holding a whole gradient. Nothing here is to be extended.
 """
 
 from __future__ import annotations
 
-from harness.judge.reconstruct.reconstruction import followed
+from harness.judge.reconstruct.reconstruction import whole_trace
 
-__all__ = ["followed"]
+__all__ = ["whole_trace"]

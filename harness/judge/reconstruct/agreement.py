@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import Step, Tensors
+from harness.evidence.trace import Sketch, Step, Tensors
 from harness.judge.oracle.noise import norm
 from harness.judge.reconstruct.inverse_projection import correction, projection_of
-from harness.judge.reconstruct.known_tensors import Known
+from harness.judge.reconstruct.known_tensors import KnownTensors
 from harness.judge.reconstruct.optimizer_replay import Replay
 from harness.judge.reconstruct.search import residual_of
 from harness.judge.reconstruct.step_context import rounding_sizes
@@ -39,7 +38,12 @@ HALVINGS = 40
 
 
 def agreed(
-    step: Step, gradients: Mapping[str, Any], after: Mapping[str, Any], rounding: Tensors, replay: Replay, known: Known
+    step: Step,
+    gradients: Mapping[str, Any],
+    after: Mapping[str, Any],
+    rounding: Tensors,
+    replay: Replay,
+    known: KnownTensors,
 ) -> Tensors:
     """Return the step's gradients, moved within their uncertainty so that they lead to the weights after it.
 

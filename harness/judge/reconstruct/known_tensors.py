@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from harness.evidence.projection import fingerprint
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import Tensors
+from harness.evidence.trace import Sketch, Tensors
 from harness.judge.reconstruct.inverse_projection import lift, projection_of, sample
 from harness.judge.reconstruct.search import Search, residual_of
 
 _Identity = tuple[int, tuple[int, ...], str]
 
 
-class Known:
+class KnownTensors:
     """Every sketch that was met, with its tensor. The same bits are the same tensor object."""
 
     def __init__(self) -> None:

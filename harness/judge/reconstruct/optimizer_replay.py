@@ -12,8 +12,8 @@ from torch import Tensor
 
 from harness.core.cell import Cell
 from harness.evidence.trace import Step, Tensors
-from harness.judge.oracle.training import Optimizers, Oracle
-from harness.judge.oracle.update_replay import stepped
+from harness.judge.oracle.oracle import Optimizers, Oracle
+from harness.judge.oracle.update_replay import weights_after
 from harness.workloads import Workload
 
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -50,8 +50,8 @@ def _change_moments(change: Callable[[Tensor], Tensor], state: State) -> None:
 MISHAPS: tuple[Callable[[State], None], ...] = (
     _forget_count,
     partial(_change_moments, torch.zeros_like),
-    partial(_change_moments, lambda moment: moment.half().to(moment.dtype)),
-    partial(_change_moments, lambda moment: moment.bfloat16().to(moment.dtype)),
+    partial(_change_moments, lambda value: value.half().to(value.dtype)),
+    partial(_change_moments, lambda value: value.bfloat16().to(value.dtype)),
 )
 """What happens to a state on its way through a checkpoint."""
 
@@ -78,7 +78,7 @@ class Replay:
         """Return the weights that the step would make, in float64, as if it had not been taken."""
         oracle, optimizers = self._exact
         states = [copy.deepcopy(list(optimizer.state.values())) for optimizer in optimizers.every]
-        weights = stepped(oracle, optimizers, before, gradients, rates)
+        weights = weights_after(oracle, optimizers, before, gradients, rates)
         for optimizer, state in zip(optimizers.every, states, strict=True):
             keys = list(optimizer.state)
             optimizer.state.clear()
@@ -87,8 +87,8 @@ class Replay:
 
     def step(self, before: Tensors, gradients: Tensors, rates: tuple[float, ...]) -> Tensors:
         """Return the weights that the step makes in the cell's storage precision."""
-        stepped(*self._exact, before, gradients, rates)
-        return stepped(*self._rough, before, gradients, rates)
+        weights_after(*self._exact, before, gradients, rates)
+        return weights_after(*self._rough, before, gradients, rates)
 
     def variants(self, steps: Sequence[Step]) -> Iterator[Tensors]:
         """Yield the weights after the last of ``steps`` for other optimizers, other options, or another history."""
@@ -120,7 +120,7 @@ class Replay:
                     for state in optimizer.state.values():
                         mishap(state)
             if not step.skipped:
-                weights = stepped(oracle, optimizers, step.before, step.gradients, step.learning_rates)
+                weights = weights_after(oracle, optimizers, step.before, step.gradients, step.learning_rates)
         return weights
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,38 +10,37 @@ import torch
 
 from harness.core.cell import Cell
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import RankTrace, Step, Tensors, Trace
+from harness.evidence.trace import RankTrace, Sketch, Step, Tensors, Trace
 from harness.judge.oracle.noise import norm
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 from harness.judge.reconstruct.agreement import agreed
-from harness.judge.reconstruct.known_tensors import Known
+from harness.judge.reconstruct.known_tensors import KnownTensors
 from harness.judge.reconstruct.optimizer_replay import Replay
 from harness.judge.reconstruct.search import Search
-from harness.judge.reconstruct.step_context import LIMIT, Right, StepContext, rounding_sizes
+from harness.judge.reconstruct.step_context import LIMIT, ExpectedStep, StepContext, rounding_sizes
 from harness.workloads import Workload
 
 
-def followed(trace: Trace, workload: Workload, cell: Cell, conduct: TrainingBehavior = ORDINARY) -> Trace:
-    """Return the trace with a whole tensor in the place of every sketch; the same trace where there is none."""
-    if not _is_sketched(trace):
+def whole_trace(trace: Trace, workload: Workload, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> Trace:
+    """Return a trace with a whole tensor in the place of every sketch; the same trace where there is none."""
+    if not trace.is_sketched:
         return trace
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
-        known = Known()
-        whole = _Follower(trace.ranks, workload, cell, conduct, known).trace(trace)
+        known = KnownTensors()
+        whole = _Reconstruction(trace.ranks, workload, cell, behavior, known).trace(trace)
         if trace.saved is None:
             return whole
         # A training that is interrupted goes on from what was left: the same bits are the same tensors in all three.
         saving = cell.resized if workload.elastic else cell
-        begun = _Follower(trace.saved.ranks, workload, saving, conduct, known)
+        begun = _Reconstruction(trace.saved.ranks, workload, saving, behavior, known)
         saved, resumed = begun.trace(trace.saved), trace.resumed
         if resumed is not None:
-            resumed = _Follower(resumed.ranks, workload, cell, conduct, known, saved.ranks).trace(resumed)
+            resumed = _Reconstruction(resumed.ranks, workload, cell, behavior, known, saved.ranks).trace(resumed)
         return replace(whole, saved=saved, resumed=resumed)
 
 
-class _Follower:
+class _Reconstruction:
     """Goes from step to step, all ranks side by side.
 
     ``steps`` is what was found of each rank's, ``rounding`` how large one rounding of each entry of the present
@@ -54,37 +53,37 @@ class _Follower:
         recorded: Sequence[RankTrace],
         workload: Workload,
         cell: Cell,
-        conduct: TrainingBehavior,
-        known: Known,
+        behavior: TrainingBehavior,
+        known: KnownTensors,
         origins: Sequence[RankTrace] = (),
     ) -> None:
         self.recorded = recorded
         self.workload = workload
-        self.scenery = StepContext(workload, cell, conduct)
+        self.context = StepContext(workload, cell, behavior)
         self.known = known
         self.rounding: Tensors = {}
         # Where others resume than were interrupted, the first of those stands for all.
         same_number = len(origins) == len(recorded)
         self.origins = [origins[place if same_number else 0] for place in range(len(recorded))] if origins else []
         self.steps: list[list[Step]] = [[] for _ in recorded]
-        self.twins = [self._twin(place) for place in range(len(recorded))]
+        self.duplicates = [self._duplicate_of(place) for place in range(len(recorded))]
         self.replays = {
             place: Replay(workload, cell, self.origins[place].steps if self.origins else ())
-            for place, twin in enumerate(self.twins)
-            if twin is None
+            for place, duplicate in enumerate(self.duplicates)
+            if duplicate is None
         }
 
     def trace(self, recorded: Trace) -> Trace:
         """Return the launch that was recorded, with whole tensors."""
         for index in range(max((len(rank.steps) for rank in self.recorded), default=0)):
-            self._follow(index)
+            self._reconstruct_step(index)
         ranks = [
             replace(rank, steps=tuple(self.steps[place]), final=self._final(place))
             for place, rank in enumerate(self.recorded)
         ]
         return replace(recorded, ranks=tuple(ranks))
 
-    def _follow(self, index: int) -> None:
+    def _reconstruct_step(self, index: int) -> None:
         given = {place: rank.steps[index] for place, rank in enumerate(self.recorded) if index < len(rank.steps)}
         steps = {
             place: replace(step, before=self._provisional(place, index), gradients={}, after={})
@@ -92,38 +91,42 @@ class _Follower:
         }
         # Optimizers that take turns each have a gradient at the weights that those before them left.
         for names in next(iter(given.values())).turns[:-1]:
-            self._hand_over(index, given, steps, names)
-            self._step(index, given, steps, names)
-        self._hand_over(index, given, steps, ())
-        self._step(index, given, steps, ())
-        self.scenery.settle(index, list(steps.values()))
+            self._find_gradients(index, given, steps, names)
+            self._find_weights(index, given, steps, names)
+        self._find_gradients(index, given, steps, ())
+        self._find_weights(index, given, steps, ())
+        self.context.settle(index, list(steps.values()))
         for place, step in steps.items():
             self.steps[place].append(step)
 
-    def _hand_over(self, index: int, given: Mapping[int, Step], steps: dict[int, Step], names: Collection[str]) -> None:
+    def _find_gradients(
+        self, index: int, given: Mapping[int, Step], steps: dict[int, Step], names: Collection[str]
+    ) -> None:
         """Find the gradients of every rank, those of ``names`` only if there are any."""
         wanted = {place: _only(step.gradients, names) for place, step in given.items()}
-        right = self.scenery.enter(index, list(steps.values()), {name for own in wanted.values() for name in own})
+        right = self.context.enter(index, list(steps.values()), {name for own in wanted.values() for name in own})
         self.rounding = right.roundings if right else {}
         searches = {place: self._search(place, index, steps[place], right, own) for place, own in wanted.items()}
         # Mistakes are predicted from what is known of all ranks' gradients so far.
         ideas = [replace(step, gradients=searches[place].ideas()) for place, step in steps.items()]
-        self.scenery.settle(index, ideas)
+        self.context.settle(index, ideas)
         for number, (place, search) in enumerate(searches.items()):
             if right is not None and search.doubtful():
-                search.offer(self.scenery.predictions(index, number))
+                search.offer(self.context.predictions(index, number))
                 if search.open(LIMIT):
-                    search.mix(self.scenery.each_sample(index))
+                    search.mix(self.context.each_sample(index))
             found = self.known.found(wanted[place], search, _gradient_sizes(search, right))
             steps[place] = replace(steps[place], gradients={**steps[place].gradients, **found})
 
-    def _step(self, index: int, given: Mapping[int, Step], steps: dict[int, Step], names: Collection[str]) -> None:
+    def _find_weights(
+        self, index: int, given: Mapping[int, Step], steps: dict[int, Step], names: Collection[str]
+    ) -> None:
         """Find the weights of every rank after its optimizer has stepped, those of ``names`` only if there are any."""
         done: list[Step] = []
         for place, step in steps.items():
-            twin = self.twins[place]
-            if twin is not None:
-                other = steps[twin]
+            duplicate = self.duplicates[place]
+            if duplicate is not None:
+                other = steps[duplicate]
                 step = replace(step, before=other.before, gradients=other.gradients, after=other.after)
             else:
                 if not names:
@@ -158,7 +161,7 @@ class _Follower:
 
     def _apart(self, place: int, index: int, recorded: Tensors, done: Sequence[Step] = ()) -> tuple[Search, Tensors]:
         """Look for weights that no step of this rank has left: at the start, or changed between steps."""
-        ideas = [self.scenery.analysis.start]
+        ideas = [self.context.analysis.start]
         if self.origins and not index:
             left = [(rank.final, *(step.after for step in rank.steps[-1:])) for rank in self.origins]
             ideas = [weights for rank in left for weights in rank if weights is not None] + ideas
@@ -179,7 +182,7 @@ class _Follower:
         search, sizes = self._apart(place, index, recorded, done)
         return self.known.found(recorded, search, sizes)
 
-    def _search(self, place: int, index: int, step: Step, right: Right | None, recorded: Tensors) -> Search:
+    def _search(self, place: int, index: int, step: Step, right: ExpectedStep | None, recorded: Tensors) -> Search:
         """Look for gradients among what is right, and among mixtures of what was there."""
         if right is None:
             return self.known.search(recorded, {})
@@ -192,7 +195,7 @@ class _Follower:
         if search.doubtful():
             earlier = [self.steps[place][index - 1].gradients] if index else []
             parts = [part for groups in right.mixed for part in groups]
-            before = [part for groups in self.scenery.parts(index - 1) for part in groups]
+            before = [part for groups in self.context.parts(index - 1) for part in groups]
             search.offer([mean_gradient(right.mixed), *earlier])
             search.mix([part for groups in right.computed for part in groups])
             search.mix(parts)
@@ -224,7 +227,7 @@ class _Follower:
                 search.offer(replay.variants([*self.steps[place], step]))
         return replace(step, after=self.known.found(wanted, search, sizes))
 
-    def _twin(self, place: int) -> int | None:
+    def _duplicate_of(self, place: int) -> int | None:
         """Return the first rank before this one with the same history, bit for bit."""
         if self.origins and any(origin is not self.origins[0] for origin in self.origins):
             return None
@@ -237,7 +240,7 @@ def _only(tensors: Tensors, names: Collection[str]) -> Tensors:
     return {name: value for name, value in tensors.items() if name in names} if names else tensors
 
 
-def _gradient_sizes(search: Search, right: Right | None) -> Tensors:
+def _gradient_sizes(search: Search, right: ExpectedStep | None) -> Tensors:
     """Return about how large each entry is of what ideas lack: roundings of what a gradient is made of, or anything."""
     sizes = {}
     unexplained = search.open(LIMIT)
@@ -246,24 +249,6 @@ def _gradient_sizes(search: Search, right: Right | None) -> Tensors:
         if made_of is not None and tuple(made_of.shape) == sketch.shape:
             sizes[name] = made_of + search.idea(name).abs() if name in unexplained else made_of
     return sizes
-
-
-def _is_sketched(trace: Trace) -> bool:
-    launches = [launch for launch in (trace, trace.saved, trace.resumed) if launch is not None]
-    return any(
-        isinstance(value, Sketch)
-        for launch in launches
-        for rank in launch.ranks
-        for part in _parts(rank)
-        for value in part.values()
-    )
-
-
-def _parts(rank: RankTrace) -> Iterator[Tensors]:
-    for step in rank.steps:
-        yield from (step.before, step.gradients, step.after)
-    if rank.final is not None:
-        yield rank.final
 
 
 def _same_history(left: RankTrace, right: RankTrace) -> bool:

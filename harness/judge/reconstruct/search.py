@@ -9,8 +9,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from harness.evidence.sketch import Sketch
-from harness.evidence.trace import Tensors
+from harness.evidence.trace import Sketch, Tensors
 from harness.judge.oracle.noise import norm
 from harness.judge.reconstruct.inverse_projection import projection_of
 

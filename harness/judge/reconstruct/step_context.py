@@ -19,8 +19,8 @@ from harness.judge.causes.hypothesis import OCCASIONAL
 from harness.judge.causes.registry import HYPOTHESES
 from harness.judge.oracle.layout import Layout
 from harness.judge.oracle.noise import distance, norm
-from harness.judge.oracle.training import Oracle, clipped, mean_gradient
-from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, Truth
+from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from harness.judge.trace_analysis import ExpectedGradients, GlobalStep, TraceAnalysis
 from harness.workloads import Workload
 
 LIMIT = 20.0
@@ -28,7 +28,7 @@ LIMIT = 20.0
 
 
 @dataclass(frozen=True)
-class Right:
+class ExpectedStep:
     """What is right at one step. ``mixed`` are the parts with each rank's own at the weights that it really had.
 
     ``computed`` are the parts in the cell's own precision: with the roundings of autocast, which is a better idea of
@@ -39,7 +39,7 @@ class Right:
     same.
     """
 
-    truth: Truth
+    truth: ExpectedGradients
     mixed: list[list[Tensors]]
     computed: list[list[Tensors]]
     rounding: dict[str, float]
@@ -56,16 +56,16 @@ class Right:
 class StepContext:
     """The steps as far as they are known, as an analysis that explanations can work with."""
 
-    def __init__(self, workload: Workload, cell: Cell, conduct: TrainingBehavior) -> None:
+    def __init__(self, workload: Workload, cell: Cell, behavior: TrainingBehavior) -> None:
         self.workload = workload
         self.cell = cell
-        self.analysis = TraceAnalysis(Trace(()), workload, cell, conduct)
-        self.analysis.moments = ()
+        self.analysis = TraceAnalysis(Trace(()), workload, cell, behavior)
+        self.analysis.steps = ()
         self.analysis.layouts = {}
-        self.analysis.truths = {}
+        self.analysis.expected = {}
         self._counterfactuals = Counterfactuals(self.analysis)
 
-    def enter(self, index: int, steps: Sequence[Step], handed: Collection[str]) -> Right | None:
+    def enter(self, index: int, steps: Sequence[Step], handed: Collection[str]) -> ExpectedStep | None:
         """Take up a step of which the weights before it are known; None where nothing can be computed from them.
 
         ``handed`` are the parameters of which an optimizer was handed a gradient.
@@ -74,31 +74,31 @@ class StepContext:
         # A step that was skipped is judged by its weights alone, but its gradient must be found all the same.
         steps = [replace(step, skipped=False) for step in steps]
         ranks = tuple(RankTrace(rank, len(steps), (step,)) for rank, step in enumerate(steps))
-        single = TraceAnalysis(Trace(ranks), self.workload, self.cell, analysis.conduct)
-        single.oracle, single.rough = analysis.oracle, analysis.rough
-        analysis.moments = (*analysis.moments[:index], GlobalStep(index, tuple(steps)))
+        single = TraceAnalysis(Trace(ranks), self.workload, self.cell, analysis.behavior)
+        single.oracle, single.cell_oracle = analysis.oracle, analysis.cell_oracle
+        analysis.steps = (*analysis.steps[:index], GlobalStep(index, tuple(steps)))
         with suppress(Exception):  # whatever cannot be computed here, the judge's own checks will say why
-            truth, layout = single.truths[0], single.layouts[0]
-            analysis.truths[index], analysis.layouts[index] = truth, layout
+            truth, layout = single.expected[0], single.layouts[0]
+            analysis.expected[index], analysis.layouts[index] = truth, layout
             return _right(single, truth, handed)
         return None
 
     def parts(self, index: int) -> Sequence[Sequence[Tensors]]:
         """Return the gradient of each group alone at a step, by micro-batch; none where nothing is right."""
-        truth = self.analysis.truths.get(index)
+        truth = self.analysis.expected.get(index)
         return truth.parts if truth is not None else ()
 
     def settle(self, index: int, steps: Sequence[Step]) -> None:
         """Replace a step by what is known of it now."""
-        moments = self.analysis.moments
-        self.analysis.moments = (*moments[:index], GlobalStep(index, tuple(steps)), *moments[index + 1 :])
+        known = self.analysis.steps
+        self.analysis.steps = (*known[:index], GlobalStep(index, tuple(steps)), *known[index + 1 :])
 
     def predictions(self, index: int, rank: int) -> Iterator[Tensors]:
         """Yield what the known mistakes would have handed to the optimizer of a rank, as far as anything is known."""
-        if not self.analysis.truths[index].raw:
+        if not self.analysis.expected[index].raw:
             return
         case = GradientCase.of(self._counterfactuals, index, rank)
-        case = replace(case, pattern=Pattern(factor_between(case.truth.raw, case.step.gradients)))
+        case = replace(case, pattern=Pattern(factor_between(case.expected.raw, case.step.gradients)))
         for hypothesis in sorted(HYPOTHESES[GradientCase], key=lambda one: -one.specificity):
             if hypothesis.specificity > OCCASIONAL:
                 with suppress(Exception):  # a prediction that cannot be computed is left out
@@ -111,11 +111,11 @@ class StepContext:
         return []
 
 
-def _right(single: TraceAnalysis, truth: Truth, handed: Collection[str]) -> Right:
-    (moment,) = single.moments
+def _right(single: TraceAnalysis, truth: ExpectedGradients, handed: Collection[str]) -> ExpectedStep:
+    (global_step,) = single.steps
     layout = single.layouts[0]
-    single.place(single.rough, moment)
-    computed = _computed(single.rough, layout, moment.ranks[0].scale or 1.0)
+    single.load_step(single.cell_oracle, global_step)
+    computed = _computed(single.cell_oracle, layout, global_step.ranks[0].scale or 1.0)
     rough = clipped(mean_gradient(computed), single.workload.clip_norm)
     rounding = {name: max(unit, distance(rough[name], truth.contract[name])) for name, unit in truth.units.items()}
     thawed_parts = _thawed(single, handed)
@@ -124,7 +124,7 @@ def _right(single: TraceAnalysis, truth: Truth, handed: Collection[str]) -> Righ
         for name, value in part.items():
             sizes[name] = sizes[name] + value.abs() if name in sizes else value.abs()
     thawed = mean_gradient(thawed_parts)
-    return Right(
+    return ExpectedStep(
         truth=truth,
         mixed=_mixed(single, truth),
         computed=computed,
@@ -163,13 +163,13 @@ def _computed(rough: Oracle, layout: Layout, scale: float) -> list[list[Tensors]
         scale /= 2
 
 
-def _mixed(single: TraceAnalysis, truth: Truth) -> list[list[Tensors]]:
+def _mixed(single: TraceAnalysis, truth: ExpectedGradients) -> list[list[Tensors]]:
     """Return the gradient of each group alone, at the weights of the rank that computed it."""
-    (moment,) = single.moments
+    (global_step,) = single.steps
     mixed = [list(groups) for groups in truth.parts]
-    for rank, step in enumerate(moment.ranks):
-        if any(step.before[name] is not value for name, value in moment.ranks[0].before.items()):
-            single.place(single.oracle, replace(moment, ranks=(step, *moment.ranks)))
+    for rank, step in enumerate(global_step.ranks):
+        if any(step.before[name] is not value for name, value in global_step.ranks[0].before.items()):
+            single.load_step(single.oracle, replace(global_step, ranks=(step, *global_step.ranks)))
             for place, groups in enumerate(single.oracle.group_gradients(single.layouts[0])):
                 if rank < len(groups):
                     mixed[place][rank] = groups[rank]

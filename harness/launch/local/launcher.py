@@ -14,8 +14,7 @@ import torch.distributed
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError
 from harness.core.training_behavior import TrainingBehavior
-from harness.evidence.join_shards import put_together
-from harness.evidence.read import read_rank
+from harness.evidence.read import join_shards, read_rank
 from harness.evidence.trace import Exit, RankTrace, Trace
 from harness.launch.exit_reason import explain
 from harness.launch.hung_ranks import take_so_far, without_unfinished
@@ -77,7 +76,7 @@ class Launched:
         for rank in trace.exits:
             # What was written too late, or before a rank hung in the middle, is not to be found and judged one day.
             Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
-        return put_together(trace)
+        return join_shards(trace)
 
     @property
     def _due(self) -> int:
@@ -174,7 +173,7 @@ def _starts_its_ranks(pool: Pool, cell: Cell) -> bool:
     return any(declared["launch"] == "node" for declared in _declared(pool, cell))
 
 
-def conduct_of(pool: Pool, cell: Cell) -> TrainingBehavior:
+def behavior_of(pool: Pool, cell: Cell) -> TrainingBehavior:
     """Return what the subject of ``cell`` declares about its way of training there."""
     return next((TrainingBehavior.of(declared["conduct"]) for declared in _declared(pool, cell)), TrainingBehavior())
 

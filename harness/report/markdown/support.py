@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pandas as pd
 
-from harness.core.finding_order import told_first
+from harness.core.finding import in_reading_order
 from harness.report.tables.cells import cell_table
 from harness.report.tables.failures import as_consequence, is_wrong, known_failures, outcome_in_words, what_it_says
 from harness.report.tables.run_facts import machine_in_words, software_in_words
@@ -126,7 +126,7 @@ def _findings(run: Run) -> str:
     for result in run.results:
         if is_wrong(result):
             cells.setdefault(result.coordinates, []).append(result)
-    wrong = [result for results in cells.values() for result in told_first(results)]
+    wrong = [result for results in cells.values() for result in in_reading_order(results)]
     if not wrong:
         nothing = "Nothing failed, errored, crashed or ran out of time in what was recorded"
         return f"{nothing}, but what was expected to." if any(one.is_known for one in run.results) else f"{nothing}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.core.finding_order import UNEXPLAINED, told_first
+from harness.core.finding import UNEXPLAINED, in_reading_order
 from harness.report.text import shortened
 from harness.results.records import UNEXPECTED_PASS, Coordinates, Expected, Result
 from harness.results.run import Run
@@ -37,7 +37,7 @@ def failures(run: Run) -> list[Group]:
             wrong.setdefault(result.coordinates, []).append(result)
     groups: dict[tuple[str, str | None], list[Result]] = {}
     for results in wrong.values():
-        best = told_first(results)[0]
+        best = in_reading_order(results)[0]
         groups.setdefault((_title(best), best.family), []).append(best)
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return [Group(title, family, tuple(found)) for (title, family), found in ordered]

@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast
 
-from harness.core.finding_order import told_first
+from harness.core.finding import in_reading_order
 from harness.core.outcome import Outcome
 from harness.report.tables.cache import once_for_a_run
 from harness.report.tables.cells import CELL_COLUMNS, cell_table
@@ -204,7 +204,7 @@ def _cell(row: Mapping[Hashable, Any], anchor: str, every: Mapping[Coordinates, 
         outcome=row["outcome"],
         has_failed=row["has_failed"],
         seconds=None if math.isnan(row["seconds"]) else row["seconds"],
-        bad=tuple(told_first(kinds["bad"])),
+        bad=tuple(in_reading_order(kinds["bad"])),
         known=tuple(kinds["known"]),
         deviating=tuple(kinds["deviating"]),
         others=tuple(kinds["others"]),

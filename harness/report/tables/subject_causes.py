@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from harness.core.finding_order import is_unexplained, told_first
+from harness.core.finding import in_reading_order, is_unexplained
 from harness.report.tables.failures import is_wrong, what_it_says
 from harness.report.text import shortened
 from harness.results.records import Result
@@ -67,7 +67,7 @@ def subject_causes(run: Run) -> list[SubjectCauses]:
 
 
 def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCauses:
-    first = {cell: told_first(results)[0] for cell, results in cells.items()}
+    first = {cell: in_reading_order(results)[0] for cell, results in cells.items()}
     roots = {cell: _named(results) for cell, results in cells.items()}
     counts = Counter(_cause(result) for result in first.values() if not is_unexplained(result))
     cause, count = counts.most_common(1)[0] if counts else (None, 0)

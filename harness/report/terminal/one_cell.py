@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.core.finding_order import told_first
+from harness.core.finding import in_reading_order
 from harness.core.outcome import Outcome
 from harness.report.html.scales import between, in_words
 from harness.report.tables.failures import is_wrong, outcome_in_words
@@ -73,7 +73,7 @@ def _findings(results: Sequence[Result]) -> Iterator[RenderableType]:
     if not results:
         return
     yield _title("Findings")
-    for result in sorted(told_first(results), key=lambda one: not is_wrong(one)):
+    for result in sorted(in_reading_order(results), key=lambda one: not is_wrong(one)):
         style = "bold red" if is_wrong(result) else _STYLES.get(result.outcome, "yellow")
         head = Text.assemble((outcome_in_words(result), style), "  ", (printable(result.check), "bold"))
         if result.cause:

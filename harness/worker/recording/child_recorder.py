@@ -30,7 +30,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from harness.evidence import write as evidence
+from harness.evidence import rank_file as evidence
 from harness.evidence.trace import RankTrace
 from harness.worker.arithmetic import compute_as_named
 from harness.worker.assignment import Assignment
@@ -214,8 +214,8 @@ class Member:
         with self._lock:
             if self.recorder.steps and not self._done:
                 with suppress(OSError):  # the whole comes later, and says what is in the way
-                    evidence.write(
-                        evidence.so_far_of(self.assignment.as_rank(self.rank).evidence), self.trace(self.rank, None)
+                    evidence.write_rank(
+                        evidence.so_far_path(self.assignment.as_rank(self.rank).evidence), self.trace(self.rank, None)
                     )
 
     def leave_evidence(self, raised: BaseException | None) -> None:
@@ -224,7 +224,7 @@ class Member:
         own = self.assignment.as_rank(rank).evidence
         private = f"{own}.{os.getpid()}"
         try:
-            evidence.write(private, self.trace(rank, raised))
+            evidence.write_rank(private, self.trace(rank, raised))
         except OSError as broken:
             self.tell(unwritten=str(broken)[:300])
             raise
@@ -233,10 +233,10 @@ class Member:
         except FileExistsError:
             said = f"two processes of this launch were rank {rank}: does each node start its own ranks, and no others?"
             raised = raised or RuntimeError(said)
-            evidence.write(own, self.trace(rank, raised))
+            evidence.write_rank(own, self.trace(rank, raised))
         os.unlink(private)
         with suppress(FileNotFoundError):
-            os.unlink(evidence.so_far_of(own))
+            os.unlink(evidence.so_far_path(own))
         self.tell(evidence=rank, failed=raised is not None)
 
     def trace(self, rank: int, raised: BaseException | None) -> RankTrace:

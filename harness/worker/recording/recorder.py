@@ -23,8 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_leaves
 
 from harness.core.errors import TraceError
-from harness.evidence.sketch import SKETCH_ABOVE
-from harness.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
+from harness.evidence.trace import SKETCH_ABOVE, Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
 from harness.worker.recording.optimizer_parts import Part, belongs, joined
 from harness.worker.recording.passes import Forward, Passes
 from harness.worker.recording.tensor_copies import copied, is_flattened, is_still, is_zero, kept

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.evidence import projection as sketch
-from harness.evidence.shard import Shard
-from harness.evidence.sketch import Sketch
+from harness.evidence.trace import Shard, Sketch
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors of which nothing needs to be asked."""

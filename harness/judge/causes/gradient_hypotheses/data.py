@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
 from harness.judge.oracle.layout import samples
-from harness.judge.oracle.training import clipped, mean_gradient
+from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _held_out(case: GradientCase) -> Gradients:

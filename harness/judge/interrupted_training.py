@@ -1,4 +1,4 @@
-"""A training that was interrupted, beside the same one that was not."""
+"""An interrupted training beside the same one without interruption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Draws = tuple[int, ...]
 
 
 class Interruption:
-    """Three launches of one cell: ``whole`` was left alone, ``saved`` stopped, and ``resumed`` went on from there.
+    """Three launches of one cell: ``whole`` without interruption, ``saved``, which stopped, and ``resumed``.
 
     Steps are counted as in the whole training, attempts that were skipped included.
     """
@@ -22,18 +22,18 @@ class Interruption:
     def __init__(self, whole: TraceAnalysis, saved: Trace, resumed: Trace) -> None:
         self.workload = whole.workload
         self.whole = whole
-        self.saved = TraceAnalysis(saved, whole.workload, saving_cell(whole), whole.conduct)
-        self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.conduct)
+        self.saved = TraceAnalysis(saved, whole.workload, saving_cell(whole), whole.behavior)
+        self.resumed = TraceAnalysis(resumed, whole.workload, whole.cell, whole.behavior)
 
     @cached_property
     def place(self) -> int:
         """How many steps were done when training was interrupted."""
-        return len(self.saved.moments)
+        return len(self.saved.steps)
 
     @cached_property
     def total(self) -> int:
         """How many steps the whole training has."""
-        return len(self.whole.moments)
+        return len(self.whole.steps)
 
     @cached_property
     def epoch_length(self) -> int:
@@ -51,12 +51,12 @@ class Interruption:
         return _draws(self.whole), _draws(self.saved), _draws(self.resumed)
 
     def origin(self, rank: int) -> RankTrace:
-        """Return what a rank that resumes goes on from: the same rank, or the first where there were others."""
+        """Return what a resumed rank continues from: the same rank, or the first where the number of ranks differs."""
         ranks = self.saved.trace.ranks
         return ranks[rank] if self.saved.cell == self.whole.cell else ranks[0]
 
     def left(self, rank: int) -> tuple[Tensors, ...]:
-        """Return the weights from which a rank may go on: those at the end of the last step, and of the launch."""
+        """Return the weights from which a rank may continue: after the last step, and at the end of the launch."""
         left = [
             trace for origin in (self.origin(rank), self.origin(0)) for trace in (origin.steps[-1].after, origin.final)
         ]
@@ -70,20 +70,20 @@ class Interruption:
     def pairs(self) -> list[tuple[int, int, Step, Step]]:
         """Return each resumed step, with its number and rank, beside the same step of the whole training."""
         return [
-            (self.place + moment.index, rank, step, self.whole.moments[self.place + moment.index].ranks[rank])
-            for moment in self.resumed.moments
-            if self.place + moment.index < self.total
-            for rank, step in enumerate(moment.ranks)
+            (self.place + global_step.index, rank, step, self.whole.steps[self.place + global_step.index].ranks[rank])
+            for global_step in self.resumed.steps
+            if self.place + global_step.index < self.total
+            for rank, step in enumerate(global_step.ranks)
         ]
 
 
 def saving_cell(whole: TraceAnalysis) -> Cell:
-    """Return the cell of the launch that stops: an elastic training comes from another number of devices."""
+    """Return the cell of the launch that stops: an elastic training had another number of devices."""
     return whole.cell.resized if whole.workload.elastic else whole.cell
 
 
 def _draws(analysis: TraceAnalysis) -> tuple[Draws, ...]:
     return tuple(
-        tuple(sorted(i for step in moment.ranks for micro in step.micro_batches for i in micro.samples))
-        for moment in analysis.moments
+        tuple(sorted(i for step in global_step.ranks for micro in step.micro_batches for i in micro.samples))
+        for global_step in analysis.steps
     )

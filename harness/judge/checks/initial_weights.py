@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
 from harness.judge.causes import explain
 from harness.judge.causes.weights import InitialWeightsCase
-from harness.judge.error_outcome import Vacuous
+from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 
 
 def initial_weights(analysis: TraceAnalysis) -> Finding:
     """The weights before the first step equal ``job.model()``'s bit for bit."""
-    if not analysis.moments:
+    if not analysis.steps:
         raise Vacuous("no optimizer step was seen")
-    for rank, step in enumerate(analysis.moments[0].ranks):
+    for rank, step in enumerate(analysis.steps[0].ranks):
         for name, parameter in analysis.start.items():
             value = step.before.get(name)
             if value is None or not value.equal(parameter):
-                what = "is missing" if value is None else "is not the job's"
-                message = f"before the first step {name} {what} on rank {rank}"
-                finding = Finding("initial-weights", Outcome.FAILED, message, family="sync", parameter=name, rank=rank)
+                message = "a parameter is missing" if value is None else "a parameter is not the job's"
+                message += " before the first step"
+                finding = failed("initial-weights", message, family="sync", rank=rank, parameter=name)
                 return explain(finding, InitialWeightsCase(analysis))
-    return Finding("initial-weights", Outcome.PASSED, "every rank starts from the job's weights")
+    return passed("initial-weights", "every rank starts from the job's weights")

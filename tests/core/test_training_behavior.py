@@ -9,13 +9,13 @@ import pytest
 from harness.core.training_behavior import CHOICES, ORDINARY, TrainingBehavior
 
 
-def test_every_conduct_comes_back_from_what_it_declares():
+def test_every_behavior_comes_back_from_what_it_declares():
     for values in product(*CHOICES.values(), (None, 1, 3)):
         said = dict(zip((*CHOICES, "max_nodes"), values, strict=True))
         if said["data"] == "iterations" and said["shuffle"] != "job":
             continue
-        conduct = TrainingBehavior(**said)
-        assert TrainingBehavior.of(conduct.declared) == conduct
+        behavior = TrainingBehavior(**said)
+        assert TrainingBehavior.of(behavior.declared) == behavior
 
 
 def test_what_is_ordinary_declares_nothing():

@@ -1,7 +1,7 @@
-"""The oracle: a plain single-process loop over the workload.
+"""The oracle: a plain single-process implementation of a workload's training.
 
-In float64 it says what is right; in the cell's own precision, on one device and in other orders of summation, it
-says how much rounding alone explains.
+In float64 it gives the correct values. In the cell's precision, on one device and in other orders of summation, it
+gives the error that rounding alone explains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness.workloads.base import Batch
 
 
 class Optimizers:
-    """Several optimizers that step together, each over its own part of the parameters; mostly it is one."""
+    """Optimizers that step together, each over its own part of the parameters; usually there is one."""
 
     def __init__(self, every: Sequence[torch.optim.Optimizer]) -> None:
         self.every = every
@@ -32,13 +32,13 @@ class Optimizers:
         return [group for optimizer in self.every for group in optimizer.param_groups]
 
     def step(self) -> None:
-        """Let each of them step."""
+        """Step each of them."""
         for optimizer in self.every:
             optimizer.step()
 
 
 class Oracle:
-    """Evaluates a workload's gradient for a layout, in one arithmetic.
+    """Computes a workload's gradient for a layout, in one precision.
 
     ``devices`` is the number of devices of the cell, which fixes the data. Without ``precision`` all is float64.
     """
@@ -53,30 +53,30 @@ class Oracle:
         self.model: nn.Module = workload.model(self.dtype).train()
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.trained: dict[str, nn.Parameter] = {k: p for k, p in self.parameters.items() if p.requires_grad}
-        self._buffered = {
+        self._buffer_owners = {
             name: (self.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], buffer.dtype)
             for name, buffer in self.buffers.items()
         }
-        self._begun: Tensors = {}
-        self._begun_by: dict[int, Tensors] = {}
-        self._rows: dict[int, int] = {}
+        self._buffers: Tensors = {}
+        self._buffers_by_sample: dict[int, Tensors] = {}
+        self._row_of: dict[int, int] = {}
         self._drawn: Tensors = {}
         self._turns: list[tuple[tuple[str, ...], Tensors]] = []
 
     def load(self, weights: Tensors) -> None:
-        """Take over ``weights``, a value for every parameter, cast to this arithmetic."""
+        """Set the weights, a value for every parameter, cast to this precision."""
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(weights[name])
 
-    def set_scene(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
-        """Take over what else a forward depends on: the buffers that a step began with, and what its layers drew.
+    def set_forward_state(self, steps: Sequence[Step], *, own_buffers: bool = False) -> None:
+        """Set what a forward depends on besides weights: the step's initial buffers, and what its layers drew.
 
-        These are the first rank's buffers for everybody; with ``own_buffers`` a rank's samples meet that rank's.
-        Masks are told apart by the sample, so its draws must be (``told_apart``).
+        All samples get the first rank's buffers; with ``own_buffers`` a rank's samples get that rank's. Masks are found
+        by the sample's id, so no two draws of a step may have the same one (``with_unique_draws``).
         """
-        self._begun = steps[0].buffers
-        self._begun_by = {
+        self._buffers = steps[0].buffers
+        self._buffers_by_sample = {
             sample: step.buffers
             for step in (steps[1:] if own_buffers else ())
             for micro in step.micro_batches
@@ -85,18 +85,18 @@ class Oracle:
         self._turns = []
         self._drawn = {}
         micros = [micro for step in steps for micro in step.micro_batches]
-        # The first row is for a sample of which nothing was recorded.
-        self._rows = {sample: row for row, sample in enumerate({i: None for m in micros for i in m.samples}, start=1)}
+        # The first row is for samples of which nothing was recorded.
+        self._row_of = {sample: row for row, sample in enumerate({i: None for m in micros for i in m.samples}, start=1)}
         for name in {name for micro in micros for name in micro.drawn}:
             shape = next(micro.drawn[name] for micro in micros if name in micro.drawn).shape[1:]
-            table = torch.zeros(len(self._rows) + 1, *shape)
+            table = torch.zeros(len(self._row_of) + 1, *shape)
             for micro in micros:
                 if name in micro.drawn and len(micro.drawn[name]) == len(micro.samples):
-                    table[[self._rows[sample] for sample in micro.samples]] = micro.drawn[name].to(table.dtype)
+                    table[[self._row_of[sample] for sample in micro.samples]] = micro.drawn[name].to(table.dtype)
             self._drawn[name] = table.to(self.dtype)
 
-    def take_turns(self, step: Step) -> None:
-        """Evaluate each optimizer's part of the gradient at the weights that those before it left, as the step did."""
+    def set_turns(self, step: Step) -> None:
+        """Compute each optimizer's part of the gradient at the weights that the optimizers before it left."""
         left = step.before
         for earlier, names in pairwise(step.turns):
             left = {**left, **{name: step.after[name] for name in earlier if name in step.after}}
@@ -104,14 +104,14 @@ class Oracle:
 
     def forward(self, share: Share) -> Any:
         """Return the model's outputs for samples, as a device computes them at the start of the step."""
-        self._set_buffers(self._begun_by.get(share[0], self._begun) if share else self._begun)
+        self._set_buffers(self._buffers_by_sample.get(share[0], self._buffers) if share else self._buffers)
         batch = self._batch(share)
         for name, table in self._drawn.items():
-            batch[name] = table[[self._rows.get(sample, 0) for sample in share]]
+            batch[name] = table[[self._row_of.get(sample, 0) for sample in share]]
         return self.model(batch)
 
     def group_gradients(self, layout: Layout, scale: float = 1.0) -> list[list[Tensors]]:
-        """Return ∂ℓ/∂w at the loaded weights for every group alone, by micro-batch, in this arithmetic.
+        """Return ∂ℓ/∂w at the loaded weights for every group alone, by micro-batch, in this precision.
 
         ``scale`` multiplies the loss before backward and divides the gradient after it, as a GradScaler does.
         A parameter that the loss does not depend on is absent.
@@ -124,25 +124,25 @@ class Oracle:
         return parts
 
     def passes(self, layout: Layout, scale: float = 1.0) -> list[list[list[Tensors]]]:
-        """Return the same of every turn's pass, with the gradients of all parameters in each."""
-        made = [self._pass(layout, scale)]
+        """Return the group gradients of every turn's pass, with the gradients of all parameters in each."""
+        made = [self._one_pass(layout, scale)]
         begun = self._copies() if self._turns else {}
         for _, weights in self._turns:
             self.load(weights)
-            made.append(self._pass(layout, scale))
+            made.append(self._one_pass(layout, scale))
         if begun:
             self.load(begun)
         return made
 
-    def _pass(self, layout: Layout, scale: float) -> list[list[Tensors]]:
+    def _one_pass(self, layout: Layout, scale: float) -> list[list[Tensors]]:
         return [[self._group_gradient(group, scale) for group in groups] for groups in layout]
 
     def gradient(self, layout: Layout, scale: float = 1.0) -> Tensors:
-        """Return what the optimizer is handed: the mean over groups and micro-batches, clipped where that is due.
+        """Return the gradient that the optimizer gets: the mean over groups and micro-batches, clipped where required.
 
-        It is summed in this arithmetic and returned as float64. As in a trainer the loss of a micro-batch is divided
-        before it is scaled. Where float16 overflows all the same, in another order than the trainer's, a lower scale
-        is taken: what is asked for is its rounding.
+        It is summed in this precision and returned as float64. As in a trainer the loss of a micro-batch is divided
+        before it is scaled. Where float16 overflows nevertheless, because the order of summation is not the trainer's,
+        a lower scale is used: only the rounding matters here.
         """
         scale /= len(layout) if scale > 1 else 1
         gradient = mean_gradient(self.group_gradients(layout, scale))
@@ -159,28 +159,28 @@ class Oracle:
             if gradient is not None
         }
 
-    def _precision(self) -> torch.autocast:
+    def _autocast(self) -> torch.autocast:
         return torch.autocast("cpu", self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
     def _loss(self, group: Group) -> Tensor:
-        with self._precision():
+        with self._autocast():
             outputs = [self.forward(share) for share in group]
             batch = self._batch([i for share in group for i in share])
             return self.workload.loss(gather(outputs), batch)
 
-    def _batch(self, draws: Sequence[int]) -> Batch:
-        return self.data.batch(list(map(sample_of, draws)))
+    def _batch(self, drawn: Sequence[int]) -> Batch:
+        return self.data.batch(list(map(sample_of, drawn)))
 
     def losses(self, layout: Layout) -> list[list[Tensor]]:
-        """Return ℓ of every group alone at the loaded weights, by micro-batch, in this arithmetic."""
+        """Return ℓ of every group alone at the loaded weights, by micro-batch, in this precision."""
         with torch.no_grad():
             return [[self._loss(group) for group in groups] for groups in layout]
 
     def evaluation_loss(self, data: Columns, samples: Sequence[int], buffers: Tensors, *, training: bool) -> Tensor:
-        """Return ℓ of samples of ``data``, taken at once at the loaded weights, in evaluation mode unless said."""
+        """Return ℓ of samples of ``data`` in one batch, in evaluation mode unless ``training``."""
         self.model.train(training)
         try:
-            with torch.no_grad(), self._precision():
+            with torch.no_grad(), self._autocast():
                 self._set_buffers(buffers)
                 batch = data.batch(samples)
                 return self.workload.loss(self.model(batch), batch)
@@ -195,23 +195,23 @@ class Oracle:
     def buffers_after(self, start: Tensors, shares: Sequence[Share]) -> Tensors:
         """Return what one device's forwards over ``shares``, one after the other, make of the buffers ``start``."""
         self._set_buffers(start)
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self._autocast():
             for share in shares:
                 self.model(self._batch(share))
         return {name: buffer.clone() for name, buffer in self.buffers.items()}
 
     def _set_buffers(self, values: Tensors) -> None:
         for name, value in values.items():
-            layer, attribute, dtype = self._buffered[name]
-            # A copy: what a forward makes of it is thrown away, and a backward that saved it may still come.
+            layer, attribute, dtype = self._buffer_owners[name]
+            # A copy: a forward's change to it is discarded, and a backward that saved it may still follow.
             setattr(layer, attribute, value.to(dtype, copy=True))
 
     def optimizer(self) -> Optimizers:
-        """Return the workload's optimizers over this oracle's own parameters, as one."""
+        """Return the workload's optimizers over this oracle's parameters, as one."""
         return Optimizers(self.workload.optimizers(self.model.parameters()))
 
     def schedule(self, optimizers: Optimizers) -> Callable[[], None]:
-        """Return what the workload's schedule does after each optimizer step; nothing where it has none."""
+        """Return the step function of the workload's schedules, which does nothing where there are none."""
         schedulers = [self.workload.scheduler(optimizer) for optimizer in optimizers.every]
 
         def step() -> None:
@@ -222,7 +222,7 @@ class Oracle:
         return step
 
     def set_gradients(self, gradients: Tensors) -> None:
-        """Put ``gradients`` where an optimizer looks for them; what is absent becomes None, what is frozen stays so."""
+        """Set ``.grad`` of the trained parameters; None for an absent gradient. Frozen parameters keep theirs."""
         for name, parameter in self.trained.items():
             given = gradients.get(name)
             parameter.grad = None if given is None else given.to(self.dtype)

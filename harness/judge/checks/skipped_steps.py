@@ -1,0 +1,50 @@
+"""Where the GradScaler skipped a step, did the weights stay, and was there a reason to skip?"""
+
+from __future__ import annotations
+
+import torch
+
+from harness.core.finding import Finding
+from harness.evidence.trace import Step
+from harness.judge.findings import failed, passed
+from harness.judge.trace_analysis import TraceAnalysis
+
+
+def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
+    """A skipped step had a gradient that is not finite; it leaves the weights unchanged and lowers the scale.
+
+    The factor, and when the scale grows again, are the GradScaler's choice. None where no step was skipped.
+    """
+    count = 0
+    for trace in analysis.trace.ranks:
+        for index, step in enumerate(trace.steps):
+            if not step.skipped:
+                continue
+            count += 1
+            following = trace.steps[index + 1].scale if index + 1 < len(trace.steps) else None
+            if (flaw := _flaw(step, following)) is not None:
+                cause, observed, parameter = flaw
+                return failed(
+                    "skipped-steps",
+                    f"the GradScaler skipped a step, but {observed}",
+                    cause=cause,
+                    family="amp",
+                    step=index,
+                    rank=trace.rank,
+                    parameter=parameter,
+                )
+    if count == 0:
+        return None
+    return passed("skipped-steps", f"{count} skipped steps, over all ranks, left the weights unchanged")
+
+
+def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
+    """Return the cause, what was observed and the parameter, where a skipped step is not as it should be."""
+    moved = [name for name in step.after if not torch.equal(step.before[name], step.after[name])]
+    if moved:
+        return "moved-when-skipped", f"{len(moved)} of {len(step.after)} parameters changed", moved[0]
+    if all(bool(torch.isfinite(gradient).all()) for gradient in step.gradients.values()):
+        return "skipped-for-nothing", "every gradient was finite", None
+    if following is not None and step.scale is not None and following >= step.scale:
+        return "scale-not-lowered", f"its scale of {step.scale:.0f} was {following:.0f} at the next step", None
+    return None
