@@ -3,66 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from harness.judge.causes.metric_case import MetricCase, MetricHypothesis, Values
+from harness.judge.causes.metric_case import (
+    MetricCase,
+    MetricHypothesis,
+    Values,
+    by_batch,
+    by_rank,
+    by_step,
+    mean_of_means,
+    plain_mean,
+    sample_count,
+)
 from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchShares, LossMode, mean, total
 
 DIGITS = range(1, 7)
 """Numbers of decimals to which people round what they log."""
 
 
-def _by(shares: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
-    """Return the shares that have something in common, each such part by itself."""
-    return [tuple(p for p in shares if key(p) == one) for one in dict.fromkeys(map(key, shares))]
-
-
-def _batches(shares: BatchShares) -> list[BatchShares]:
-    return _by(shares, lambda share: (share.step, share.batch))
-
-
-def _steps(shares: BatchShares) -> list[BatchShares]:
-    return _by(shares, lambda share: share.step)
-
-
-def _ranks(shares: BatchShares) -> list[BatchShares]:
-    return _by(shares, lambda share: share.rank)
-
-
-def _plain(values: Sequence[float]) -> float:
-    """Return the mean of numbers that all weigh the same."""
-    return sum(values) / len(values)
-
-
-def _mean_of_means(parts: Sequence[BatchShares]) -> float:
-    return _plain([mean(part) for part in parts])
-
-
 def _of_batches(shares: BatchShares) -> Values:
     """Yield means in which batches weigh the same, whatever their sizes."""
-    yield _mean_of_means(_batches(shares))
-    yield _plain([share.loss for share in shares])
-    yield _mean_of_means(_steps(shares))
-    yield _plain([_mean_of_means(_batches(step)) for step in _steps(shares)])
+    yield mean_of_means(by_batch(shares))
+    yield plain_mean([share.loss for share in shares])
+    yield mean_of_means(by_step(shares))
+    yield plain_mean([mean_of_means(by_batch(step)) for step in by_step(shares)])
 
 
 def _of_ranks(shares: BatchShares) -> Values:
     """Yield means in which ranks weigh the same, however many samples they have."""
-    yield _mean_of_means(_ranks(shares))
-    yield _plain([_mean_of_means(_ranks(batch)) for batch in _batches(shares)])
-    yield sum(_mean_of_means(_ranks(batch)) * _count(batch) for batch in _batches(shares)) / _count(shares)
-
-
-def _count(shares: BatchShares) -> int:
-    return sum(len(share.samples) for share in shares)
+    yield mean_of_means(by_rank(shares))
+    yield plain_mean([mean_of_means(by_rank(batch)) for batch in by_batch(shares)])
+    yield sum(mean_of_means(by_rank(batch)) * sample_count(batch) for batch in by_batch(shares)) / sample_count(shares)
 
 
 def _one_ranks_own(case: MetricCase) -> Values:
     """Predict one rank's own value instead of the mean over all ranks."""
     for window in case.windows if case.world > 1 else ():
-        for own in _ranks(window):
+        for own in by_rank(window):
             yield from (mean(own), own[-1].loss)
             yield from _of_batches(own)
 
@@ -82,8 +62,8 @@ def _mean_of_rank_means(case: MetricCase) -> Values:
 def _last_batch_only(case: MetricCase) -> Values:
     """Predict the loss of the last batch, over all ranks."""
     for window in case.windows:
-        last = _batches(window)[-1]
-        yield from (mean(last), _plain([share.loss for share in last]))
+        last = by_batch(window)[-1]
+        yield from (mean(last), plain_mean([share.loss for share in last]))
 
 
 def _repeats_counted(case: MetricCase) -> Values:
@@ -114,30 +94,30 @@ def _part_of_the_samples(case: MetricCase) -> Values:
 def _batch_missing(case: MetricCase) -> Values:
     """Predict that the first batch of a mean is left out, or the last one."""
     for window in case.windows:
-        batches = _batches(window)
+        batches = by_batch(window)
         for rest in (batches[1:], batches[:-1]) if len(batches) > 1 else ():
             left = tuple(share for batch in rest for share in batch)
             yield mean(left)
             yield from _of_batches(left)
         # A sum that leaves a batch out, divided by the number of all samples.
         for part in (batches[0], batches[-1]):
-            yield mean(window) - total(part) / _count(window)
+            yield mean(window) - total(part) / sample_count(window)
 
 
 def _summed(case: MetricCase) -> Values:
     """Predict a sum over samples, batches or ranks that was not divided."""
     for window in case.windows:
-        means = [mean(batch) for batch in _batches(window)]
+        means = [mean(batch) for batch in by_batch(window)]
         yield from (total(window), sum(means), sum(share.loss for share in window))
-        yield from (sum(mean(own) for own in _ranks(window)), sum(sum(p.loss for p in own) for own in _ranks(window)))
-        yield from (sum(share.loss for share in _batches(window)[-1]), sum(mean(step) for step in _steps(window)))
+        yield from (sum(mean(own) for own in by_rank(window)), sum(sum(p.loss for p in own) for own in by_rank(window)))
+        yield from (sum(share.loss for share in by_batch(window)[-1]), sum(mean(step) for step in by_step(window)))
 
 
 def _divided_by_full_batches(case: MetricCase) -> Values:
     """Predict that the sum over samples is divided as if every batch were full."""
     for window in case.windows:
         yield total(window) / (len(window) * case.batch_size)
-        yield sum(share.loss for share in window) / -(-_count(window) // case.batch_size)
+        yield sum(share.loss for share in window) / -(-sample_count(window) // case.batch_size)
 
 
 def _multiplied(factor: Callable[[MetricCase], Iterable[float]]) -> Callable[[MetricCase], Values]:
@@ -161,7 +141,7 @@ def _world(case: MetricCase) -> Values:
 
 def _window(case: MetricCase) -> Values:
     for window in case.windows:
-        count = len(_batches(_steps(window)[-1]))
+        count = len(by_batch(by_step(window)[-1]))
         yield from (float(count), 1 / count)
     accumulate = case.losses.workload.accumulate
     yield from (float(accumulate), 1 / accumulate)
@@ -169,7 +149,7 @@ def _window(case: MetricCase) -> Values:
 
 def _epoch(case: MetricCase) -> Values:
     for window in case.windows:
-        for count in (len(_batches(window)), len(_steps(window)), len({p.step for p in window}) * len(window)):
+        for count in (len(by_batch(window)), len(by_step(window)), len({p.step for p in window}) * len(window)):
             yield from (float(count), 1 / count)
     batches = case.losses.analysis.epochs.batches
     yield from (float(batches), 1 / batches)
