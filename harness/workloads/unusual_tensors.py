@@ -44,10 +44,6 @@ class EmbeddingSparse(Workload):
         rare = torch.rand(count, WORDS, generator=generator) ** 2
         return {"words": (ROWS * rare).long(), "y": torch.randint(6, (count,), generator=generator)}
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy."""
-        return nn.functional.cross_entropy(outputs, batch["y"])
-
 
 class _Several(nn.Module):
     def __init__(self) -> None:
