@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from harness.workloads.plain import Mlp, Perceptron
+from harness.workloads.basics import Mlp, Perceptron
 
 
 class Adam(Mlp):
