@@ -9,6 +9,9 @@ from harness.core.mesh import HeldPart, Mesh
 from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.trace_analysis import TraceAnalysis
+from harness.worker.assignment import Assignment
+from harness.worker.job import Job
+from harness.worker.recording.recorder import Recorder
 from harness.workloads import WORKLOADS
 
 SAMPLES = frozenset({Held.SAMPLES})
@@ -89,6 +92,14 @@ def test_parts_of_a_sequence_are_of_one_loss_and_their_gradients_are_reduced():
     assert CP.part(1, topology, Held.SEQUENCE) == HeldPart(1, 2)
     assert CP.reduction_groups(topology) == ((0, 1),)
     assert CP.loss_ranks(topology) == (0,)
+
+
+@pytest.mark.parametrize(("backend", "batch_size"), [(TP, 24), (DDP_TP, 12), (HSDP, 6), (CP, 24)])
+def test_ranks_that_see_the_same_samples_draw_as_many_as_one_alone(backend, batch_size, monkeypatch, cell_of):
+    monkeypatch.setitem(BACKENDS, backend.name, backend)
+    cell = cell_of("mlp", backend.name, "2x2")
+    job = Job(Assignment(1, cell, 3, "gloo", ("cpu",), {}, "", ""), Recorder())
+    assert (job.world_size, job.global_batch_size, job.batch_size) == (4, 24, batch_size)
 
 
 @pytest.mark.parametrize(("backend", "groups"), [(DDP_TP, [(0, 1), (2, 3)]), (HSDP, [(0,), (1,), (2,), (3,)])])
