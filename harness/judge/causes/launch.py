@@ -40,11 +40,15 @@ class LaunchCase(CountedCase):
         return any(words in text for text in self.output)
 
     @property
-    def other_world_sizes(self) -> set[int]:
-        """The ranks' world sizes where all ranks ended well but a size is wrong; empty elsewhere."""
-        sizes = {rank.world_size for rank in self.trace.ranks}
+    def world_sizes(self) -> set[int]:
+        """The world sizes of the ranks."""
+        return {rank.world_size for rank in self.trace.ranks}
+
+    @property
+    def another_world(self) -> bool:
+        """Whether ranks ended well in a world of another size."""
         broken = self.trace.exits or any(rank.error for rank in self.trace.ranks)
-        return set() if broken or sizes == {self.cell.processes} else sizes
+        return not broken and self.world_sizes != {self.cell.processes}
 
     @property
     def waited(self) -> bool:
@@ -58,9 +62,9 @@ LaunchHypothesis = Hypothesis[LaunchCase, Match]
 
 
 def _another_world(case: LaunchCase) -> Iterator[Match]:
-    if sizes := case.other_world_sizes:
-        figures = {"sizes": " and ".join(map(str, sorted(sizes))), "world": case.cell.processes}
-        yield Match(figures=figures)
+    if case.another_world:
+        sizes = " and ".join(map(str, sorted(case.world_sizes))) or "no ranks"
+        yield Match(figures={"sizes": sizes, "world": case.cell.processes})
 
 
 def _idle_ranks(case: LaunchCase) -> Iterator[Match]:
@@ -89,7 +93,7 @@ def _ranks_differ_in_steps(case: LaunchCase) -> Iterator[Match]:
 _LOG = "see the rank's log, in the run's traces"
 
 HYPOTHESES = (
-    LaunchHypothesis("trained-alone", "launch", holds(lambda case: case.other_world_sizes == {1}),
+    LaunchHypothesis("trained-alone", "launch", holds(lambda case: case.another_world and case.world_sizes == {1}),
         "every rank trained in a world of one",
         "does the trainer read MASTER_ADDR, RANK and WORLD_SIZE, and create a process group?", 190),
     LaunchHypothesis("another-world", "launch", _another_world,

@@ -73,7 +73,7 @@ def _at(positions_of: Callable[[EvaluationCase], Iterator[Positions]]) -> Callab
                 and len(case.positions) == len(positions)
                 and all(case.positions & set(where) for where in positions)
             ):
-                yield Match()
+                yield Match(figures={"every": case.every})
 
     return predict
 
@@ -184,14 +184,14 @@ HYPOTHESES = (
         "batches were counted on from one epoch into the next",
         "count them from the start of each epoch", 165),
     EvaluationHypothesis("steps-counted", "metrics", _at(_steps_counted),
-        "the model was evaluated after so many optimizer steps",
-        "count batches, not optimizer steps", 160),
+        "the model was evaluated after every {every} optimizer steps",
+        "evaluate after every {every} batches", 160),
     EvaluationHypothesis("waits-for-the-step", "metrics", _at(_after_the_step),
         "evaluations came only after the window's optimizer step",
         "evaluate in the middle of the window", 155),
     EvaluationHypothesis("evaluated-ahead", "metrics", _at(_ahead),
         "the first evaluation came before the first batch, or right after it",
-        "evaluate after so many batches", 150),
+        "evaluate after every {every} batches", 150),
     EvaluationHypothesis("evaluations-missing", "metrics", _missing,
         "{missing} of {due} evaluations are left out, or come at another time",
         "how does the trainer count until the next evaluation?", 145),
