@@ -1,4 +1,4 @@
-"""What computes: CUDA devices, or the cpu, which simulates every device."""
+"""The accelerators: CUDA devices, or the cpu, which simulates every device."""
 
 from __future__ import annotations
 

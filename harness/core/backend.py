@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from harness.core.mesh import Mesh, Part
-from harness.core.registry import Registry
+from harness.core.mesh import HeldPart, Mesh
+from harness.core.named_registry import NamedRegistry
 from harness.core.topology import Topology
 
 
@@ -117,7 +117,7 @@ class Backend:
         """Whether a process drives several devices and gathers their outputs."""
         return any(one.local for one in self.dimensions)
 
-    def part(self, rank: int, topology: Topology, of: Held = Held.SAMPLES) -> Part:
+    def part(self, rank: int, topology: Topology, of: Held = Held.SAMPLES) -> HeldPart:
         """Return which part a rank has, of the samples of a step for example; part 0 of 1 where it has all."""
         return self.mesh(topology).part(rank, *self._splitting(of))
 
@@ -147,7 +147,7 @@ class Backend:
 _REPLICAS = Dimension("replica", gpus, local=True)
 _DP = Backend("dp", (_REPLICAS,), "DP")
 
-BACKENDS: Registry[Backend] = Registry(
+BACKENDS: NamedRegistry[Backend] = NamedRegistry(
     "backend",
     (
         Backend("none"),

@@ -1,4 +1,4 @@
-"""The unit of everything: one subject, one workload, one backend, one topology, one precision."""
+"""The cell, the unit of planning, launching, judging and reporting."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from harness.core.topology import Topology
 
 @dataclass(frozen=True, order=True)
 class Cell:
-    """One square of the matrix. Its ``id`` is readable, unique in a run, and good as a file name.
+    """One subject, workload, backend, topology and precision. Its ``id`` is unique in a run and can name a file.
 
-    ``seed`` replaces the workload's own: other weights, other data, another order. It is the same for a whole run.
+    ``seed`` replaces the workload's own, and with it weights, data and order. It is the same for a whole run.
     """
 
     subject: str
@@ -31,7 +31,7 @@ class Cell:
 
     @property
     def contract(self) -> Backend:
-        """What the backend promises."""
+        """The backend: its mesh, and what it promises."""
         return BACKENDS[self.backend]
 
     @property

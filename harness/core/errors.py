@@ -1,22 +1,22 @@
-"""What goes wrong before or around a cell. Each error is a sentence that says what to do."""
+"""Errors before or around a cell. The message of each is a sentence that says what to do."""
 
 from __future__ import annotations
 
 
 class PlumblineError(Exception):
-    """Base of every error that is meant for the person at the keyboard."""
+    """Base of every error whose message is shown to the user without a traceback."""
 
 
 class PlanError(PlumblineError):
-    """The options ask for something that cannot be planned."""
+    """The options cannot be planned."""
 
 
 class SubjectError(PlumblineError):
-    """A subject cannot be found, loaded or understood."""
+    """A subject cannot be found or imported, or its declaration is invalid."""
 
 
 class LaunchError(PlumblineError):
-    """The harness itself could not bring ranks to life."""
+    """The harness could not start ranks, or lost them."""
 
 
 class TraceError(PlumblineError):

@@ -1,12 +1,12 @@
-"""Exit codes that commands share; what else a command may end with is in its own file."""
+"""Exit codes that commands share; those of a single command are in its own file."""
 
 from __future__ import annotations
 
 TROUBLE = 2
-"""It could not be done; a sentence on standard error says why."""
+"""The command failed; a sentence on standard error says why."""
 
 USAGE = 4
-"""The command line is wrong, as pytest's code for it."""
+"""The command line is invalid; pytest has the same code for it."""
 
 RIGHT, TRAINER_WRONG, ADAPTER_WRONG = 0, 1, 2
-"""Whose mistake it is, as ``smoke`` says it."""
+"""What ``plumbline smoke`` found: no mistake, one of the trainer, or one of its adapter."""

@@ -9,7 +9,7 @@ from itertools import product
 
 
 @dataclass(frozen=True)
-class Part:
+class HeldPart:
     """Part number ``index``, counted from 0, of ``count`` equal parts; all of a thing is part 0 of 1."""
 
     index: int = 0
@@ -82,11 +82,11 @@ class Mesh:
             for fixed in self._points(tuple(n for n in self.names if n not in along))
         )
 
-    def part(self, member: int, *along: str) -> Part:
+    def part(self, member: int, *along: str) -> HeldPart:
         """Return which part a member has of what is split along these dimensions."""
         at = self.coordinates(member)
         cut = Mesh(tuple((name, size) for name, size in self.dimensions if name in along))
-        return Part(cut.member(**{name: at[name] for name in cut.names}), cut.size)
+        return HeldPart(cut.member(**{name: at[name] for name in cut.names}), cut.size)
 
     def _points(self, names: tuple[str, ...]) -> Iterator[dict[str, int]]:
         sizes = dict(self.dimensions)

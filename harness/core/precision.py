@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.core.registry import Registry
+from harness.core.named_registry import NamedRegistry
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Precision:
         return (self.autocast or self.storage) in ("float16", "bfloat16")
 
 
-PRECISIONS: Registry[Precision] = Registry(
+PRECISIONS: NamedRegistry[Precision] = NamedRegistry(
     "precision",
     (
         Precision("64", storage="float64"),

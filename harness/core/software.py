@@ -1,4 +1,4 @@
-"""What a subject runs on, by version: its library, torch, and the interpreter."""
+"""The versions that a subject runs on: its library, torch, and the interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class Software:
-    """``library`` names the package whose trainer is under test, ``version`` is that of it. None: nobody knows."""
+    """``library`` is the package whose trainer is under test and ``version`` its version. None: unknown."""
 
     library: str | None = None
     version: str | None = None

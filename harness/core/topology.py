@@ -1,4 +1,4 @@
-"""Where a cell runs: how many nodes, how many devices on each."""
+"""Topologies: how many nodes a cell has, and how many devices each of them."""
 
 from __future__ import annotations
 

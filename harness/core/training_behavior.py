@@ -1,4 +1,4 @@
-"""How a subject trains, where right trainers differ: what ``@subject(...)`` declares, and what it is judged by."""
+"""How a subject trains, where correct trainers differ: ``@subject(...)`` declares it, and the judge relies on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class TrainingBehavior:
-    """What a subject declares about its way of training. The defaults are what every trainer is held to otherwise.
+    """What a subject declares about its way of training. The defaults apply to a subject that declares nothing.
 
     Args:
         data: ``epochs``: each sample is used once an epoch, on one rank. ``iterations``: each rank draws samples as it
@@ -80,4 +80,4 @@ class TrainingBehavior:
 
 
 ORDINARY = TrainingBehavior()
-"""What a subject is held to that declares nothing."""
+"""The behavior of a subject that declares nothing."""

@@ -158,7 +158,7 @@ def _other_samples(evidence: SmokeEvidence) -> str | None:
 
 
 def _other_parameters(evidence: SmokeEvidence) -> str | None:
-    handed = any(gradient.any() for step in evidence.steps for gradient in step.gradients.values())
+    any_gradient = any(gradient.any() for step in evidence.steps for gradient in step.gradients.values())
     if evidence.moved:
         if any(step.gradients for step in evidence.steps):
             return None
@@ -166,18 +166,18 @@ def _other_parameters(evidence: SmokeEvidence) -> str | None:
             "weights moved, but the optimizer's parameters are not those of job.model(), so no gradient was seen. "
             "Give it model.parameters(), neither flattened nor copied."
         )
-    # Where nothing was to be moved, standing still says nothing about whose parameters they are.
+    # Where nothing should change, unchanged weights prove nothing about whose parameters they are.
     if not any(any(step.learning_rates) and not step.skipped for step in evidence.steps):
         return None
-    if handed:
+    if any_gradient:
         return (
-            "the optimizer steps, but the weights of job.model() stand still: it has the parameters of a copy, "
+            "the optimizer steps, but the weights of job.model() do not change: it has the parameters of a copy, "
             "or of an earlier job.model(). Call job.model() once, and train that very object."
         )
     if any(step.gradients for step in evidence.steps):
         return None
     return (
-        "the optimizer steps, but it is handed no gradient of job.model(), whose weights stand still. Either it has "
+        "the optimizer steps, but it gets no gradient of job.model(), whose weights do not change. Either it has "
         "other parameters (make it of model.parameters()), or no backward lies between zero_grad() and step()."
     )
 

@@ -1,4 +1,4 @@
-"""One cell, from launch to findings. What the pytest plugin calls, and all that it needs to know."""
+"""One cell, from launch to findings: what the pytest plugin calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Examined:
 
 
 def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examined:
-    """Train ``cell`` with ranks from ``pool``, leave the evidence in ``folder``, and judge it.
+    """Train ``cell`` with ranks from ``pool``, write the traces to ``folder``, and judge them.
 
     Where a cell is being measured on this machine, or its devices are in use, that comes first.
     """
@@ -42,7 +42,7 @@ def examine(pool: Pool, cell: Cell, folder: Path, settings: Settings) -> Examine
 def verdict(launched: CellLaunch, cell: Cell, meanwhile: Callable[[], None] = lambda: None) -> Examined:
     """Wait for a launch of ``cell`` and judge it; ``meanwhile`` is called when the ranks are done.
 
-    Where the workload asks for an interruption, two more launches follow.
+    Where the workload has an interruption, two more launches follow.
 
     Raises:
         LaunchError: the harness could not go through with it.

@@ -1,4 +1,4 @@
-"""Judges a recorded run again, with the judge of today: from the traces that the run kept, without any training."""
+"""Judges a recorded run again with the present judge, from the traces that the run kept, without any training."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from harness.workloads import WORKLOADS, find
 
 @dataclass(frozen=True)
 class Rejudged:
-    """One cell of a run: what was recorded, and what the present judge says of the same evidence.
+    """One cell of a run: the recorded findings, and the present judge's findings on the same trace.
 
-    ``obstacle`` says in a sentence why it says nothing, None where it does.
+    ``obstacle`` is a sentence why the trace cannot be judged, None where it can.
     """
 
     cell: str
@@ -39,9 +39,9 @@ class Rejudged:
 
 
 def rejudge(run: Run) -> list[Rejudged]:
-    """Judge every cell of which the run kept evidence, in the order of the plan.
+    """Judge every cell whose trace the run kept, in the order of the plan.
 
-    A rank that crashed or was ended for being late left none, and no other rank's evidence can stand in for it.
+    A rank that crashed or timed out left no trace, and no other rank's can replace it.
     """
     import torch
 
@@ -75,9 +75,9 @@ def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -
             cell.id, recorded, obstacle=f"this plumbline cannot judge by what the subject declared: {error}"
         )
     findings = judge(trace, find(cell.workload, seed), cell, behavior)
-    # What was expected is no part of a judge's answer: the recorded run's stands.
+    # Expectations are no part of the judge: those of the recorded run are kept.
     expected = {result.check: result.expected for result in recorded}
-    # Nor is what was noted of the launch, beside the evidence that it left.
+    # Nor are notes about the launch.
     notes = [result for result in recorded if result.check == "launch" and result.outcome is Outcome.PASSED]
     older = not any(result.findings for result in recorded)  # runs that do not say how many there are
     counted = None if older else len(findings) + len(notes)

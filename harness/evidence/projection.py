@@ -1,4 +1,4 @@
-"""Linear sketches: what a large tensor leaves as evidence, and how a tensor is found that leaves the same.
+"""Linear sketches: what is recorded of a large tensor.
 
 A tensor x of n entries is read as rows of C columns, and P x has ROWS numbers a column: each is a sum over the rows,
 weighted with fixed numbers that follow from an integer hash. So P x is the same on every device and in every version
@@ -24,10 +24,10 @@ from torch import Tensor
 from harness.evidence.trace import RankTrace, Sketch, Tensors, Trace
 
 ROWS = 8
-"""Numbers a column: what any one column's error is seen by."""
+"""Numbers for each column: an error in a column changes them."""
 
 NUMBERS = 512
-"""Numbers a sketch has at most: they tell a norm to 6 %, and are 4 KiB."""
+"""Numbers that a sketch has at most: they determine a norm to 6 %, and take 4 KiB."""
 
 CHUNK = 1024
 """Rows that share one matrix of weights; chunks differ by a factor for each number."""
@@ -115,7 +115,7 @@ def kept(tensor: Tensor, above: int) -> Any:
 
 
 def is_still(tensor: Tensor, recorded: Any) -> bool:
-    """Say whether a tensor has the bits of which a copy or a sketch was kept."""
+    """Return whether a tensor has the same bits as the one of which a copy or a sketch was recorded."""
     if isinstance(recorded, Sketch):
         return recorded.identity == (fingerprint(tensor), tuple(tensor.shape), _name(tensor.dtype))
     return tensor.dtype == recorded.dtype and torch.equal(tensor.detach().cpu(), recorded)

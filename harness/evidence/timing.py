@@ -1,4 +1,4 @@
-"""What one rank measured in a launch that was timed: the form in which it travels to the parent."""
+"""What one rank measured in a timed launch, in the form in which it is sent to the parent."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Round:
 
 @dataclass(frozen=True)
 class RankTiming:
-    """What one rank tells: the rounds that were timed, and what was looked at when they were over.
+    """What one rank sends: the timed rounds, and what was measured after them.
 
     ``memory`` has bytes and counts by metric. ``tensors`` has bytes by metric and ``communication`` a share of the
     time; both are None where there was no looking, and ``communication`` also where no collective was seen.

@@ -145,7 +145,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the findings of one cell in reading order; each says whose consequence it is, if it is one.
+    """Return the findings of one cell in reading order; each names the check whose consequence it is, if any.
 
     Two findings with the same named cause are one mistake that two checks detected: the finding of the later check is
     the consequence.

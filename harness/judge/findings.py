@@ -6,12 +6,12 @@ appends what to look at.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.oracle.noise import Deviation
+from harness.judge.oracle.noise import Deviation, in_noise, larger
 
 
 class Vacuous(Exception):  # noqa: N818 - it is a verdict about the check, not an error of the program
@@ -87,6 +87,45 @@ def compare_with_two(
         return from_deviation(check, Outcome.DEVIATES, message, contract, limit)
     message = f"{observed} match neither those of one device ({error_at(one_device, limit)}) nor {promise} ({error})"
     return from_deviation(check, Outcome.FAILED, message, contract, limit)
+
+
+class TwoWayComparison:
+    """Collects errors against the backend's contract and against one device, which may compute in several ways.
+
+    A trainer keeps to one of these ways, so the largest errors are kept for each way alone.
+    """
+
+    def __init__(self) -> None:
+        self.contract: Deviation | None = None
+        self._ways: dict[int, Deviation] = {}
+        self._gaps: dict[int, float] = {}
+
+    def add(
+        self, at: Deviation, noise: float, contract: float, one_device: Sequence[float], gaps: Sequence[float] = ()
+    ) -> None:
+        """Take one value, whose place is that of ``at``.
+
+        Args:
+            at: a deviation with the place; its size is ignored.
+            noise: the noise of the value.
+            contract: the distance of the value from the contract's.
+            one_device: the distance from each way of one device.
+            gaps: the distance between each way of one device and the contract.
+        """
+        self.contract = larger(self.contract, replace(at, x_noise=in_noise(contract, noise)))
+        for way, error in enumerate(one_device):
+            self._ways[way] = larger(self._ways.get(way), replace(at, x_noise=in_noise(error, noise)))
+        for way, gap in enumerate(gaps):
+            self._gaps[way] = max(self._gaps.get(way, 0.0), in_noise(gap, noise))
+
+    def finding(self, check: str, observed: str, promise: str, limit: float) -> Finding:
+        """Judge what was added, of which there must be something, by its nearest way and its smallest gap."""
+        assert self.contract is not None
+        one_device = min(self._ways.values(), key=lambda deviation: deviation.x_noise)
+        gap = min(self._gaps.values())
+        return compare_with_two(
+            check, observed, one_device=one_device, contract=self.contract, gap=gap, limit=limit, promise=promise
+        )
 
 
 def times(x_noise: float) -> str:

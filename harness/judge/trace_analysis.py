@@ -229,7 +229,7 @@ class TraceAnalysis:
 
 
 def same(left: Tensors, right: Tensors) -> bool:
-    """Say whether two sets of tensors are the same names with the same bits (NaN equals NaN)."""
+    """Return whether two sets of tensors have the same names and the same bits (NaN equals NaN)."""
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name])
         or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))

@@ -1,4 +1,4 @@
-"""What was asked on pytest's command line, in the words of the plan."""
+"""The options of a run: parsed by pytest, checked here, and turned into the values that planning takes."""
 
 from __future__ import annotations
 
@@ -71,15 +71,15 @@ class Options:
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """Those that say what is examined and how; they stand in the run's header."""
+        """The options that decide what is examined and how, for the run's header."""
         names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
         return {name: self._given[name] for name in (*names, "oversubscribe", "sketch_above", "launches")}
 
     def expectations(self, suite: Path) -> Path:
-        """Return the folder of what is expected; by default it lies beside that of the file ``suite``.
+        """Return the folder of expectation files; by default it lies beside the folder of the file ``suite``.
 
         Raises:
-            ExpectationsError: the one that was asked for is not there.
+            ExpectationsError: the folder that was given does not exist.
         """
         given = self._given["expectations"]
         if given and not os.path.isdir(given):

@@ -1,4 +1,4 @@
-"""From what was asked for to the cells that answer it. Pure: nothing is started here."""
+"""From the options of a run to its cells. Pure: nothing is started here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMOKE_WORKLOAD, SMOKE_PRECISION = "mlp", "32"
 
 @dataclass(frozen=True)
 class Matrix:
-    """What the user asked for. None: everything there is.
+    """The selection that the user made. None: everything there is.
 
     Without ``nodes``, ``gpus`` is a budget of devices over all nodes; with it, the gpus of each node. ``shared`` is how
     many CUDA devices there are where ranks share them, else None.

@@ -72,7 +72,8 @@ class Job:
         self.dataset: Columns = workload.dataset(devices, self._dtype)
         self.val_dataset: Columns = workload.val_dataset(devices, self._dtype)
         self.global_batch_size = workload.global_batch_size(devices)
-        self.batch_size = self.global_batch_size // self.world_size
+        # Ranks that hold parts of one replica draw the same samples.
+        self.batch_size = self.global_batch_size // len(cell.contract.loss_ranks(cell.topology))
         self.epochs, self.max_steps = workload.epochs, workload.max_steps
         self.steps = workload.steps(devices)
         self.accumulate, self.clip_norm = workload.accumulate, workload.clip_norm

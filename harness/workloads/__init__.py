@@ -11,13 +11,13 @@ from collections import ChainMap
 from collections.abc import Mapping
 
 from harness.workloads.accumulation import Accumulation, Metrics, Validation
+from harness.workloads.basics import LinearExact, Mlp, Sequential, Uneven
 from harness.workloads.checkpointing import CheckpointElastic, CheckpointResume, CheckpointWindows
 from harness.workloads.coupling import CnnBatchNorm, Contrastive
 from harness.workloads.dataset import Batch, Columns
 from harness.workloads.overflow import Overflow, OverflowSchedule
 from harness.workloads.parameter_use import Frozen, Thawed, UnusedAtTheEnd, UnusedParameters
 from harness.workloads.performance import PERFORMANCE, PerformanceWorkload
-from harness.workloads.plain import LinearExact, Mlp, Sequential, Uneven
 from harness.workloads.problem import Problem
 from harness.workloads.randomness import Dropout, RandomMasks
 from harness.workloads.token_means import AccumulationTokens, LmTokens

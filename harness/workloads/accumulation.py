@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from harness.workloads.basics import MISSING, Mlp
 from harness.workloads.dataset import Batch
-from harness.workloads.plain import MISSING, Mlp
 from harness.workloads.randomness import KeyedDropout
 
 

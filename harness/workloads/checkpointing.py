@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from harness.workloads.basics import Mlp
 from harness.workloads.dataset import Batch
 from harness.workloads.overflow import GAIN
-from harness.workloads.plain import Mlp
 from harness.workloads.updates import AdamW, warm_up_then_decay
 
 

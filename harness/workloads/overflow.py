@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from harness.workloads.basics import Mlp
 from harness.workloads.dataset import Batch
-from harness.workloads.plain import Mlp
 from harness.workloads.updates import ScheduledRate
 
 GAIN = 2.0**12

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from harness.workloads.basics import Mlp
 from harness.workloads.dataset import Batch
-from harness.workloads.plain import Mlp
 
 
 class _PartlyFrozen(nn.Module):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from harness.workloads.basics import Mlp
 from harness.workloads.dataset import Batch
-from harness.workloads.plain import Mlp
 
 BITS = 32
 
@@ -42,10 +42,10 @@ def scramble(key: Tensor) -> Tensor:
 
 
 class DropoutMasks(nn.Module):
-    """Tosses a fair coin for each unit of each sample: what a dropout layer that keeps half of its units draws.
+    """Draws the mask of a dropout layer that keeps half of its units, independently for each unit of each sample.
 
-    A forward hook sees what was drawn. Where the batch has a column called ``draws``, nothing is drawn: it is taken
-    for the coins, a row a sample.
+    A forward hook sees what was drawn. Where the batch has a column called ``draws``, that is the mask, a row for each
+    sample, and nothing is drawn.
     """
 
     def __init__(self, draws: str) -> None:
@@ -63,7 +63,7 @@ class DropoutMasks(nn.Module):
 
 
 class DrawnDropout(nn.Module):
-    """Drops half of the units of each sample, at random; ``draws`` names the coins, another name for each layer."""
+    """Drops half of the units of each sample, at random; ``draws`` names the masks, another name for each layer."""
 
     def __init__(self, draws: str) -> None:
         super().__init__()

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from harness.workloads.basics import Mlp
 from harness.workloads.dataset import Batch
-from harness.workloads.plain import Mlp
 from harness.workloads.workload import Workload
 
 ROWS = 60
@@ -43,10 +43,6 @@ class EmbeddingSparse(Workload):
         """Return ``words`` (4,), the frequent ones first in the vocabulary, and the class ``y``."""
         rare = torch.rand(count, WORDS, generator=generator) ** 2
         return {"words": (ROWS * rare).long(), "y": torch.randint(6, (count,), generator=generator)}
-
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy."""
-        return nn.functional.cross_entropy(outputs, batch["y"])
 
 
 class _Several(nn.Module):

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from harness.workloads.dataset import Batch
-from harness.workloads.plain import Mlp
+from harness.workloads.basics import Mlp, Perceptron
 
 
 class Adam(Mlp):
@@ -25,16 +24,6 @@ class Adam(Mlp):
         return torch.optim.Adam(params, lr=0.01)
 
 
-class _Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
-
-    def forward(self, batch: Batch) -> Tensor:
-        outputs: Tensor = self.layers(batch["x"])
-        return outputs
-
-
 class AdamW(Mlp):
     """The perceptron with LayerNorm and AdamW; two groups with a rate and a decay of their own."""
 
@@ -45,7 +34,7 @@ class AdamW(Mlp):
 
     def build(self) -> nn.Module:
         """Return 16 → 32 → 8 with LayerNorm."""
-        return _Normed()
+        return Perceptron(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 8))
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return AdamW over two groups, by dimension: matrices, and vectors (biases, norms) without decay."""

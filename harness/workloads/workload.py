@@ -1,4 +1,4 @@
-"""What the built-in training problems have in common."""
+"""The base class of the built-in training problems."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from harness.workloads.dataset import Batch, Columns
 class Workload:
     """One training problem: model, data, loss, optimizer, hyper-parameters and seed.
 
-    A workload is one small file with a subclass. ``exposes`` says in a sentence which mistakes it is there for.
-    ``needs`` names the capabilities a subject must declare beyond forward, backward, step, epochs and shuffling.
-    ``exact`` promises that every sum is exact in float32 in any order, wherever all divisors are powers of two.
+    A workload is a subclass. ``exposes`` says in a sentence which mistakes it is there for. ``needs`` names the
+    capabilities a subject must declare beyond forward, backward, step, epochs and shuffling. ``exact`` promises that
+    every sum is exact in float32 in any order, wherever all divisors are powers of two.
 
     A ``narrow`` workload is not trained over the whole matrix, but on the few topologies and the ``precisions`` that
     suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
@@ -63,8 +63,8 @@ class Workload:
         raise NotImplementedError
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the scalar loss of a batch."""
-        raise NotImplementedError
+        """Return the scalar loss of a batch: the mean cross entropy of its classes ``y`` by default."""
+        return nn.functional.cross_entropy(outputs, batch["y"])
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return the workload's optimizer: plain SGD, which hides nothing, unless a workload says otherwise."""

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.core.backend import BACKENDS, Held
-from harness.core.mesh import Mesh, Part
+from harness.core.mesh import HeldPart, Mesh
 from harness.core.topology import Topology
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3)
@@ -69,8 +69,8 @@ def test_a_member_that_is_not_there_has_no_coordinates():
 def test_who_holds_what_and_over_whom_it_is_reduced(backend, topology, holding_a_part, reduced, normed):
     asked = BACKENDS[backend]
     ranks = asked.processes(topology)
-    assert {held for held in Held if asked.part(ranks - 1, topology, held) != Part()} == holding_a_part
-    assert asked.part(ranks - 1, topology) == Part(ranks - 1, ranks)
+    assert {held for held in Held if asked.part(ranks - 1, topology, held) != HeldPart()} == holding_a_part
+    assert asked.part(ranks - 1, topology) == HeldPart(ranks - 1, ranks)
     assert set(asked.reduction_groups(topology)) == reduced
     assert set(asked.norm_groups(topology)) == normed
     assert asked.loss_ranks(topology) == tuple(range(ranks))

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from harness.core.backend import BACKENDS, MODEL, Backend, Dimension, Held, devices, gpus, nodes
-from harness.core.mesh import Mesh, Part
+from harness.core.mesh import HeldPart, Mesh
 from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.trace_analysis import TraceAnalysis
+from harness.worker.assignment import Assignment
+from harness.worker.job import Job
+from harness.worker.recording.recorder import Recorder
 from harness.workloads import WORKLOADS
 
 SAMPLES = frozenset({Held.SAMPLES})
@@ -42,8 +45,8 @@ def test_hybrid_shards_lie_inside_of_a_node_and_replicas_across():
 
 def test_tensor_parallel_ranks_see_the_same_samples_and_hold_parts_of_each_tensor():
     topology = Topology(1, 4)
-    assert {TP.part(rank, topology) for rank in range(4)} == {Part(0, 1)}
-    assert [TP.part(rank, topology, Held.PARAMETERS) for rank in range(4)] == [Part(rank, 4) for rank in range(4)]
+    assert {TP.part(rank, topology) for rank in range(4)} == {HeldPart(0, 1)}
+    assert [TP.part(rank, topology, Held.PARAMETERS) for rank in range(4)] == [HeldPart(rank, 4) for rank in range(4)]
     assert TP.reduction_groups(topology) == ((0,), (1,), (2,), (3,)), "nothing is averaged: one replica"
     assert TP.norm_groups(topology) == ((0, 1, 2, 3),)
     assert TP.loss_ranks(topology) == (0,), "one loss, that of one device"
@@ -53,7 +56,9 @@ def test_shards_and_parts_of_tensors_are_two_dimensions():
     topology = Topology(1, 8)
     assert FSDP_TP.mesh(topology) == Mesh.of(shard=4, tensor=2)
     assert [FSDP_TP.part(rank, topology).index for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert [FSDP_TP.part(rank, topology, Held.PARAMETERS) for rank in range(8)] == [Part(rank, 8) for rank in range(8)]
+    assert [FSDP_TP.part(rank, topology, Held.PARAMETERS) for rank in range(8)] == [
+        HeldPart(rank, 8) for rank in range(8)
+    ]
     assert FSDP_TP.reduction_groups(topology) == ((0, 2, 4, 6), (1, 3, 5, 7))
     assert FSDP_TP.norm_groups(topology) == (tuple(range(8)),)
     assert FSDP_TP.loss_ranks(topology) == (0, 2, 4, 6)
@@ -64,8 +69,8 @@ def test_shards_and_parts_of_tensors_are_two_dimensions():
 
 def test_stages_see_all_samples_and_have_layers_of_their_own():
     topology = Topology(1, 3)
-    assert PP.part(2, topology) == Part(0, 1)
-    assert PP.part(2, topology, Held.PARAMETERS) == Part(2, 3)
+    assert PP.part(2, topology) == HeldPart(0, 1)
+    assert PP.part(2, topology, Held.PARAMETERS) == HeldPart(2, 3)
     assert PP.norm_groups(topology) == ((0, 1, 2),)
     assert PP.loss_ranks(topology) == (0,)
 
@@ -77,16 +82,24 @@ def test_experts_are_in_parts_and_all_else_is_as_with_ddp():
     assert EP.loss_ranks(topology) == ddp.loss_ranks(topology)
     assert EP.part(1, topology, Held.PARAMETERS) == ddp.part(1, topology, Held.PARAMETERS)
     assert EP.norm_groups(topology) == ddp.norm_groups(topology), "what is replicated counts once"
-    assert EP.part(1, topology, Held.EXPERTS) == Part(1, 2)
+    assert EP.part(1, topology, Held.EXPERTS) == HeldPart(1, 2)
     assert EP.norm_groups(topology, Held.EXPERTS) == ((0, 1),)
 
 
 def test_parts_of_a_sequence_are_of_one_loss_and_their_gradients_are_reduced():
     topology = Topology(1, 2)
-    assert CP.part(1, topology) == Part(0, 1)
-    assert CP.part(1, topology, Held.SEQUENCE) == Part(1, 2)
+    assert CP.part(1, topology) == HeldPart(0, 1)
+    assert CP.part(1, topology, Held.SEQUENCE) == HeldPart(1, 2)
     assert CP.reduction_groups(topology) == ((0, 1),)
     assert CP.loss_ranks(topology) == (0,)
+
+
+@pytest.mark.parametrize(("backend", "batch_size"), [(TP, 24), (DDP_TP, 12), (HSDP, 6), (CP, 24)])
+def test_ranks_that_see_the_same_samples_draw_as_many_as_one_alone(backend, batch_size, monkeypatch, cell_of):
+    monkeypatch.setitem(BACKENDS, backend.name, backend)
+    cell = cell_of("mlp", backend.name, "2x2")
+    job = Job(Assignment(1, cell, 3, "gloo", ("cpu",), {}, "", ""), Recorder())
+    assert (job.world_size, job.global_batch_size, job.batch_size) == (4, 24, batch_size)
 
 
 @pytest.mark.parametrize(("backend", "groups"), [(DDP_TP, [(0, 1), (2, 3)]), (HSDP, [(0,), (1,), (2,), (3,)])])

@@ -13,7 +13,7 @@ from harness.judge.findings import Vacuous
 from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossMode, LossTable, mean
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
-from harness.workloads.plain import Mlp, Uneven
+from harness.workloads.basics import Mlp, Uneven
 
 
 class Evaluated(Uneven):

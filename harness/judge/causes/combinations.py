@@ -25,11 +25,6 @@ def added(left: Tensors, right: Tensors) -> Tensors:
     return {name: left[name] + right[name].double() if name in right else left[name] for name in left}
 
 
-def length(gradient: Tensors) -> float:
-    """Return the 2-norm of all tensors together."""
-    return math.hypot(*map(norm, gradient.values()))
-
-
 def clip_limit_of(clipped: float, whole: float) -> float:
     """Return the limit to which a gradient of length ``whole`` is clipped where it ends with length ``clipped``.
 

@@ -9,10 +9,10 @@ import torch
 
 from harness.core.precision import Precision
 from harness.evidence.trace import Tensors
-from harness.judge.causes.combinations import fit, flat, length, total_distance
-from harness.judge.oracle import epochs as positions
+from harness.judge.causes.combinations import fit, flat, total_distance
+from harness.judge.oracle.epochs import evaluations_due
 from harness.judge.oracle.layout import Layout, draws
-from harness.judge.oracle.noise import norm
+from harness.judge.oracle.noise import length, norm
 from harness.judge.oracle.oracle import Oracle, mean_gradient
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Columns
@@ -22,7 +22,7 @@ Parts = list[list[Tensors]]
 
 
 class Counterfactuals:
-    """Computes what other computations of a step would have observed, in float64 unless another precision is asked for.
+    """Computes the gradients that other ways to compute a step would have given, in float64 where nothing else is said.
 
     The oracle's weights and buffers are set anew for each computation, and its mode is restored.
     """
@@ -66,7 +66,7 @@ class Counterfactuals:
 
     def evaluations(self) -> list[tuple[int, int]]:
         """Return where the model was evaluated or should have been: (steps, micro-batches) done before it."""
-        due = [where[0] for where in positions.evaluations_due(self.analysis)]
+        due = [where[0] for where in evaluations_due(self.analysis)]
         made = [(one.step, one.micro_batches) for trace in self.analysis.trace.ranks for one in trace.evaluations]
         return [*due, *made]
 
@@ -125,13 +125,13 @@ class Counterfactuals:
 
     def is_coupled(self, index: int) -> bool:
         """Say whether samples depend on each other: the right gradient is no weighted sum of each sample's own."""
-        truth = self.analysis.expected[index]
+        right = self.analysis.expected[index].raw
         each = self.each_sample(index)
         if not each:
             return True
-        fitted = fit(each, truth.raw, list(truth.raw))
+        fitted = fit(each, right, list(right))
         # Both sides are float64: what is not one part in a million away is the same.
-        return fitted is not None and total_distance(fitted, truth.raw) > 1e-6 * length(truth.raw)
+        return fitted is not None and total_distance(fitted, right) > 1e-6 * length(right)
 
     def held_out(self, oracle: Oracle) -> Columns:
         """Return the samples of the validation set."""

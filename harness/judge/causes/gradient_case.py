@@ -35,8 +35,8 @@ class Pattern:
 class GradientCase:
     """One rank at one step.
 
-    ``index`` counts steps, ``step`` is what the rank recorded and ``ranks`` what all of them recorded. ``truth`` is
-    what is right at this step, and ``earlier_truths`` what was right at the steps before, the latest first.
+    ``index`` counts steps, ``step`` is what the rank recorded and ``ranks`` what all of them recorded. ``expected`` is
+    what is right at this step, and ``earlier_expected`` what was right at the steps before, the latest first.
     ``accumulate`` and ``clip_norm`` are the workload's. ``trained`` names the parameters that are not frozen.
     ``previous`` is this rank's gradient of the step before, None at the first step.
     """
@@ -45,8 +45,8 @@ class GradientCase:
     rank: int
     step: Step
     ranks: tuple[Step, ...]
-    truth: ExpectedGradients
-    earlier_truths: tuple[ExpectedGradients, ...]
+    expected: ExpectedGradients
+    earlier_expected: tuple[ExpectedGradients, ...]
     previous: Tensors | None
     trained: frozenset[str]
     counterfactuals: Counterfactuals
@@ -62,8 +62,8 @@ class GradientCase:
             rank=rank,
             step=ranks[rank],
             ranks=ranks,
-            truth=analysis.expected[index],
-            earlier_truths=tuple(truth for other, truth in reversed(analysis.expected.items()) if other < index),
+            expected=analysis.expected[index],
+            earlier_expected=tuple(one for other, one in reversed(analysis.expected.items()) if other < index),
             previous=analysis.steps[index - 1].ranks[rank].gradients if index else None,
             trained=frozenset(analysis.oracle.trained),
             counterfactuals=counterfactuals,
@@ -87,7 +87,7 @@ class GradientCase:
     @property
     def micro_batches(self) -> int:
         """How many micro-batches this step had."""
-        return len(self.truth.parts)
+        return len(self.expected.parts)
 
     @property
     def location(self) -> str:
@@ -99,7 +99,7 @@ class GradientCase:
         """The gradient that the optimizer used, in float64; a tensor that is absent counts as zero."""
         return {
             name: self.step.gradients[name].double() if name in self.step.gradients else torch.zeros_like(right)
-            for name, right in self.truth.contract.items()
+            for name, right in self.expected.contract.items()
         }
 
     @property
@@ -109,12 +109,12 @@ class GradientCase:
 
     def own_parts(self, rank: int) -> Parts:
         """Return one rank's own part of each micro-batch; empty where it had none."""
-        return [[groups[rank]] for groups in self.truth.parts if rank < len(groups)]
+        return [[groups[rank]] for groups in self.expected.parts if rank < len(groups)]
 
     @cached_property
     def shares(self) -> list[Tensors]:
         """The gradient of each group of samples alone, over all micro-batches."""
-        return [part for groups in self.truth.parts for part in groups]
+        return [part for groups in self.expected.parts for part in groups]
 
     @property
     def unused(self) -> frozenset[str]:

@@ -11,14 +11,14 @@ import torch
 
 from harness.core.finding import UNEXPLAINED, Finding
 from harness.evidence.trace import Tensors
-from harness.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, length, scaled
+from harness.judge.causes.combinations import clip_limit_of, factor_between, fit_weights, flat, scaled
 from harness.judge.causes.counterfactuals import Counterfactuals
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Pattern
 from harness.judge.causes.hypothesis import OCCASIONAL, Evidence, Match
 from harness.judge.causes.occasions import occasion
 from harness.judge.causes.registry import explain
 from harness.judge.findings import times
-from harness.judge.oracle.noise import distance, norm
+from harness.judge.oracle.noise import distance, length, norm
 from harness.judge.trace_analysis import TraceAnalysis, same
 
 
@@ -38,7 +38,9 @@ class GradientEvidence(Evidence):
         """Return the evidence, each case with the pattern of all wrong gradients."""
         pattern = Pattern(
             factor=_common_factor(wrong),
-            clip_limit=statistics.median(clip_limit_of(length(one.observed), length(one.truth.raw)) for one in wrong),
+            clip_limit=statistics.median(
+                clip_limit_of(length(one.observed), length(one.expected.raw)) for one in wrong
+            ),
             clip_limits=_common_clip_limits(wrong),
             every_step=len(wrong) == len(every),
             only_scaled=all(_is_multiple(one, analysis) for one in wrong),
@@ -57,7 +59,7 @@ class GradientEvidence(Evidence):
         """Return how a hypothesis fits all wrong gradients.
 
         Where the mistake has no effect, its prediction is what is right. One that happens at some steps only needs an
-        occasion: something else in the evidence that tells these steps, or ranks, from the others. A hypothesis that
+        occasion: something else that these steps, or ranks, have in common and the others have not. A hypothesis that
         is fitted to the wrong steps has to fit the right ones too, because an occasion could be found for anything.
         """
         limit = self.analysis.limit
@@ -92,7 +94,7 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
         step=first.index,
         rank=first.rank,
         parameter=_worst_parameter(first, analysis),
-        parameters=tuple((name, _least_error(first, name, analysis)) for name in first.truth.units),
+        parameters=tuple((name, _least_error(first, name, analysis)) for name in first.expected.units),
     )
     if not first.is_finite:
         return replace(
@@ -137,25 +139,25 @@ def _is_predictable(case: GradientCase) -> bool:
 
 def _is_right(case: GradientCase, analysis: TraceAnalysis) -> bool:
     limit = 0.0 if analysis.exact else analysis.limit
-    return any(_error(case, truth, analysis) <= limit for truth in (case.truth.contract, *case.truth.one_device))
+    return any(_error(case, right, analysis) <= limit for right in (case.expected.contract, *case.expected.one_device))
 
 
 def _is_multiple(case: GradientCase, analysis: TraceAnalysis) -> bool:
     """Say whether the gradient of several ranks is the right one times some number."""
-    multiple = scaled(_common_factor([case]), case.truth.raw)
+    multiple = scaled(_common_factor([case]), case.expected.raw)
     return case.world > 1 and _error(case, multiple, analysis) <= analysis.limit
 
 
 def _common_factor(cases: Sequence[GradientCase]) -> float:
     """Return the median of the cases' own factors."""
-    return statistics.median(factor_between(one.truth.raw, one.observed) for one in cases)
+    return statistics.median(factor_between(one.expected.raw, one.observed) for one in cases)
 
 
 def _common_clip_limits(cases: Sequence[GradientCase]) -> tuple[float, ...]:
     """Return the median norm to which each rank's share would have to be clipped; empty where they are not known."""
     limits = []
     for one in cases:
-        parts = one.truth.parts[0]
+        parts = one.expected.parts[0]
         weights = fit_weights(parts, one.observed, list(one.observed))
         if one.micro_batches > 1 or weights is None or len(parts) != one.world:
             return ()
@@ -178,38 +180,40 @@ def _misfit(
 
 def _error(case: GradientCase, predicted: Tensors, analysis: TraceAnalysis) -> float:
     """Return the largest error of any tensor, in × noise."""
-    return max((_error_of(case, name, predicted, analysis) for name in case.truth.units), default=0.0)
+    return max((_error_of(case, name, predicted, analysis) for name in case.expected.units), default=0.0)
 
 
 def _error_of(case: GradientCase, name: str, predicted: Tensors, analysis: TraceAnalysis) -> float:
     """Return the error of one tensor, in × noise; the noise of a larger prediction is larger."""
-    right = case.truth.contract[name]
+    right = case.expected.contract[name]
     expected = predicted.get(name, torch.zeros_like(right))
     size = norm(right)
     growth = max(1.0, norm(expected) / size) if size else 1.0
-    noise = analysis.noise.at(name, case.truth.units[name]) * growth
+    noise = analysis.noise.at(name, case.expected.units[name]) * growth
     error = distance(case.observed[name], expected)
     return error / noise if noise else (float("inf") if error else 0.0)
 
 
 def _least_error(case: GradientCase, name: str, analysis: TraceAnalysis) -> float:
     """Return the distance of a tensor from the nearest that is right, in × noise."""
-    rights = (case.truth.contract, *case.truth.one_device)
+    rights = (case.expected.contract, *case.expected.one_device)
     return min(_error_of(case, name, right, analysis) for right in rights)
 
 
 def _worst_parameter(case: GradientCase, analysis: TraceAnalysis) -> str | None:
     return max(
-        case.truth.units,
-        key=lambda name: _error_of(case, name, case.truth.contract, analysis),
+        case.expected.units,
+        key=lambda name: _error_of(case, name, case.expected.contract, analysis),
         default=None,
     )
 
 
 def _figures(case: GradientCase) -> str:
     """Describe the wrong gradient relative to the right one: its length and its direction."""
-    names = list(case.truth.contract)
-    right, observed = (flat(gradient, case.truth.contract, names) for gradient in (case.truth.contract, case.observed))
+    names = list(case.expected.contract)
+    right, observed = (
+        flat(gradient, case.expected.contract, names) for gradient in (case.expected.contract, case.observed)
+    )
     cosine = float(torch.nn.functional.cosine_similarity(observed, right, dim=0))
     ratio = norm(observed) / norm(right) if norm(right) else float("inf")
     return f"at {case.location} it is {ratio:.4g} × as long as the right one, cosine {cosine:.4f}"

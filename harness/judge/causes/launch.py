@@ -35,16 +35,20 @@ class LaunchCase(CountedCase):
         """What each rank raised or printed last."""
         return [rank.error or "" for rank in self.trace.ranks] + [exit.said for exit in self.trace.exits.values()]
 
-    def said(self, words: str) -> bool:
+    def printed(self, words: str) -> bool:
         """Say whether a rank ended with these words."""
         return any(words in text for text in self.output)
 
     @property
-    def other_world_sizes(self) -> set[int]:
-        """The ranks' world sizes where all ranks ended well but a size is wrong; empty elsewhere."""
-        sizes = {rank.world_size for rank in self.trace.ranks}
+    def world_sizes(self) -> set[int]:
+        """The world sizes of the ranks."""
+        return {rank.world_size for rank in self.trace.ranks}
+
+    @property
+    def another_world(self) -> bool:
+        """Whether ranks ended well in a world of another size."""
         broken = self.trace.exits or any(rank.error for rank in self.trace.ranks)
-        return set() if broken or sizes == {self.cell.processes} else sizes
+        return not broken and self.world_sizes != {self.cell.processes}
 
     @property
     def waited(self) -> bool:
@@ -58,9 +62,9 @@ LaunchHypothesis = Hypothesis[LaunchCase, Match]
 
 
 def _another_world(case: LaunchCase) -> Iterator[Match]:
-    if sizes := case.other_world_sizes:
-        figures = {"sizes": " and ".join(map(str, sorted(sizes))), "world": case.cell.processes}
-        yield Match(figures=figures)
+    if case.another_world:
+        sizes = " and ".join(map(str, sorted(case.world_sizes))) or "no ranks"
+        yield Match(figures={"sizes": sizes, "world": case.cell.processes})
 
 
 def _idle_ranks(case: LaunchCase) -> Iterator[Match]:
@@ -89,7 +93,7 @@ def _ranks_differ_in_steps(case: LaunchCase) -> Iterator[Match]:
 _LOG = "see the rank's log, in the run's traces"
 
 HYPOTHESES = (
-    LaunchHypothesis("trained-alone", "launch", holds(lambda case: case.other_world_sizes == {1}),
+    LaunchHypothesis("trained-alone", "launch", holds(lambda case: case.another_world and case.world_sizes == {1}),
         "every rank trained in a world of one",
         "does the trainer read MASTER_ADDR, RANK and WORLD_SIZE, and create a process group?", 190),
     LaunchHypothesis("another-world", "launch", _another_world,
@@ -100,35 +104,35 @@ HYPOTHESES = (
         "do all ranks take part in the training?", 170),
     # What torch raises where a mistake stops training: reducer.cpp and grad_scaler.py of github.com/pytorch/pytorch.
     LaunchHypothesis("reduction-never-finished", "unused-params",
-        holds(lambda case: case.said("Expected to have finished reduction in the prior iteration")),
+        holds(lambda case: case.printed("Expected to have finished reduction in the prior iteration")),
         "a parameter took no part in a loss, so that DDP's reduction did not finish",
         "set find_unused_parameters", 169),
     LaunchHypothesis("reduced-twice", "unused-params",
-        holds(lambda case: case.said("Expected to mark a variable ready only once")),
+        holds(lambda case: case.printed("Expected to mark a variable ready only once")),
         "DDP reduced a parameter twice in one step",
         "is it used in two backward passes, or checkpointed twice?", 168),
     LaunchHypothesis("graph-not-static", "unused-params",
-        holds(lambda case: case.said("Your training graph has changed in this iteration")),
+        holds(lambda case: case.printed("Your training graph has changed in this iteration")),
         "steps do not all use the same parameters, although static_graph is set",
         "leave static_graph out", 167),
     LaunchHypothesis("unscaled-twice", "amp",
-        holds(lambda case: case.said("unscale_() has already been called")),
+        holds(lambda case: case.printed("unscale_() has already been called")),
         "gradients were unscaled twice in one step",
         "call scaler.unscale_ once a step", 166),
     LaunchHypothesis("weights-in-float16", "amp",
-        holds(lambda case: case.said("Attempting to unscale FP16 gradients")),
+        holds(lambda case: case.printed("Attempting to unscale FP16 gradients")),
         "the weights are stored in float16",
         "keep the optimizer's weights in float32 and use autocast", 165),
     LaunchHypothesis("no-space", "launch",
-        holds(lambda case: case.said("No space left on device")),
+        holds(lambda case: case.printed("No space left on device")),
         "there is no space left on the device",
         "make room on the disk or in /dev/shm, or name another folder with TMPDIR", 164),
     LaunchHypothesis("port-in-use", "launch",
-        holds(lambda case: case.said("EADDRINUSE")),
+        holds(lambda case: case.printed("EADDRINUSE")),
         "the trainer uses a port that is taken",
         "use the free port that MASTER_PORT names", 163),
     LaunchHypothesis("left-before-the-others-joined", "sync",
-        # Of the first rank to fail only: after an exception on one rank the others say the same.
+        # Only the first rank to fail counts: after an exception on one rank, others raise this as well.
         holds(lambda case: "connectFullMesh failed" in case.finding.message),
         "a rank was done before the others had connected to it",
         "is there any collective operation that waits for all ranks?", 150),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -26,7 +26,7 @@ class MetricCase:
         return self.losses.windows(self.report, RIGHT[self.report.name])
 
     @cached_property
-    def truths(self) -> list[float]:
+    def expected_values(self) -> list[float]:
         """The values that are right."""
         return self.losses.expected_values(self.report)
 
@@ -58,3 +58,38 @@ class MetricCase:
 
 MetricHypothesis = Hypothesis[MetricCase, float]
 """Predicts values as they would have been reported."""
+
+
+def _by(shares: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
+    """Return the shares in groups with the same key, in order of first appearance."""
+    return [tuple(p for p in shares if key(p) == one) for one in dict.fromkeys(map(key, shares))]
+
+
+def by_batch(shares: BatchShares) -> list[BatchShares]:
+    """Return the shares of each batch."""
+    return _by(shares, lambda share: (share.step, share.batch))
+
+
+def by_step(shares: BatchShares) -> list[BatchShares]:
+    """Return the shares of each step."""
+    return _by(shares, lambda share: share.step)
+
+
+def by_rank(shares: BatchShares) -> list[BatchShares]:
+    """Return the shares of each rank."""
+    return _by(shares, lambda share: share.rank)
+
+
+def plain_mean(values: Sequence[float]) -> float:
+    """Return the mean of numbers, unweighted."""
+    return sum(values) / len(values)
+
+
+def mean_of_means(parts: Sequence[BatchShares]) -> float:
+    """Return the unweighted mean of the parts' means."""
+    return plain_mean([mean(part) for part in parts])
+
+
+def sample_count(shares: BatchShares) -> int:
+    """Return how many samples the shares have."""
+    return sum(len(share.samples) for share in shares)

@@ -3,66 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
-from harness.judge.causes.metric_case import MetricCase, MetricHypothesis, Values
+from harness.judge.causes.metric_case import (
+    MetricCase,
+    MetricHypothesis,
+    Values,
+    by_batch,
+    by_rank,
+    by_step,
+    mean_of_means,
+    plain_mean,
+    sample_count,
+)
 from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchShares, LossMode, mean, total
 
 DIGITS = range(1, 7)
 """Numbers of decimals to which people round what they log."""
 
 
-def _by(portions: BatchShares, key: Callable[..., object]) -> list[BatchShares]:
-    """Return the portions that have something in common, each such part by itself."""
-    return [tuple(p for p in portions if key(p) == one) for one in dict.fromkeys(map(key, portions))]
-
-
-def _batches(portions: BatchShares) -> list[BatchShares]:
-    return _by(portions, lambda portion: (portion.step, portion.batch))
-
-
-def _steps(portions: BatchShares) -> list[BatchShares]:
-    return _by(portions, lambda portion: portion.step)
-
-
-def _ranks(portions: BatchShares) -> list[BatchShares]:
-    return _by(portions, lambda portion: portion.rank)
-
-
-def _plain(values: Sequence[float]) -> float:
-    """Return the mean of numbers that all weigh the same."""
-    return sum(values) / len(values)
-
-
-def _mean_of_means(parts: Sequence[BatchShares]) -> float:
-    return _plain([mean(part) for part in parts])
-
-
-def _of_batches(portions: BatchShares) -> Values:
+def _of_batches(shares: BatchShares) -> Values:
     """Yield means in which batches weigh the same, whatever their sizes."""
-    yield _mean_of_means(_batches(portions))
-    yield _plain([portion.loss for portion in portions])
-    yield _mean_of_means(_steps(portions))
-    yield _plain([_mean_of_means(_batches(step)) for step in _steps(portions)])
+    yield mean_of_means(by_batch(shares))
+    yield plain_mean([share.loss for share in shares])
+    yield mean_of_means(by_step(shares))
+    yield plain_mean([mean_of_means(by_batch(step)) for step in by_step(shares)])
 
 
-def _of_ranks(portions: BatchShares) -> Values:
+def _of_ranks(shares: BatchShares) -> Values:
     """Yield means in which ranks weigh the same, however many samples they have."""
-    yield _mean_of_means(_ranks(portions))
-    yield _plain([_mean_of_means(_ranks(batch)) for batch in _batches(portions)])
-    yield sum(_mean_of_means(_ranks(batch)) * _count(batch) for batch in _batches(portions)) / _count(portions)
-
-
-def _count(portions: BatchShares) -> int:
-    return sum(len(portion.samples) for portion in portions)
+    yield mean_of_means(by_rank(shares))
+    yield plain_mean([mean_of_means(by_rank(batch)) for batch in by_batch(shares)])
+    yield sum(mean_of_means(by_rank(batch)) * sample_count(batch) for batch in by_batch(shares)) / sample_count(shares)
 
 
 def _one_ranks_own(case: MetricCase) -> Values:
     """Predict one rank's own value instead of the mean over all ranks."""
     for window in case.windows if case.world > 1 else ():
-        for own in _ranks(window):
+        for own in by_rank(window):
             yield from (mean(own), own[-1].loss)
             yield from _of_batches(own)
 
@@ -82,14 +62,14 @@ def _mean_of_rank_means(case: MetricCase) -> Values:
 def _last_batch_only(case: MetricCase) -> Values:
     """Predict the loss of the last batch, over all ranks."""
     for window in case.windows:
-        last = _batches(window)[-1]
-        yield from (mean(last), _plain([portion.loss for portion in last]))
+        last = by_batch(window)[-1]
+        yield from (mean(last), plain_mean([share.loss for share in last]))
 
 
 def _repeats_counted(case: MetricCase) -> Values:
     """Predict that samples which pad the ranks to equal shares count as often as they were drawn."""
     for window in case.windows if case.held_out else ():
-        drawn = [i for portion in window for i in portion.samples]
+        drawn = [i for share in window for i in share.samples]
         if len(drawn) != len(set(drawn)):
             yield mean(window)
             yield from _of_batches(window)
@@ -102,7 +82,7 @@ def _part_of_the_samples(case: MetricCase) -> Values:
     if losses is None:
         return
     for window in case.windows:
-        seen = sorted({i for portion in window for i in portion.samples})
+        seen = sorted({i for share in window for i in share.samples})
         if len(seen) < len(losses):
             yield mean(window)
             yield from _of_batches(window)
@@ -114,37 +94,42 @@ def _part_of_the_samples(case: MetricCase) -> Values:
 def _batch_missing(case: MetricCase) -> Values:
     """Predict that the first batch of a mean is left out, or the last one."""
     for window in case.windows:
-        batches = _batches(window)
+        batches = by_batch(window)
         for rest in (batches[1:], batches[:-1]) if len(batches) > 1 else ():
-            left = tuple(portion for batch in rest for portion in batch)
+            left = tuple(share for batch in rest for share in batch)
             yield mean(left)
             yield from _of_batches(left)
         # A sum that leaves a batch out, divided by the number of all samples.
         for part in (batches[0], batches[-1]):
-            yield mean(window) - total(part) / _count(window)
+            yield mean(window) - total(part) / sample_count(window)
 
 
 def _summed(case: MetricCase) -> Values:
     """Predict a sum over samples, batches or ranks that was not divided."""
     for window in case.windows:
-        means = [mean(batch) for batch in _batches(window)]
-        yield from (total(window), sum(means), sum(portion.loss for portion in window))
-        yield from (sum(mean(own) for own in _ranks(window)), sum(sum(p.loss for p in own) for own in _ranks(window)))
-        yield from (sum(portion.loss for portion in _batches(window)[-1]), sum(mean(step) for step in _steps(window)))
+        means = [mean(batch) for batch in by_batch(window)]
+        yield from (total(window), sum(means), sum(share.loss for share in window))
+        yield from (sum(mean(own) for own in by_rank(window)), sum(sum(p.loss for p in own) for own in by_rank(window)))
+        yield from (sum(share.loss for share in by_batch(window)[-1]), sum(mean(step) for step in by_step(window)))
 
 
 def _divided_by_full_batches(case: MetricCase) -> Values:
     """Predict that the sum over samples is divided as if every batch were full."""
     for window in case.windows:
         yield total(window) / (len(window) * case.batch_size)
-        yield sum(portion.loss for portion in window) / -(-_count(window) // case.batch_size)
+        yield sum(share.loss for share in window) / -(-sample_count(window) // case.batch_size)
 
 
 def _multiplied(factor: Callable[[MetricCase], Iterable[float]]) -> Callable[[MetricCase], Values]:
     """Return the prediction that the value is off by a factor."""
 
     def predict(case: MetricCase) -> Iterator[float]:
-        bases = [*case.truths, *_last_batch_only(case), *_mean_of_batch_means(case), *_mean_of_rank_means(case)]
+        bases = [
+            *case.expected_values,
+            *_last_batch_only(case),
+            *_mean_of_batch_means(case),
+            *_mean_of_rank_means(case),
+        ]
         yield from (value * number for number in factor(case) if number != 1 for value in bases)
 
     return predict
@@ -156,7 +141,7 @@ def _world(case: MetricCase) -> Values:
 
 def _window(case: MetricCase) -> Values:
     for window in case.windows:
-        count = len(_batches(_steps(window)[-1]))
+        count = len(by_batch(by_step(window)[-1]))
         yield from (float(count), 1 / count)
     accumulate = case.losses.workload.accumulate
     yield from (float(accumulate), 1 / accumulate)
@@ -164,15 +149,15 @@ def _window(case: MetricCase) -> Values:
 
 def _epoch(case: MetricCase) -> Values:
     for window in case.windows:
-        for count in (len(_batches(window)), len(_steps(window)), len({p.step for p in window}) * len(window)):
+        for count in (len(by_batch(window)), len(by_step(window)), len({p.step for p in window}) * len(window)):
             yield from (float(count), 1 / count)
     batches = case.losses.analysis.epochs.batches
     yield from (float(batches), 1 / batches)
 
 
 def _scale(case: MetricCase) -> Values:
-    global_steps = case.losses.analysis.steps
-    scales = {step.scale for global_step in global_steps for step in global_step.ranks if step.scale}
+    moments = case.losses.analysis.steps
+    scales = {step.scale for global_step in moments for step in global_step.ranks if step.scale}
     yield from (*scales, *(1 / scale for scale in scales))
 
 
@@ -201,7 +186,7 @@ def _stale(case: MetricCase) -> Values:
     before = [(step, 0) for step in range(steps if not micro_batches else steps + 1)]
     for place in (previous, *reversed(before)):
         if place is not None and (place > (0, 0) or case.held_out):
-            yield from case.of_report(place=place, previous=None).truths
+            yield from case.of_report(place=place, previous=None).expected_values
 
 
 def _never_reset(case: MetricCase) -> Values:
@@ -217,7 +202,7 @@ def _of_the_other_samples(case: MetricCase) -> Values:
     steps, micro_batches = case.report.place
     other = case.of_report(name=TRAINING if case.held_out else HELD_OUT, previous=None)
     if (steps, micro_batches) > (0, 0):
-        yield from other.truths
+        yield from other.expected_values
         yield from _last_batch_only(other)
         yield from _one_ranks_own(other)
     if case.held_out:
@@ -228,17 +213,17 @@ def _of_the_other_samples(case: MetricCase) -> Values:
             yield float(losses.mean())
             yield float(losses[: len(case.losses.held_out)].mean())
             for window in case.windows:
-                drawn = [i for portion in window for i in portion.samples]
+                drawn = [i for share in window for i in share.samples]
                 yield float(losses[drawn].mean())
 
 
 def _rounded(case: MetricCase) -> Values:
     """Predict the right value with fewer digits: decimals, or a 16-bit tensor."""
-    for truth in case.truths:
-        if math.isfinite(truth):
-            yield from (round(truth, digits) for digits in DIGITS)
+    for value in case.expected_values:
+        if math.isfinite(value):
+            yield from (round(value, digits) for digits in DIGITS)
             for dtype in (torch.float16, torch.bfloat16):
-                yield float(torch.tensor(truth, dtype=torch.float64).to(dtype))
+                yield float(torch.tensor(value, dtype=torch.float64).to(dtype))
 
 
 HYPOTHESES = (

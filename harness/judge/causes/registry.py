@@ -49,7 +49,7 @@ _KNOWN: dict[type, Sequence[Sequence[Hypothesis[Any, Any]]]] = {
     samples.EpochSampleCase: [samples.BY_EPOCHS],
     samples.IterationSampleCase: [samples.BY_ITERATIONS],
     step_count.StepCountCase: [step_count.STEP_COUNT],
-    step_count.VacuousCase: [step_count.RHYTHM],
+    step_count.VacuousCase: [step_count.BATCHES_PER_STEP],
     rng.NothingDrawnCase: [rng.NOTHING_DRAWN],
     rng.RedrawnCase: [rng.REDRAWN],
     rng.KeptShareCase: [rng.KEPT_SHARE],

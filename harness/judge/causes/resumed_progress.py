@@ -36,7 +36,7 @@ class ProgressCase(InterruptedCase):
         return self.whole[self.interruption.place :]
 
     @property
-    def goes_on(self) -> bool:
+    def resumes_in_place(self) -> bool:
         """Whether the first resumed step is the right one."""
         return self.begin == self.interruption.place
 
@@ -67,17 +67,17 @@ def _ranks_differ(case: ProgressCase) -> Iterator[Match]:
 
 
 def _too_many_left(case: ProgressCase) -> Iterator[Match]:
-    if case.goes_on and case.resumed[: len(case.due)] == case.due:
-        yield Match(figures={"more": len(case.resumed) - len(case.due)})
+    if case.resumes_in_place and case.resumed[: len(case.due)] == case.due:
+        yield Match(figures={"count": len(case.resumed), "due": len(case.due)})
 
 
 def _too_few_left(case: ProgressCase) -> Iterator[Match]:
-    if case.goes_on and case.due[: len(case.resumed)] == case.resumed:
-        yield Match(figures={"missing": len(case.due) - len(case.resumed)})
+    if case.resumes_in_place and case.due[: len(case.resumed)] == case.resumed:
+        yield Match(figures={"count": len(case.resumed), "due": len(case.due)})
 
 
 def _order_lost_later(case: ProgressCase) -> Iterator[Match]:
-    if case.goes_on:
+    if case.resumes_in_place:
         pairs = enumerate(zip(case.resumed, case.due, strict=False))
         yield Match(figures={"later": next((step for step, (used, right) in pairs if used != right), 0)})
 
@@ -86,7 +86,7 @@ def _begins_at(step_of: Callable[[ProgressCase], set[int]]) -> Callable[[Progres
     """Return the prediction that training goes on at one of these steps, which are not the right one."""
 
     def predict(case: ProgressCase) -> Iterator[Match]:
-        if case.begin is not None and not case.goes_on and case.begin in step_of(case):
+        if case.begin is not None and not case.resumes_in_place and case.begin in step_of(case):
             yield Match(figures={"begin": case.begin, "place": case.interruption.place})
 
     return predict
@@ -126,13 +126,13 @@ PROGRESS = (
         "no step was made after resuming",
         "does the trainer take an interrupted training for a finished one?", 195),
     ProgressHypothesis("too-many-steps-left", "checkpoint", _too_many_left,
-        "training goes on for {more} steps too many",
+        "{count} steps were made after resuming, and {due} were left",
         "are epochs, or steps, counted from zero after resuming?", 190),
     ProgressHypothesis("too-few-steps-left", "checkpoint", _too_few_left,
-        "training ends {missing} steps too early",
+        "{count} steps were made after resuming, and {due} were left",
         "are epochs, or steps, of before the interruption counted twice?", 185),
     ProgressHypothesis("order-lost-later", "checkpoint", _order_lost_later,
-        "the samples are right for {later} steps, and then others",
+        "the first resumed step has the right samples, and resumed step {later} others",
         "are batches skipped once more, in the next epoch?", 180),
     ProgressHypothesis("trained-all-over-again", "checkpoint", _begins_at(_at_the_start),
         "all epochs are trained again",

@@ -148,7 +148,7 @@ STOP = (
 
 ORDER = (
     OrderHypothesis("order-depends-on-the-devices", "data", holds(lambda case: case.interruption.workload.elastic),
-        "the order of samples is another one on another number of devices",
+        "the order of samples depends on the number of devices",
         "derive it from the seed and the epoch alone", 190),
     OrderHypothesis("order-of-each-launch", "data", holds(lambda case: not case.interruption.workload.elastic),
         "every launch has an order of samples of its own",
@@ -253,6 +253,6 @@ SCALE = (
         "it is the scale of the last step before the interruption",
         "save the GradScaler after its update", 170),
     ScaleHypothesis("scale-not-restored", "checkpoint", holds(lambda case: True),
-        "it is no scale of a neighbouring step",
+        "it is neither the first scale nor that of the last step before the interruption",
         "is the GradScaler's whole state saved and loaded?", 160),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from harness.judge import sampler_draws
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
-from harness.judge.causes.step_count import RHYTHM
+from harness.judge.causes.step_count import BATCHES_PER_STEP
 from harness.judge.trace_analysis import TraceAnalysis
 
 Draws = tuple[tuple[int, ...], ...]
@@ -223,7 +223,7 @@ def _never_seen(case: SampleCase) -> Iterator[Match]:
 
 
 _ALWAYS: Sequence[SampleHypothesis] = (
-    *RHYTHM,
+    *BATCHES_PER_STEP,
     SampleHypothesis("samples-of-another-dataset", "data", _of_another_dataset,
         "sample {sample} was used, but the training set has {count} samples",
         "is it the training set that is trained on?", 190),

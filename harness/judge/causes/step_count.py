@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis
 
-Counted = Hypothesis[TraceCase, Match]
+StepHypothesis = Hypothesis[TraceCase, Match]
 
 
 class StepCountCase(TraceCase):
@@ -136,35 +136,35 @@ def _listed(counts: list[int]) -> str:
     return ", ".join(map(str, counts[:8])) + (", …" if len(counts) > 8 else "")
 
 
-RHYTHM = (
-    Counted("never-stepped", "optimizer", holds(lambda case: not any(_step_counts(case))),
+BATCHES_PER_STEP = (
+    StepHypothesis("never-stepped", "optimizer", holds(lambda case: not any(_step_counts(case))),
         "no rank made an optimizer step",
         "is optimizer.step() called?", 290),
-    Counted("some-ranks-never-stepped", "launch", _some_ranks_never_stepped,
+    StepHypothesis("some-ranks-never-stepped", "launch", _some_ranks_never_stepped,
         "rank {idle} made no optimizer step, but others did",
         "do all ranks take part in the training?", 280),
-    Counted("parameter-in-several-optimizers", "optimizer", _stepped_by_several_optimizers,
+    StepHypothesis("parameter-in-several-optimizers", "optimizer", _stepped_by_several_optimizers,
         "{shared} tensors were stepped more than once for a batch",
         "is a parameter in several optimizers?", 270),
-    Counted("applied-once-a-rank", "averaging", _once_a_rank,
+    StepHypothesis("applied-once-a-rank", "averaging", _once_a_rank,
         "the optimizer stepped {times} times for every batch, as often as there are ranks",
         "is every rank's step applied on all ranks?", 260),
-    Counted("stepped-without-a-batch", "optimizer", _stepped_without_a_batch,
+    StepHypothesis("stepped-without-a-batch", "optimizer", _stepped_without_a_batch,
         "{count} of {total} optimizer steps came without a new batch{more}",
         "is optimizer.step() called several times for one batch?", 250),
-    Counted("stepped-every-micro-batch", "accumulation", _every_micro_batch,
+    StepHypothesis("stepped-every-micro-batch", "accumulation", _every_micro_batch,
         "the optimizer stepped after every micro-batch",
         "step after windows of {expected} micro-batches", 240),
-    Counted("short-last-window-dropped", "accumulation", _short_last_window_dropped,
+    StepHypothesis("short-last-window-dropped", "accumulation", _short_last_window_dropped,
         "the short window at the end of an epoch was never stepped",
         "step after an epoch's last micro-batch too", 230),
-    Counted("window-over-the-end-of-the-epoch", "accumulation", _window_over_the_end,
+    StepHypothesis("window-over-the-end-of-the-epoch", "accumulation", _window_over_the_end,
         "the count of micro-batches continued from one epoch into the next",
         "step at the end of each epoch and start to count again", 220),
-    Counted("windows-of-another-length", "accumulation", _other_windows,
+    StepHypothesis("windows-of-another-length", "accumulation", _other_windows,
         "steps used {taken} micro-batches, not {expected}",
         "when does the trainer decide that a window is complete?", 210),
-    Counted("accumulates-unasked", "accumulation", _accumulates_unasked,
+    StepHypothesis("accumulates-unasked", "accumulation", _accumulates_unasked,
         "steps used {taken} batches, although the workload does not accumulate",
         "does the trainer accumulate by default?", 200),
 )  # fmt: skip
@@ -189,17 +189,17 @@ def _too_few(case: TraceCase) -> Iterator[Match]:
 
 
 STEP_COUNT = (
-    *RHYTHM,
-    Counted("ranks-differ-in-steps", "data", _ranks_differ,
+    *BATCHES_PER_STEP,
+    StepHypothesis("ranks-differ-in-steps", "data", _ranks_differ,
         "ranks took {counts} steps, by rank",
         "have all ranks the same number of batches?", 90),
-    Counted("another-number-of-steps", "optimizer", holds(lambda case: case.analysis.behavior.by_iterations),
+    StepHypothesis("another-number-of-steps", "optimizer", holds(lambda case: case.analysis.behavior.by_iterations),
         "the subject declares that it trains by iterations",
         "take job.steps optimizer steps, each of job.accumulate batches", 80),
-    Counted("too-many-batches", "data", _too_many,
+    StepHypothesis("too-many-batches", "data", _too_many,
         "there were more batches than the {due} of all epochs",
         "is the data divided among the ranks?", 70),
-    Counted("too-few-batches", "data", _too_few,
+    StepHypothesis("too-few-batches", "data", _too_few,
         "the batches of all epochs make {due} steps",
         "which batches of an epoch are left out, or made larger?", 60),
 )  # fmt: skip

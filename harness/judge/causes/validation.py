@@ -9,8 +9,8 @@ from harness.evidence.trace import Evaluation
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.oracle.epochs import Position, evaluations_due, position_of
 
-Places = list[tuple[Position, ...]]
-"""Where evaluations happen: for each of them all places that mean the same, such as before and after a step."""
+Positions = list[tuple[Position, ...]]
+"""Where evaluations happen: for each of them all positions that mean the same, such as before and after a step."""
 
 
 class EvaluationCase(TraceCase):
@@ -18,12 +18,12 @@ class EvaluationCase(TraceCase):
 
     @cached_property
     def evaluations(self) -> list[Evaluation]:
-        """The evaluations of all ranks, in the order of their places."""
+        """The evaluations of all ranks, in the order of their positions."""
         every = [evaluation for trace in self.analysis.trace.ranks for evaluation in trace.evaluations]
         return sorted(every, key=lambda evaluation: (evaluation.step, evaluation.micro_batches))
 
     @cached_property
-    def places(self) -> set[Position]:
+    def positions(self) -> set[Position]:
         """Where some rank evaluated."""
         return {
             position_of(self.analysis, evaluation.step, evaluation.micro_batches, trace.rank)
@@ -34,7 +34,7 @@ class EvaluationCase(TraceCase):
     @property
     def on_time(self) -> bool:
         """Whether there is an evaluation wherever one is due."""
-        return all(self.places & set(where) for where in evaluations_due(self.analysis))
+        return all(self.positions & set(where) for where in evaluations_due(self.analysis))
 
     @cached_property
     def held_out_size(self) -> int:
@@ -61,32 +61,36 @@ def _in_training_mode(with_buffers: bool) -> Callable[[EvaluationCase], Iterator
     return predict
 
 
-def _at(places_of: Callable[[EvaluationCase], Iterator[Places]]) -> Callable[[EvaluationCase], Iterator[Match]]:
-    """Return the prediction that evaluations happen at these places, and nowhere else."""
+def _at(positions_of: Callable[[EvaluationCase], Iterator[Positions]]) -> Callable[[EvaluationCase], Iterator[Match]]:
+    """Return the prediction that evaluations happen at these positions, and nowhere else."""
 
     def predict(case: EvaluationCase) -> Iterator[Match]:
         if case.on_time:
             return
-        for places in places_of(case):
-            if places and len(case.places) == len(places) and all(case.places & set(where) for where in places):
-                yield Match()
+        for positions in positions_of(case):
+            if (
+                positions
+                and len(case.positions) == len(positions)
+                and all(case.positions & set(where) for where in positions)
+            ):
+                yield Match(figures={"every": case.every})
 
     return predict
 
 
-def _once_an_epoch(case: EvaluationCase) -> Iterator[Places]:
+def _once_an_epoch(case: EvaluationCase) -> Iterator[Positions]:
     epochs = case.analysis.epochs
     yield [epochs.after_batch(epoch, epochs.batches) for epoch in range(epochs.count)]
 
 
-def _counted_over_epochs(case: EvaluationCase) -> Iterator[Places]:
+def _counted_over_epochs(case: EvaluationCase) -> Iterator[Positions]:
     epochs = case.analysis.epochs
     numbers = range(case.every, epochs.count * epochs.batches + 1, case.every)
     counted = [divmod(number - 1, epochs.batches) for number in numbers]
     yield [epochs.after_batch(epoch, batch + 1) for epoch, batch in counted]
 
 
-def _steps_counted(case: EvaluationCase) -> Iterator[Places]:
+def _steps_counted(case: EvaluationCase) -> Iterator[Positions]:
     """Predict that optimizer steps are counted, over all epochs or from the start of each."""
     epochs, every = case.analysis.epochs, case.every
     yield [((step, 0),) for step in range(every, epochs.count * epochs.windows + 1, every)]
@@ -97,12 +101,12 @@ def _steps_counted(case: EvaluationCase) -> Iterator[Places]:
     ]
 
 
-def _after_the_step(case: EvaluationCase) -> Iterator[Places]:
+def _after_the_step(case: EvaluationCase) -> Iterator[Positions]:
     deferred = {(step + (micro_batches > 0), 0) for (step, micro_batches), *_ in evaluations_due(case.analysis)}
     yield [(where,) for where in sorted(deferred)]
 
 
-def _ahead(case: EvaluationCase) -> Iterator[Places]:
+def _ahead(case: EvaluationCase) -> Iterator[Positions]:
     """Predict that the first evaluation comes before the first batch, or right after it."""
     epochs, every = case.analysis.epochs, case.every
     yield [
@@ -118,9 +122,9 @@ def _ahead(case: EvaluationCase) -> Iterator[Places]:
 
 
 def _missing(case: EvaluationCase) -> Iterator[Match]:
-    places = list(evaluations_due(case.analysis))
-    if missing := [where for where in places if not case.places & set(where)]:
-        yield Match(figures={"missing": len(missing), "due": len(places)})
+    positions = list(evaluations_due(case.analysis))
+    if missing := [where for where in positions if not case.positions & set(where)]:
+        yield Match(figures={"missing": len(missing), "due": len(positions)})
 
 
 def _another_dataset(case: EvaluationCase) -> Iterator[Match]:
@@ -180,14 +184,14 @@ HYPOTHESES = (
         "batches were counted on from one epoch into the next",
         "count them from the start of each epoch", 165),
     EvaluationHypothesis("steps-counted", "metrics", _at(_steps_counted),
-        "the model was evaluated after so many optimizer steps",
-        "count batches, not optimizer steps", 160),
+        "the model was evaluated after every {every} optimizer steps",
+        "evaluate after every {every} batches", 160),
     EvaluationHypothesis("waits-for-the-step", "metrics", _at(_after_the_step),
         "evaluations came only after the window's optimizer step",
         "evaluate in the middle of the window", 155),
     EvaluationHypothesis("evaluated-ahead", "metrics", _at(_ahead),
         "the first evaluation came before the first batch, or right after it",
-        "evaluate after so many batches", 150),
+        "evaluate after every {every} batches", 150),
     EvaluationHypothesis("evaluations-missing", "metrics", _missing,
         "{missing} of {due} evaluations are left out, or come at another time",
         "how does the trainer count until the next evaluation?", 145),

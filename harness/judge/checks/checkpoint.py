@@ -16,7 +16,7 @@ from harness.judge.causes.resumed_progress import ProgressCase, ResumedRatesCase
 from harness.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, ResumedWeightsCase, ScaleCase, StopCase
 from harness.judge.checks.gradients import gradients
 from harness.judge.checks.launch import launch
-from harness.judge.checks.learning_rate import PRECISION
+from harness.judge.checks.learning_rate import rates_differ
 from harness.judge.checks.ranks_agree import ranks_agree
 from harness.judge.checks.skipped_steps import skipped_steps
 from harness.judge.checks.stillness import stillness
@@ -153,8 +153,7 @@ def _rates(interruption: Interruption) -> Finding | None:
     """Each resumed step has the learning rates of the same step of the uninterrupted training."""
     for step, rank, own, other in interruption.pairs():
         used, due = own.learning_rates, other.learning_rates
-        pairs = zip(used, due, strict=False)
-        if len(used) != len(due) or any(abs(u - d) > PRECISION * abs(d) for u, d in pairs):
+        if rates_differ(used, due):
             message = f"learning rates are {list(used)}, and {list(due)} without interruption,"
             return explain(_failed(message, step=step, rank=rank), ResumedRatesCase(interruption, rank))
     return None

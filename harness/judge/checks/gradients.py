@@ -11,8 +11,8 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Step, Tensors
 from harness.judge.causes import explain_gradients
-from harness.judge.findings import Vacuous, compare_with_two, failed
-from harness.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, in_noise, larger, norm
+from harness.judge.findings import TwoWayComparison, Vacuous, failed
+from harness.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, norm
 from harness.judge.trace_analysis import ExpectedGradients, TraceAnalysis
 
 PROMISE = "what the backend promises for these samples"
@@ -23,37 +23,27 @@ def gradients(analysis: TraceAnalysis) -> Finding:
     if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank")
     _refuse_vacuous(analysis)
-    contract: Deviation | None = None
-    # One device may take the micro-batches one by one or all samples at once; a trainer keeps to one of them.
-    one_device: dict[int, Deviation] = {}
-    gaps: dict[int, float] = {}
+    # One device may take the micro-batches one by one or all samples at once.
+    comparison = TwoWayComparison()
     for global_step, rank, step in analysis.differing_ranks("gradients"):
         expected = analysis.expected[global_step.index]
         for name, promised in expected.contract.items():
-            noise = analysis.noise.at(name, expected.units[name])
             given = step.gradients.get(name, torch.zeros_like(promised))
-            place = (global_step.index, name, rank)
-            contract = larger(contract, Deviation(in_noise(distance(given, promised), noise), *place))
-            for way, gradient in enumerate(expected.one_device):
-                error = Deviation(in_noise(distance(given, gradient[name]), noise), *place)
-                one_device[way] = larger(one_device.get(way), error)
-                gaps[way] = max(gaps.get(way, 0.0), in_noise(distance(gradient[name], promised), noise))
-        noise = analysis.noise.at(TOGETHER, math.hypot(*expected.units.values()))
-        place = (global_step.index, TOGETHER, rank)
-        contract = larger(contract, Deviation(in_noise(error_along(step.gradients, expected.contract), noise), *place))
-        for way, gradient in enumerate(expected.one_device):
-            error = Deviation(in_noise(error_along(step.gradients, gradient), noise), *place)
-            one_device[way] = larger(one_device.get(way), error)
-    assert contract is not None
-    finding = compare_with_two(
-        "gradients",
-        "gradients",
-        one_device=min(one_device.values(), key=lambda deviation: deviation.x_noise),
-        contract=contract,
-        gap=min(gaps.values()),
-        limit=analysis.allowed(analysis.limit),
-        promise=PROMISE,
-    )
+            ways = [gradient[name] for gradient in expected.one_device]
+            comparison.add(
+                Deviation(0.0, global_step.index, name, rank),
+                analysis.noise.at(name, expected.units[name]),
+                distance(given, promised),
+                [distance(given, way) for way in ways],
+                [distance(way, promised) for way in ways],
+            )
+        comparison.add(
+            Deviation(0.0, global_step.index, TOGETHER, rank),
+            analysis.noise.at(TOGETHER, math.hypot(*expected.units.values())),
+            error_along(step.gradients, expected.contract),
+            [error_along(step.gradients, way) for way in expected.one_device],
+        )
+    finding = comparison.finding("gradients", "gradients", PROMISE, analysis.allowed(analysis.limit))
     if finding.outcome is Outcome.FAILED:
         return explain_gradients(finding, analysis)
     return _undue_gradient(analysis) or finding

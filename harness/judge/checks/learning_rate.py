@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from harness.core.finding import Finding
 from harness.judge.causes import explain
 from harness.judge.causes.learning_rate import LearningRateCase
@@ -20,9 +22,7 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
         expected = [float(group["lr"]) for group in optimizer.param_groups]
         for rank, step in enumerate(global_step.ranks):
             used = list(step.learning_rates)
-            if len(used) != len(expected) or any(
-                abs(u - e) > PRECISION * abs(e) for u, e in zip(used, expected, strict=True)
-            ):
+            if rates_differ(used, expected):
                 message = f"learning rates are {used} where the workload has {expected}"
                 finding = failed("learning-rate", message, family="optimizer", step=global_step.index, rank=rank)
                 return explain(finding, LearningRateCase(analysis, rank))
@@ -30,3 +30,10 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
         optimizer.step()  # without gradients it changes nothing; a schedule requires it
         schedule()
     return passed("learning-rate", "every step used the workload's learning rate")
+
+
+def rates_differ(used: Sequence[float], expected: Sequence[float]) -> bool:
+    """Return whether the rates of the parameter groups differ by more than rounding."""
+    return len(used) != len(expected) or any(
+        abs(u - e) > PRECISION * abs(e) for u, e in zip(used, expected, strict=True)
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.judge.findings import Vacuous, compare_with_two
+from harness.judge.findings import TwoWayComparison, Vacuous
 from harness.judge.oracle.layout import one_device_layout, single_batch_layout
-from harness.judge.oracle.noise import Deviation, distance, in_noise, larger
+from harness.judge.oracle.noise import Deviation, distance
 from harness.judge.trace_analysis import TraceAnalysis
 
 
@@ -18,29 +18,19 @@ def training(analysis: TraceAnalysis) -> Finding:
     contract = full_training.contract
     ways = {tuple(map(way, full_training.layouts)) for way in (one_device_layout, single_batch_layout)}
     one_device = [contract if way == full_training.layouts else full_training.end(way) for way in ways]
-    from_contract: Deviation | None = None
-    from_one_device: dict[int, Deviation] = {}
-    gaps: dict[int, float] = {}
+    comparison = TwoWayComparison()
     for name, value in last.ranks[0].after.items():
-        if name not in contract:
-            continue  # the subject's own addition to the model: not the job's, so not judged
-        noise = full_training.noise[name]
-        if noise == 0:
+        # What is not in the contract is the subject's own addition to the model: not the job's, so not judged.
+        if full_training.noise.get(name, 0.0) == 0:
             continue
-        place = (last.index, name)
-        from_contract = larger(from_contract, Deviation(in_noise(distance(value, contract[name]), noise), *place))
-        for way, weights in enumerate(one_device):
-            error = Deviation(in_noise(distance(value, weights[name]), noise), *place)
-            from_one_device[way] = larger(from_one_device.get(way), error)
-            gaps[way] = max(gaps.get(way, 0.0), in_noise(distance(weights[name], contract[name]), noise))
-    if from_contract is None:
+        comparison.add(
+            Deviation(0.0, last.index, name),
+            full_training.noise[name],
+            distance(value, contract[name]),
+            [distance(value, weights[name]) for weights in one_device],
+            [distance(weights[name], contract[name]) for weights in one_device],
+        )
+    if comparison.contract is None:
         raise Vacuous("every weight is zero at the end")
-    return compare_with_two(
-        "training",
-        "weights at the end",
-        one_device=min(from_one_device.values(), key=lambda deviation: deviation.x_noise),
-        contract=from_contract,
-        gap=min(gaps.values()),
-        limit=analysis.allowed(full_training.limit),
-        promise="those of a training under the backend's contract",
-    )
+    promise = "those of a training under the backend's contract"
+    return comparison.finding("training", "weights at the end", promise, analysis.allowed(full_training.limit))

@@ -66,7 +66,7 @@ def evaluations_due(analysis: TraceAnalysis) -> Iterator[tuple[Position, ...]]:
 
 
 def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: int) -> Position:
-    """Return a recorded position in micro-batches of the workload; a loss for each device leaves more of them."""
+    """Return a recorded position in the workload's micro-batches; a loss for each device records more of them."""
     if not micro_batches or step >= len(analysis.steps):
         return step, micro_batches
     recorded = len(analysis.steps[step].ranks[rank].micro_batches)
@@ -74,7 +74,7 @@ def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: in
 
 
 def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
-    """Return who computed what in a step, also in a skipped one: all ranks, or these; nobody without a sample."""
+    """Return who computed what in a step, also in a skipped one: all ranks, or these, if they had samples."""
     steps = with_unique_draws(analysis.steps[step].ranks)
     spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
     chosen = [steps[rank] for rank in ranks] or analysis.with_a_loss(steps)

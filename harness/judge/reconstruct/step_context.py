@@ -98,7 +98,7 @@ class StepContext:
         if not self.analysis.expected[index].raw:
             return
         case = GradientCase.of(self._counterfactuals, index, rank)
-        case = replace(case, pattern=Pattern(factor_between(case.truth.raw, case.step.gradients)))
+        case = replace(case, pattern=Pattern(factor_between(case.expected.raw, case.step.gradients)))
         for hypothesis in sorted(HYPOTHESES[GradientCase], key=lambda one: -one.specificity):
             if hypothesis.specificity > OCCASIONAL:
                 with suppress(Exception):  # a prediction that cannot be computed is left out

@@ -1,4 +1,4 @@
-"""What a workload has that is there to be measured: sizes for each accelerator, a known number of steps, small data."""
+"""The base class of workloads that are measured: a size for each accelerator, a known number of steps, small data."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from harness.workloads.dataset import Batch, Columns, Sample
 from harness.workloads.workload import Workload
 
 DISTINCT = 64
-"""Samples that are really drawn; the dataset repeats them under new ids, so that its size is nobody's memory."""
+"""Samples that are drawn; the dataset repeats them under new ids, so that a large one needs little memory."""
 
 FEWEST_STEPS = 3
-"""In a round, however many simulated devices share the cores: its first step alone follows a boundary."""
+"""The fewest steps of a round, however many simulated devices share the cores: only its first follows a boundary."""
 
-MOST_LOOKED_AT = 8
-"""Steps under torch's profiler, which takes down each call of each of them."""
+MOST_PROFILED = 8
+"""The most steps under torch's profiler, which records each call of each of them."""
 
 
 @dataclass(frozen=True)
 class Extent:
     """How long one launch trains, in optimizer steps: ``warmup``, then ``rounds`` of ``steps`` each that are timed.
 
-    After those come a step in which tensors are counted, and a few in which collectives are looked at.
+    After those come a step in which tensors are counted, and a few in which collectives are profiled.
     """
 
     warmup: int
@@ -37,7 +37,7 @@ class Extent:
     def boundaries(self) -> tuple[int, ...]:
         """After how many steps all ranks wait for each other, the last one included."""
         timed = [self.warmup + number * self.steps for number in range(self.rounds + 1)]
-        return (*timed, timed[-1] + 1, timed[-1] + 1 + min(self.steps, MOST_LOOKED_AT))
+        return (*timed, timed[-1] + 1, timed[-1] + 1 + min(self.steps, MOST_PROFILED))
 
     @property
     def steps_in_all(self) -> int:
@@ -47,7 +47,7 @@ class Extent:
 
 @dataclass(frozen=True)
 class ProblemSize:
-    """How large a workload is on one accelerator: ``model`` by its own words, samples a device, steps a round."""
+    """How large a workload is on one accelerator: the model's arguments, samples a device, and steps a round."""
 
     model: dict[str, int]
     batch: int

@@ -71,10 +71,6 @@ class ResNet(PerformanceWorkload):
             "y": torch.randint(CLASSES, (count,), generator=generator),
         }
 
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy."""
-        return nn.functional.cross_entropy(outputs, batch["y"])
-
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         """Return SGD with momentum."""
         return torch.optim.SGD(params, lr=0.05, momentum=0.9)

@@ -12,22 +12,22 @@ from harness.judge.oracle.oracle import clipped, mean_gradient
 
 def _not_divided(case: GradientCase) -> Gradients:
     if case.micro_batches > 1:
-        yield clipped(scaled(case.micro_batches, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(case.micro_batches, case.expected.raw), case.clip_norm)
 
 
 def _divided_twice(case: GradientCase) -> Gradients:
     if case.micro_batches > 1:
-        yield clipped(scaled(1 / case.micro_batches, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(1 / case.micro_batches, case.expected.raw), case.clip_norm)
 
 
 def _divided_by_full_length_too(case: GradientCase) -> Gradients:
     if case.accumulate > 1:
-        yield clipped(scaled(1 / case.accumulate, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(1 / case.accumulate, case.expected.raw), case.clip_norm)
 
 
 def _short_window_divided_by_full_length(case: GradientCase) -> Gradients:
     if case.micro_batches < case.accumulate:
-        yield clipped(scaled(case.micro_batches / case.accumulate, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(case.micro_batches / case.accumulate, case.expected.raw), case.clip_norm)
 
 
 def _some_micro_batches(kept: Sequence[Sequence[Tensors]], case: GradientCase) -> Gradients:
@@ -38,27 +38,27 @@ def _some_micro_batches(kept: Sequence[Sequence[Tensors]], case: GradientCase) -
 
 def _only_last(case: GradientCase) -> Gradients:
     if case.micro_batches > 1:
-        yield from _some_micro_batches(case.truth.parts[-1:], case)
+        yield from _some_micro_batches(case.expected.parts[-1:], case)
 
 
 def _first_missing(case: GradientCase) -> Gradients:
     for lost in range(1, case.micro_batches):
-        yield from _some_micro_batches(case.truth.parts[lost:], case)
+        yield from _some_micro_batches(case.expected.parts[lost:], case)
 
 
 def _last_missing(case: GradientCase) -> Gradients:
     for kept in range(1, case.micro_batches):
-        yield from _some_micro_batches(case.truth.parts[:kept], case)
+        yield from _some_micro_batches(case.expected.parts[:kept], case)
 
 
 def _middle_missing(case: GradientCase) -> Gradients:
     for lost in range(1, case.micro_batches - 1):
-        yield from _some_micro_batches([*case.truth.parts[:lost], *case.truth.parts[lost + 1 :]], case)
+        yield from _some_micro_batches([*case.expected.parts[:lost], *case.expected.parts[lost + 1 :]], case)
 
 
 def _not_zeroed(case: GradientCase) -> Gradients:
     if case.previous is not None:
-        yield clipped(added(case.truth.raw, case.previous), case.clip_norm)
+        yield clipped(added(case.expected.raw, case.previous), case.clip_norm)
 
 
 def _partly_synchronised(case: GradientCase) -> Gradients:
@@ -66,7 +66,7 @@ def _partly_synchronised(case: GradientCase) -> Gradients:
     own = case.own_parts(case.rank)
     if case.world == 1 or case.micro_batches == 1 or len(own) < case.micro_batches:
         return
-    together = [mean(groups) for groups in case.truth.parts]
+    together = [mean(groups) for groups in case.expected.parts]
     alone = [parts[0] for parts in own]
     for place in range(case.micro_batches):
         one = [together[i] if i == place else alone[i] for i in range(case.micro_batches)]
@@ -80,21 +80,21 @@ def _reduced_again(case: GradientCase) -> Gradients:
     count = case.micro_batches
     if case.world == 1 or count == 1:
         return
-    each = [mean(groups) for groups in case.truth.parts]
+    each = [mean(groups) for groups in case.expected.parts]
     for factor in (case.world, 1 / case.world):
         for least in (0, 1, -1):
             powers = [factor ** (count - 1 - place + least) / count for place in range(count)]
-            yield clipped(weighted(each, powers, case.truth.raw), case.clip_norm)
+            yield clipped(weighted(each, powers, case.expected.raw), case.clip_norm)
 
 
 def _constant(case: GradientCase) -> Gradients:
     if case.accumulate > 1:
-        yield clipped(scaled(case.pattern.factor, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(case.pattern.factor, case.expected.raw), case.clip_norm)
 
 
 def _weighed_wrongly(case: GradientCase) -> Gradients:
     if case.micro_batches > 1 and case.clip_norm is None and not case.pattern.only_scaled:
-        fitted = fit([mean(groups) for groups in case.truth.parts], case.observed, list(case.observed))
+        fitted = fit([mean(groups) for groups in case.expected.parts], case.observed, list(case.observed))
         if fitted is not None:
             yield fitted
 

@@ -19,9 +19,9 @@ FIRST_SCALE = 2.0**16
 
 def _scale_left_in(case: GradientCase) -> Gradients:
     if case.step.scale not in (None, 1.0):
-        yield clipped(scaled(case.step.scale, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(case.step.scale, case.expected.raw), case.clip_norm)
     # Where scaler.step was never called, the scale was not recorded: it may be any power of two.
-    observed, right = case.step.gradients, case.truth.raw
+    observed, right = case.step.gradients, case.expected.raw
     ratios = [norm(observed[name]) / norm(right[name]) for name in right if name in observed and norm(right[name])]
     if ratios and min(ratios) > 0 and all(math.isfinite(ratio) for ratio in ratios):
         power = float(torch.tensor(ratios).median().log2().round())
@@ -31,7 +31,7 @@ def _scale_left_in(case: GradientCase) -> Gradients:
 
 def _unscaled_twice(case: GradientCase) -> Gradients:
     if case.step.scale not in (None, 1.0):
-        yield clipped(scaled(1 / case.step.scale, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(1 / case.step.scale, case.expected.raw), case.clip_norm)
 
 
 def _scales_differ(case: GradientCase) -> Gradients:
@@ -40,9 +40,9 @@ def _scales_differ(case: GradientCase) -> Gradients:
     own = scales[case.rank]
     if len(set(scales)) == 1 or own is None or case.micro_batches > 1:
         return
-    (parts,) = case.truth.parts
+    (parts,) = case.expected.parts
     weights = [(scale or 1.0) / own / len(parts) for scale in scales]
-    yield clipped(weighted(parts, weights, case.truth.raw), case.clip_norm)
+    yield clipped(weighted(parts, weights, case.expected.raw), case.clip_norm)
 
 
 def _infinities_zeroed(case: GradientCase) -> Gradients:
@@ -56,14 +56,14 @@ def _infinities_zeroed(case: GradientCase) -> Gradients:
     every = mean_gradient(rough)
     if all(bool(value.isfinite().all()) for value in every.values()):
         return
-    yield {name: torch.where(every[name].isfinite(), value, 0) for name, value in case.truth.contract.items()}
+    yield {name: torch.where(every[name].isfinite(), value, 0) for name, value in case.expected.contract.items()}
     # Or left out before the average: the shares that overflowed count as zero.
     finite = [
         [
             {name: torch.where(rough[m][g][name].isfinite(), value, 0) for name, value in part.items()}
             for g, part in enumerate(groups)
         ]
-        for m, groups in enumerate(case.truth.parts)
+        for m, groups in enumerate(case.expected.parts)
     ]
     yield clipped(mean_gradient(finite), case.clip_norm)
 
@@ -75,7 +75,7 @@ def _rounded(case: GradientCase) -> Gradients:
         near = (case.world + 2) * torch.finfo(dtype).eps
         if all(
             torch.equal(value.to(dtype).double(), value)
-            and distance(value, case.truth.contract[name]) <= near * _size(case, name)
+            and distance(value, case.expected.contract[name]) <= near * _size(case, name)
             for name, value in case.observed.items()
         ):
             yield case.observed
@@ -95,7 +95,7 @@ def _lower_precision(case: GradientCase) -> Gradients:
     in float32.
     """
     storage = case.counterfactuals.cell.arithmetic
-    right = case.truth.contract
+    right = case.expected.contract
     error = total_distance(case.observed, right)
     for precision in _below(storage):
         computed = case.counterfactuals.in_precision(case.index, precision)

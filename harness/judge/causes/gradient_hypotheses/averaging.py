@@ -12,12 +12,12 @@ from harness.judge.oracle.oracle import clipped
 
 def _summed(case: GradientCase) -> Gradients:
     if case.world > 1:
-        yield clipped(scaled(case.world, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(case.world, case.expected.raw), case.clip_norm)
 
 
 def _averaged_twice(case: GradientCase) -> Gradients:
     if case.world > 1:
-        yield clipped(scaled(1 / case.world, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(1 / case.world, case.expected.raw), case.clip_norm)
 
 
 def _other_count(case: GradientCase) -> Gradients:
@@ -26,14 +26,14 @@ def _other_count(case: GradientCase) -> Gradients:
         counts = [count for count in range(1, 2 * case.world + 1) if count != case.world]
         factors = [case.world / count for count in counts] + [count / case.world for count in counts]
         nearest = min(factors, key=lambda factor: abs(factor - case.pattern.factor))
-        yield clipped(scaled(nearest, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(nearest, case.expected.raw), case.clip_norm)
 
 
 def _some_tensors(factor: float, case: GradientCase) -> Gradients:
     """Predict the right gradient with those tensors multiplied that are nearer to the observed ones then."""
     if case.world > 1 and case.clip_norm is None:
-        total = dict(case.truth.raw)
-        for name, right in case.truth.raw.items():
+        total = dict(case.expected.raw)
+        for name, right in case.expected.raw.items():
             if distance(case.observed[name], right * factor) < distance(case.observed[name], right):
                 total[name] = right * factor
         yield total
@@ -51,17 +51,17 @@ def _extremes(case: GradientCase) -> Gradients:
     """Predict a reduction that takes the largest, the smallest or the middle entry of all ranks."""
     if case.world == 1 or case.micro_batches > 1 or case.clip_norm is not None:
         return
-    (parts,) = case.truth.parts
+    (parts,) = case.expected.parts
     for reduce in (torch.amax, torch.amin, lambda stack, dim: stack.median(dim).values):
         yield {
             name: reduce(torch.stack([part.get(name, torch.zeros_like(value)) for part in parts]), 0)
-            for name, value in case.truth.raw.items()
+            for name, value in case.expected.raw.items()
         }
 
 
 def _constant(case: GradientCase) -> Gradients:
     if case.world > 1 and case.micro_batches == 1 == case.accumulate:
-        yield clipped(scaled(case.pattern.factor, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(case.pattern.factor, case.expected.raw), case.clip_norm)
 
 
 def _added_again(case: GradientCase) -> Gradients:
@@ -69,9 +69,9 @@ def _added_again(case: GradientCase) -> Gradients:
     for part in (part for parts in case.own_parts(case.rank) for part in parts):
         if case.world > 1 and case.micro_batches == 1 and case.clip_norm is None:
             for factor in (1.0, 1 / case.world):
-                yield {name: value + factor * part.get(name, 0 * value) for name, value in case.truth.raw.items()}
+                yield {name: value + factor * part.get(name, 0 * value) for name, value in case.expected.raw.items()}
                 others = mean([other for other in case.shares if other is not part])
-                yield {name: others.get(name, 0 * value) for name, value in case.truth.raw.items()}
+                yield {name: others.get(name, 0 * value) for name, value in case.expected.raw.items()}
 
 
 HYPOTHESES = (

@@ -11,12 +11,12 @@ from harness.judge.oracle.oracle import clipped, mean_gradient
 
 def _not_clipped(case: GradientCase) -> Gradients:
     if case.clip_norm is not None:
-        yield case.truth.raw
+        yield case.expected.raw
 
 
 def _before_unscaling(case: GradientCase) -> Gradients:
     if case.clip_norm is not None and case.step.scale:
-        yield clipped(case.truth.raw, case.clip_norm / case.step.scale)
+        yield clipped(case.expected.raw, case.clip_norm / case.step.scale)
 
 
 def _before_averaging(case: GradientCase) -> Gradients:
@@ -29,14 +29,14 @@ def _before_averaging(case: GradientCase) -> Gradients:
 
 def _every_micro_batch(case: GradientCase) -> Gradients:
     if case.clip_norm is not None and case.micro_batches > 1:
-        yield mean_gradient([[clipped(mean_gradient([groups]), case.clip_norm)] for groups in case.truth.parts])
-        yield mean_gradient([[clipped(part, case.clip_norm) for part in groups] for groups in case.truth.parts])
+        yield mean_gradient([[clipped(mean_gradient([groups]), case.clip_norm)] for groups in case.expected.parts])
+        yield mean_gradient([[clipped(part, case.clip_norm) for part in groups] for groups in case.expected.parts])
 
 
 def _tensor_by_tensor(case: GradientCase) -> Gradients:
     if case.clip_norm is not None:
         yield {
-            name: value for n, v in case.truth.raw.items() for name, value in clipped({n: v}, case.clip_norm).items()
+            name: value for n, v in case.expected.raw.items() for name, value in clipped({n: v}, case.clip_norm).items()
         }
 
 
@@ -44,7 +44,7 @@ def _shard_by_shard(case: GradientCase) -> Gradients:
     """Predict that each rank scaled its rows of every tensor, as fully_shard divides them, each by any factor."""
     if case.clip_norm is None or case.world == 1:
         return
-    right = {name: value.chunk(case.world) for name, value in case.truth.raw.items() if value.dim()}
+    right = {name: value.chunk(case.world) for name, value in case.expected.raw.items() if value.dim()}
     observed = {name: case.observed[name].chunk(case.world) for name in right}
     made: dict[str, list[torch.Tensor]] = {name: [] for name in right}
     for rank in range(case.world):
@@ -55,20 +55,20 @@ def _shard_by_shard(case: GradientCase) -> Gradients:
             return
         for name in names:
             made[name].append(right[name][rank] * (along / square if square else 0.0))
-    yield case.truth.raw | {name: torch.cat(rows) for name, rows in made.items()}
+    yield case.expected.raw | {name: torch.cat(rows) for name, rows in made.items()}
 
 
 def _by_value(case: GradientCase) -> Gradients:
     if case.clip_norm is not None:
         limit = case.clip_norm
-        yield {name: value.clamp(-limit, limit) for name, value in case.truth.raw.items()}
+        yield {name: value.clamp(-limit, limit) for name, value in case.expected.raw.items()}
 
 
 def _to_another_length(case: GradientCase) -> Gradients:
     """Predict the right direction with the length that was observed."""
-    factor = factor_between(case.truth.raw, case.observed, default=0.0)
+    factor = factor_between(case.expected.raw, case.observed, default=0.0)
     if case.clip_norm is not None and factor > 0:
-        yield scaled(factor, case.truth.raw)
+        yield scaled(factor, case.expected.raw)
 
 
 def _some_tensors(case: GradientCase) -> Gradients:
@@ -76,7 +76,7 @@ def _some_tensors(case: GradientCase) -> Gradients:
     if case.clip_norm is None:
         return
     total = {}
-    for name, right in case.truth.raw.items():
+    for name, right in case.expected.raw.items():
         square = float((right * right).sum())
         factor = float((case.observed[name] * right).sum()) / square if square else 0.0
         if factor < 0:
@@ -88,9 +88,9 @@ def _some_tensors(case: GradientCase) -> Gradients:
 def _unasked(case: GradientCase) -> Gradients:
     """Predict one clipping limit for every gradient that is wrong, or one for each rank's share in it."""
     if case.clip_norm is None:
-        yield clipped(case.truth.raw, case.pattern.clip_limit)
+        yield clipped(case.expected.raw, case.pattern.clip_limit)
         if case.pattern.clip_limits and min(case.pattern.clip_limits) > 0:
-            (parts,) = case.truth.parts
+            (parts,) = case.expected.parts
             yield mean([clipped(part, limit) for part, limit in zip(parts, case.pattern.clip_limits, strict=True)])
 
 

@@ -21,12 +21,12 @@ _BatchNorm = nn.modules.batchnorm._BatchNorm
 def _shares_of_whole(case: GradientCase) -> Gradients:
     # The derivative of the whole loss through one rank's outputs, averaged over ranks: the 1/world-th part of it.
     if case.world > 1 and case.counterfactuals.is_coupled(case.index):
-        yield scaled(1 / case.world, case.truth.whole)
+        yield scaled(1 / case.world, case.expected.whole)
 
 
 def _times_world(case: GradientCase) -> Gradients:
     if case.world > 1 and case.counterfactuals.is_coupled(case.index):
-        yield scaled(case.world, case.truth.whole)
+        yield scaled(case.world, case.expected.whole)
 
 
 def _each_share_alone(layout: Layout) -> Layout:
@@ -71,7 +71,7 @@ def _in_evaluation(case: GradientCase) -> Gradients:
                 mean_gradient(
                     [
                         [eval_mode[g] if chosen[g % len(chosen)] else train_mode[g] for g in range(len(eval_mode))]
-                        for eval_mode, train_mode in zip(evaluated, case.truth.parts, strict=True)
+                        for eval_mode, train_mode in zip(evaluated, case.expected.parts, strict=True)
                     ]
                 ),
                 case.clip_norm,

@@ -17,7 +17,7 @@ def _samples_not_divided(case: GradientCase) -> Gradients:
     counts = {sum(map(len, group)) for groups in layout for group in groups} | {len(samples(layout))}
     for count in counts - {1}:
         for factor in (count, 1 / count):
-            yield clipped(scaled(factor, case.truth.raw), case.clip_norm)
+            yield clipped(scaled(factor, case.expected.raw), case.clip_norm)
 
 
 def _short_batch(case: GradientCase) -> Gradients:
@@ -28,12 +28,12 @@ def _short_batch(case: GradientCase) -> Gradients:
     sizes = [[sum(map(len, group)) for group in groups] for groups in layout]
     if any(size < full for groups in sizes for size in groups):
         weights = [size / full / len(groups) / len(sizes) for groups in sizes for size in groups]
-        yield clipped(weighted(case.shares, weights, case.truth.raw), case.clip_norm)
+        yield clipped(weighted(case.shares, weights, case.expected.raw), case.clip_norm)
 
 
 def _constant(case: GradientCase) -> Gradients:
     if case.pattern.factor > 0:
-        yield clipped(scaled(case.pattern.factor, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(case.pattern.factor, case.expected.raw), case.clip_norm)
 
 
 def _shares_weighted(case: GradientCase) -> Gradients:

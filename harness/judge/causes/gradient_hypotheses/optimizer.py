@@ -12,24 +12,24 @@ from harness.judge.oracle.oracle import clipped
 
 def _zero(case: GradientCase) -> Gradients:
     if case.step.gradients and all(norm(value) == 0 for value in case.step.gradients.values()):
-        yield {name: torch.zeros_like(value) for name, value in case.truth.contract.items()}
+        yield {name: torch.zeros_like(value) for name, value in case.expected.contract.items()}
 
 
 def _absent(case: GradientCase) -> Gradients:
-    right, observed = case.truth.contract, case.step.gradients
+    right, observed = case.expected.contract, case.step.gradients
     if any(name not in observed for name in right):
         yield {name: value for name, value in right.items() if name in observed}
 
 
 def _some_zero(case: GradientCase) -> Gradients:
-    right = case.truth.contract
+    right = case.expected.contract
     zero = {name for name, value in case.observed.items() if norm(value) == 0 and norm(right[name])}
     if zero:
         yield {name: torch.zeros_like(value) if name in zero else value for name, value in right.items()}
 
 
 def _flipped(case: GradientCase) -> Gradients:
-    yield clipped(scaled(-1.0, case.truth.raw), case.clip_norm)
+    yield clipped(scaled(-1.0, case.expected.raw), case.clip_norm)
 
 
 HYPOTHESES = (

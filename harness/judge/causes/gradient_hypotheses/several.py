@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import torch
 
-from harness.judge.causes.combinations import length, scaled
+from harness.judge.causes.combinations import scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
 from harness.judge.causes.gradient_hypotheses import accumulation, sync
+from harness.judge.oracle.noise import length
 from harness.judge.oracle.oracle import clipped
 
 
@@ -19,7 +20,7 @@ def _of_one(hypothesis: GradientHypothesis, specificity: float) -> GradientHypot
         optimizers = case.counterfactuals.parameters_of_optimizers()
         for wrong in hypothesis.predict(case) if len(optimizers) > 1 else ():
             for names in optimizers:
-                yield {**case.truth.contract, **{name: value for name, value in wrong.items() if name in names}}
+                yield {**case.expected.contract, **{name: value for name, value in wrong.items() if name in names}}
 
     return replace(
         hypothesis,
@@ -38,12 +39,12 @@ def _passes_left_in(case: GradientCase) -> Gradients:
     """
     turns, count = case.step.turns, len(case.counterfactuals.parameters_of_optimizers())
     if count > 1 and not turns:
-        yield clipped(scaled(count, case.truth.raw), case.clip_norm)
+        yield clipped(scaled(count, case.expected.raw), case.clip_norm)
     if not turns or case.clip_norm is not None:
         return
     made = case.counterfactuals.passes(case.index)
     before = case.counterfactuals.passes(case.index - 1) if case.index else []
-    total = dict(case.truth.contract)
+    total = dict(case.expected.contract)
     for turn, names in enumerate(turns):
         for name in total.keys() & set(names):
             left = [*before[turn + 1 :], *made[: turn + 1]]
@@ -53,7 +54,7 @@ def _passes_left_in(case: GradientCase) -> Gradients:
 
 def _shortened(case: GradientCase) -> Gradients:
     """Predict one optimizer's gradients with the right direction, and whatever length they have if it is less."""
-    right, observed = case.truth.contract, case.observed
+    right, observed = case.expected.contract, case.observed
     optimizers = case.counterfactuals.parameters_of_optimizers()
     for names in optimizers if len(optimizers) > 1 and case.clip_norm is None else ():
         own = {name: value for name, value in right.items() if name in names}

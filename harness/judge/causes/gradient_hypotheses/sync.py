@@ -32,7 +32,7 @@ def _some_ranks(case: GradientCase) -> Gradients:
                 chosen = tuple(range(first, last + 1, stride))
                 if len(chosen) < world and chosen not in tried:
                     tried.add(chosen)
-                    parts = [[groups[r] for r in chosen if r < len(groups)] for groups in case.truth.parts]
+                    parts = [[groups[r] for r in chosen if r < len(groups)] for groups in case.expected.parts]
                     if all(parts):
                         yield clipped(mean_gradient(parts), case.clip_norm)
                         # The same, but divided by the world size.
@@ -44,7 +44,7 @@ def some_tensors_own(case: GradientCase) -> Gradients:
     """Predict each tensor from the rank's own gradient where that is nearer than the average."""
     if case.world == 1 or case.clip_norm is not None or not (parts := case.own_parts(case.rank)):
         return
-    own, right = mean_gradient(parts), case.truth.contract
+    own, right = mean_gradient(parts), case.expected.contract
     own = {name: own.get(name, torch.zeros_like(value)) for name, value in right.items()}
     local = {
         name for name in right if distance(case.observed[name], own[name]) < distance(case.observed[name], right[name])
@@ -54,17 +54,17 @@ def some_tensors_own(case: GradientCase) -> Gradients:
 
 
 def _one_step_late(case: GradientCase) -> Gradients:
-    if case.earlier_truths:
-        yield case.earlier_truths[0].contract
+    if case.earlier_expected:
+        yield case.earlier_expected[0].contract
     elif case.index == 0:
-        yield {name: torch.zeros_like(value) for name, value in case.truth.contract.items()}
+        yield {name: torch.zeros_like(value) for name, value in case.expected.contract.items()}
 
 
 def _others_one_step_late(case: GradientCase) -> Gradients:
     """Predict an average whose other ranks' parts are those of the step before."""
-    if case.world == 1 or not case.earlier_truths or case.clip_norm is not None or case.micro_batches > 1:
+    if case.world == 1 or not case.earlier_expected or case.clip_norm is not None or case.micro_batches > 1:
         return
-    now, then = case.truth.parts[0], case.earlier_truths[0].parts[0]
+    now, then = case.expected.parts[0], case.earlier_expected[0].parts[0]
     if len(now) == len(then):
         yield mean_gradient([[now[rank] if rank == case.rank else then[rank] for rank in range(len(now))]])
 

@@ -11,20 +11,20 @@ from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _thrown_away(case: GradientCase) -> Gradients:
-    if names := case.unused & case.truth.raw.keys():
-        yield {name: value for name, value in case.truth.contract.items() if name not in names}
+    if names := case.unused & case.expected.raw.keys():
+        yield {name: value for name, value in case.expected.contract.items() if name not in names}
 
 
 def _averaged_over_users(case: GradientCase) -> Gradients:
     if case.unused and case.micro_batches == 1 and case.clip_norm is None:
-        (parts,) = case.truth.parts
-        yield {name: mean([part for part in parts if name in part])[name] for name in case.truth.raw}
+        (parts,) = case.expected.parts
+        yield {name: mean([part for part in parts if name in part])[name] for name in case.expected.raw}
 
 
 def _own_where_unused(case: GradientCase) -> Gradients:
     if not case.unused or not (parts := case.own_parts(case.rank)):
         return
-    own, right = mean_gradient(parts), case.truth.contract
+    own, right = mean_gradient(parts), case.expected.contract
     yield {
         name: own.get(name, torch.zeros_like(value)) if name in case.unused else value for name, value in right.items()
     }
@@ -38,10 +38,10 @@ def _stale_where_unused(case: GradientCase) -> Gradients:
     """Predict that a rank without a gradient takes part with the last one that it had."""
     if not case.unused or case.micro_batches > 1 or case.clip_norm is not None:
         return
-    parts = [dict(part) for part in case.truth.parts[0]]
-    for truth in case.earlier_truths:
-        for rank, part in enumerate(parts[: len(truth.parts[0])]):
-            parts[rank] = {**truth.parts[0][rank], **part}
+    parts = [dict(part) for part in case.expected.parts[0]]
+    for earlier in case.earlier_expected:
+        for rank, part in enumerate(parts[: len(earlier.parts[0])]):
+            parts[rank] = {**earlier.parts[0][rank], **part}
     yield mean(parts)
 
 

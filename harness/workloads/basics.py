@@ -12,12 +12,15 @@ from harness.workloads.dataset import Batch
 from harness.workloads.workload import Workload
 
 
-class _Perceptron(nn.Module):
-    def __init__(self) -> None:
+class Perceptron(nn.Module):
+    """Layers, one after the other, for the inputs ``x`` of a batch."""
+
+    def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, batch: Batch) -> Tensor:
+        """Return the outputs of the last layer."""
         outputs: Tensor = self.layers(batch["x"])
         return outputs
 
@@ -30,7 +33,7 @@ class Mlp(Workload):
 
     def build(self) -> nn.Module:
         """Return 16 → 32 → 8, with biases."""
-        return _Perceptron()
+        return Perceptron(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 8))
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
         """Return ``x`` (16,) and the class ``y`` (scalar, 0..7)."""
@@ -38,10 +41,6 @@ class Mlp(Workload):
             "x": torch.randn(count, 16, generator=generator),
             "y": torch.randint(8, (count,), generator=generator),
         }
-
-    def loss(self, outputs: Any, batch: Batch) -> Tensor:
-        """Return the mean cross entropy."""
-        return nn.functional.cross_entropy(outputs, batch["y"])
 
 
 FEATURES = 8

@@ -17,7 +17,7 @@ class Named(Protocol):
 N = TypeVar("N", bound=Named)
 
 
-class Registry(dict[str, N]):
+class NamedRegistry(dict[str, N]):
     """Values by their own names. ``kind`` is what one of them is called in errors, for example ``backend``."""
 
     def __init__(self, kind: str, values: Iterable[N] = ()) -> None:
