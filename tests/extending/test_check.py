@@ -10,7 +10,7 @@ from harness.judge.checks import CHECKS
 def few_samples(analysis):
     """At most 100 samples are used in a step."""
     most = max(
-        len(micro.loss or ()) for moment in analysis.taken for one in moment.ranks for micro in one.micro_batches
+        len(micro.loss or ()) for step in analysis.steps_taken for one in step.ranks for micro in one.micro_batches
     )
     return Finding("few-samples", Outcome.PASSED if most <= 100 else Outcome.FAILED, f"at most {most} samples")
 
