@@ -12,11 +12,6 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes import HYPOTHESES, GradientCase, Hypothesis, Match, explain, register
 from harness.judge.causes.hypothesis import OCCASIONAL, CountedCase, Evidence
-<<<<<<< HEAD
-from harness.judge.judge import judge
-from harness.judge.oracle.oracle import Oracle
-=======
->>>>>>> causes
 from harness.subjects.load import load
 
 FAMILIES = {

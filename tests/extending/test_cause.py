@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""A cause costs one hypothesis, which its file registers."""
-=======
 """A cause costs one hypothesis, and one call of ``register`` or one line of the registry."""
->>>>>>> causes
 
 from __future__ import annotations
 
@@ -12,13 +8,6 @@ from harness.judge.causes import HYPOTHESES, GradientCase, Hypothesis, register
 
 def rolled(case):
     """Predict each parameter's gradient one row too far down."""
-<<<<<<< HEAD
-    for wrong in case.truth.contract:
-        yield {name: value.roll(1, 0) if name == wrong else value for name, value in case.truth.contract.items()}
-
-
-ROLLED = Hypothesis("rolled", "data", rolled, "one row too far down for one parameter", "who moves rows?", 600)
-=======
     right = case.expected.contract
     for wrong in right:
         yield {name: value.roll(1, 0) if name == wrong else value for name, value in right.items()}
@@ -27,18 +16,13 @@ ROLLED = Hypothesis("rolled", "data", rolled, "one row too far down for one para
 ROLLED = Hypothesis(
     "rolled", "data", rolled, "one row too far down for one parameter", "who moves rows?", specificity=600
 )  # fmt: skip
->>>>>>> causes
 
 
 def test_it_explains_what_nothing_explained_before(outside, trained, monkeypatch):
     mistake = outside("mistake")
     finding = trained(mistake, "rolls", "mlp", "none", "1x1")["gradients"]
     assert (finding.outcome, finding.cause) == (Outcome.FAILED, "unexplained")
-<<<<<<< HEAD
-    monkeypatch.setitem(HYPOTHESES, GradientCase, list(HYPOTHESES[GradientCase]))
-=======
     monkeypatch.setitem(HYPOTHESES, GradientCase, [*HYPOTHESES[GradientCase]])
->>>>>>> causes
     register(GradientCase, ROLLED)
     finding = trained(mistake, "rolls", "mlp", "none", "1x1")["gradients"]
     assert (finding.outcome, finding.cause, finding.family) == (Outcome.FAILED, "rolled", "data")

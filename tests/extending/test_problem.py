@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from harness.launch.local.launcher import launch
-
 from harness.core.outcome import Outcome, worst
 from harness.judge.judge import judge
+from harness.launch.cell_launch import launch
 from harness.launch.settings import Settings
 from harness.workloads import WORKLOADS, Problem
 
