@@ -153,7 +153,7 @@ def least(count: int) -> int:
 
 
 def uneven(loader: Any, world: int) -> bool:
-    """Say whether ranks may have unequal numbers of batches, as those of a dataset that shards itself do."""
+    """Return whether ranks may have unequal numbers of batches, as those of a dataset that shards itself do."""
     return world > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
@@ -165,9 +165,7 @@ def take_turns(state: TrainingState, work: Work) -> list[Turn]:
     turns = []
     for number, (optimizer, own) in enumerate(zip(state.optimizers, work.weights, strict=True)):
         mine = {id(weight) for weight in own}
-        others = [
-            weight for weights in work.weights for weight in weights if id(weight) not in mine
-        ]
+        others = [weight for weights in work.weights for weight in weights if id(weight) not in mine]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         context = OnlyItsOwn(others) if several else NOTHING
         turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * takes_number))
