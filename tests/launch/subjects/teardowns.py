@@ -92,8 +92,7 @@ def children_destroy(job):
 
 def child(place, job, destroys):
     """Train as one rank, then destroy the group on all ranks, or hang on the first."""
-    os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(job.gpus))
-    model = fit(job)
+    model = fit(job, rank=place)
     if destroys:
         destroy_process_group()
         assert model is not None
