@@ -6,7 +6,7 @@ to files.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,72 +32,86 @@ def gather(
     Raises:
         TraceError: evidence cannot be read.
     """
+    folder = Path(started[0].evidence).parent
     _sort_stacks(started, ends)
-    late = take_so_far(Path(started[0].evidence).parent, ends)
-    for begun in Path(started[0].evidence).parent.glob("rank-*.safetensors.*"):
-        begun.unlink()  # by somebody who was ended before it was whole
-    found = {rank.rank: rank for rank in map(read_rank, Path(started[0].evidence).parent.glob("rank-*.safetensors"))}
+    late = take_so_far(folder, ends)
+    for unfinished in folder.glob("rank-*.safetensors.*"):
+        unfinished.unlink()  # by a process that was ended before it had written the whole
+    found = {rank.rank: rank for rank in map(read_rank, folder.glob("rank-*.safetensors"))}
     exits: dict[int, Exit] = {}
     origin = _first_to_fail(ends)
     for node, end in zip(started, ends, strict=True):
-        said = _returned(node, end)
-        if end.silent or (said is None and not end.evidence and end.code is not None and origin is None):
-            # It died in the middle of everything: what a rank left until then is not evidence of a whole training.
+        first = _take_first_process(node, end)
+        if end.silent or (first is None and not end.evidence and end.code is not None and origin is None):
+            # It died while its ranks trained: what they had written is not evidence of a whole training.
             exits[node.rank] = explain(end, node, time_limit)
             found.pop(node.rank, None)
-        elif said is not None and _is_first_rank(said, node, end, found):
-            found[node.rank] = _with_error_of(said, found.get(node.rank, said))
+        elif first is not None and _is_first_rank(first, node, end, found):
+            found[node.rank] = _with_error_of(first, found.get(node.rank, first))
             write_rank(node.evidence, found[node.rank])
     broken = origin is not None or bool(exits) or any(rank.error for rank in found.values())
     for node, end in zip(started, ends, strict=True):
-        for rank in range(node.rank, node.rank + node.processes_per_node):
+        for rank in _ranks_of(node):
             if rank not in found and rank not in exits:
                 exits[rank] = _missing(node.as_rank(rank), node, end, origin, broken, time_limit)
-    hung: dict[int, Exit] = {}
-    for node, end in zip(started, ends, strict=True):
-        ranks = range(node.rank, node.rank + node.processes_per_node)
-        hung |= {rank: explain(end, node.as_rank(rank), time_limit, hung=True) for rank in late & {*ranks}}
-        if end.code is None and not exits:  # its first process, when all of its ranks had left their evidence
-            hung.setdefault(node.rank, explain(end, node, time_limit, hung=True))
     for rank in exits:
-        Path(started[0].as_rank(rank).log).touch()  # a rank leaves a log in any case
+        Path(started[0].as_rank(rank).log).touch()  # each rank has a log
+    hung = _hung(started, ends, late, bool(exits), time_limit)
     return [found[rank] for rank in sorted(found)], exits, hung
 
 
+def _ranks_of(node: Assignment) -> range:
+    return range(node.rank, node.rank + node.processes_per_node)
+
+
+def _hung(
+    started: Sequence[Assignment], ends: Sequence[RankEnd], late: Collection[int], incomplete: bool, time_limit: float
+) -> dict[int, Exit]:
+    """Return how ``late`` ranks hung, and, unless ranks are missing, first processes whose ranks had all finished."""
+    hung: dict[int, Exit] = {}
+    for node, end in zip(started, ends, strict=True):
+        for rank in _ranks_of(node):
+            if rank in late:
+                hung[rank] = explain(end, node.as_rank(rank), time_limit, hung=True)
+        if end.code is None and not incomplete:
+            hung.setdefault(node.rank, explain(end, node, time_limit, hung=True))
+    return hung
+
+
 def _first_to_fail(ends: Sequence[RankEnd]) -> ChildEnd | None:
-    """Return the child that ended badly before any other: where one is gone, the others are ended for it."""
+    """Return the child that failed before any other: the others end because of it."""
     bad = (child for end in ends for child in end.children if child.is_bad)
     return min(bad, key=lambda child: child.at, default=None)
 
 
-def _returned(node: Assignment, end: RankEnd) -> RankTrace | None:
-    """Take what a node's first process left where it was no rank; the file goes.
+def _take_first_process(node: Assignment, end: RankEnd) -> RankTrace | None:
+    """Read and remove what a node's first process wrote where it was no rank, None if that is nothing.
 
-    What it raises when the launch is being ended is no news.
+    An error that it raised because the launch was being ended is left out.
     """
     file = Path(node.returned)
     if not file.is_file():
         return None
-    said = read_rank(file)
+    trace = read_rank(file)
     file.unlink()
-    return said if end.raised else replace(said, error=None, failed_at=None, stack="")
+    return trace if end.raised else replace(trace, error=None, failed_at=None, stack="")
 
 
-def _is_first_rank(said: RankTrace, node: Assignment, end: RankEnd, found: Mapping[int, RankTrace]) -> bool:
-    """Say whether what a node's first process left has to stand for the node's first rank."""
-    if said.error is not None and not any(child.is_bad for child in end.children):
+def _is_first_rank(first: RankTrace, node: Assignment, end: RankEnd, found: Mapping[int, RankTrace]) -> bool:
+    """Return whether what a node's first process wrote stands for the node's first rank."""
+    if first.error is not None and not any(child.is_bad for child in end.children):
         return True
     return node.rank not in found and not any(child.rank == node.rank for child in end.children if not child.idle)
 
 
-def _with_error_of(said: RankTrace, rank: RankTrace) -> RankTrace:
-    return replace(rank, error=said.error, failed_at=said.failed_at, stack=said.stack)
+def _with_error_of(first: RankTrace, rank: RankTrace) -> RankTrace:
+    return replace(rank, error=first.error, failed_at=first.failed_at, stack=first.stack)
 
 
 def _missing(
     own: Assignment, node: Assignment, end: RankEnd, origin: ChildEnd | None, broken: bool, time_limit: float
 ) -> Exit:
-    """Return what became of one rank of ``node``, whose first process ended as ``end`` says."""
+    """Return how one rank of ``node`` ended, whose first process ended as ``end`` says."""
     child = next((child for child in reversed(end.children) if child.rank == own.rank and not child.idle), None)
     late = RankEnd(own.rank, evidence=False, code=None, seconds=end.seconds, limit_reached=end.limit_reached)
     if child is not None:
@@ -105,7 +119,7 @@ def _missing(
         if child is origin:
             exit = explain(replace(late, code=child.code or 0), own, time_limit)
             if child.code is None and child.unwritten is None:
-                exit = replace(exit, message="ended, nobody saw how, before its evidence was complete")
+                exit = replace(exit, message="ended with an unknown exit code before its evidence was complete")
         else:
             exit = explain(replace(late, limit_reached=child.late and end.limit_reached), own, time_limit)
     elif broken or end.code is None:
@@ -116,7 +130,7 @@ def _missing(
 
 
 def _sort_stacks(started: Sequence[Assignment], ends: Sequence[RankEnd]) -> None:
-    """Put the stacks of processes that were ended where those of their ranks belong; the others go."""
+    """Rename the stacks of processes that were ended to those of their ranks, and remove the others."""
     for node, end in zip(started, ends, strict=True):
         for child in end.children:
             stack = Path(node.log).with_name(f"pid-{child.pid}.stack")

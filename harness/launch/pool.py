@@ -29,7 +29,7 @@ SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONUNBUFFERED": "1",
     # torch's TCPStore looks up the name of the address it connected to. Dozens of ranks that ask a DNS server at
-    # once lose some answers and wait for the default time-out, 5 s each; nobody needs the name.
+    # once lose some answers and wait for the default timeout, 5 s each; the name is not needed.
     "RES_OPTIONS": "timeout:1 attempts:1",
     # CUDA does not survive a fork. With this, torch.cuda.is_available() counts devices without starting it, so a
     # library may ask when it is imported.
@@ -164,7 +164,7 @@ class Pool:
         return RunningLaunch(assignments[0].launch, ranks, started, started + time_limit, below)
 
     def finish(self, running: RunningLaunch) -> list[RankEnd]:
-        """Follow a launch to its end and say how each rank ended, soon after its deadline at the latest.
+        """Follow a launch to its end and return how each rank ended, soon after its deadline at the latest.
 
         Ranks that are late are asked for their stacks and for what they have recorded so far, and then killed.
 
@@ -185,12 +185,12 @@ class Pool:
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
-            self._process.wait(timeout=KILL_TIMEOUT_S + EXIT_GRACE_S)  # it ends whoever is below it first
+            self._process.wait(timeout=KILL_TIMEOUT_S + EXIT_GRACE_S)  # it ends its descendants first
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.wait()
         if self._process.returncode:
-            end_tagged(self._tag)  # a server that was killed ended nobody
+            end_tagged(self._tag)  # a server that was killed has not ended its descendants
         assert self._process.stdout is not None
         self._process.stdout.close()
         if self._errors is not None:

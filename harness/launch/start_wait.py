@@ -36,7 +36,7 @@ class StartWait:
         self._cpu_seconds = cpu_seconds
         self._notify = notify
         self._started = self._progress = time.monotonic()
-        self._notified = self._started
+        self._notified = self._checked = self._started
         self._used = cpu_seconds()
 
     @property
@@ -55,9 +55,11 @@ class StartWait:
 
     def goes_on(self, what: str) -> bool:
         """Return whether to wait on; ``what`` is being waited for."""
-        now, used = time.monotonic(), self._cpu_seconds()
-        if self._used + _LEAST_PROGRESS_S < used < START_TIMEOUT_S:
-            self._used, self._progress = used, now
+        now = time.monotonic()
+        if now - self._checked >= CHECK_INTERVAL_S:
+            self._checked, used = now, self._cpu_seconds()
+            if self._used + _LEAST_PROGRESS_S < used < START_TIMEOUT_S:
+                self._used, self._progress = used, now
         if now - self._progress > START_TIMEOUT_S:
             return False
         if now - self._notified > NOTIFY_INTERVAL_S:

@@ -53,7 +53,7 @@ _NOT_INITIALIZED = 3
 
 
 def driver_started() -> bool:
-    """Say whether anything in this process has started the CUDA driver, without starting it.
+    """Return whether anything in this process has started the CUDA driver, without starting it.
 
     The driver reads CUDA_VISIBLE_DEVICES when it is started, and does not survive a fork after that. It is started
     before torch.cuda.is_initialized() says so: by torch.cuda.is_available(), for one, and by other libraries.

@@ -153,7 +153,7 @@ def least(count: int) -> int:
 
 
 def uneven(loader: Any, world: int) -> bool:
-    """Say whether ranks may have unequal numbers of batches, as those of a dataset that shards itself do."""
+    """Return whether ranks may have unequal numbers of batches, as those of a dataset that shards itself do."""
     return world > 1 and isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 

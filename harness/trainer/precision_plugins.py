@@ -50,7 +50,7 @@ class PrecisionPlugin:
         optimizer.step()
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Say whether the last ``step`` changed weights, or was skipped."""
+        """Return whether the last ``step`` changed weights, or was skipped."""
         return True
 
     def update(self) -> None:
@@ -111,7 +111,7 @@ class Autocast(PrecisionPlugin):
         self.scaler.step(optimizer)
 
     def stepped(self, optimizer: Optimizer) -> bool:
-        """Say whether the optimizer has stepped."""
+        """Return whether the optimizer has stepped."""
         return optimizer in self._stepped
 
     def update(self) -> None:

@@ -47,7 +47,7 @@ def replicate(module: nn.Module, count: int) -> list[nn.Module]:
 
 
 def _note_changeable(layer: nn.Module, found: list[nn.Module], seen: dict[int, bool]) -> bool:
-    """Note the layers that a forward may change, and after them those above; say whether this is one.
+    """Note the layers that a forward may change, and after them those above; return whether this is one.
 
     Of torch's own those are the ones with buffers, recurrent ones, and where a hook could do anything.
     """

@@ -45,7 +45,7 @@ class StepModule(nn.Module):
 
 
 def ends_itself(module: Module) -> bool:
-    """Say whether the user wrote a ``training_step_end``."""
+    """Return whether the user wrote a ``training_step_end``."""
     return type(module).training_step_end is not Module.training_step_end
 
 
@@ -91,7 +91,7 @@ def in_precision(end: Callable[[Any, Any], Any], precision: PrecisionPlugin) -> 
 
 
 def end_takes_batch(module: Module) -> bool:
-    """Say whether the user's ``training_step_end`` has a second argument: it is given the whole batch."""
+    """Return whether the user's ``training_step_end`` has a second argument: it is given the whole batch."""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(module.training_step_end).parameters.values()
     return sum(parameter.kind in positional for parameter in parameters) > 1

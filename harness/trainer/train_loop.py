@@ -89,7 +89,7 @@ class TrainLoop:
         Args:
             num_epochs: Passes over ``train_loader``.
             num_nodes: With ``ddp``: ``fit`` is called on so many nodes, MASTER_ADDR and MASTER_PORT being set.
-            node_rank: Which of them this is, from 0. Under torchrun or srun it is theirs to say.
+            node_rank: Which of them this is, from 0. Under torchrun or srun their variables say it.
             num_gpus: Devices of each node. None: all there are, or one with ``single``.
 
         Raises:

@@ -38,7 +38,7 @@ class Job:
         backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
         rank, local_rank, node_rank, world_size: processes: one a device for ddp, one a node for dp and ddp2. A subject
             of ``launch="node"`` starts ``gpus`` processes a node by itself, for ddp: it reads here of the node's first
-            rank, and so do they, except for a script that was told its RANK, which reads of that.
+            rank, and so do they, except for a script that has a RANK of its own, which reads of that.
         device, devices: where this process computes, and all of its devices (dp, ddp2; with ``launch="node"`` all of
             the node's).
         device_ids: what ``DistributedDataParallel`` takes by that name: ``[device]`` on CUDA, None on the cpu.

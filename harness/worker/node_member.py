@@ -171,8 +171,10 @@ class NodeMember:
         try:
             os.link(private, own)
         except FileExistsError:
-            said = f"two processes of this launch were rank {rank}: does each node start its own ranks, and no others?"
-            raised = raised or RuntimeError(said)
+            message = (
+                f"two processes of this launch were rank {rank}: does each node start its own ranks, and no others?"
+            )
+            raised = raised or RuntimeError(message)
             evidence.write_rank(own, self.recorder.trace(rank, raised))
         os.unlink(private)
         with suppress(FileNotFoundError):

@@ -6,7 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.distributed
@@ -20,14 +20,11 @@ from torch.optim.optimizer import (
 from harness.evidence.trace import RankTrace
 from harness.worker.exception_text import calls_in, in_words
 
-Hooks = TypeVar("Hooks", bound="StepHooks")
-
 
 class StepCounter(Protocol):
     """Memory for the number of steps done: eight bytes, little-endian."""
 
-    def __setitem__(self, place: slice, number: bytes, /) -> None:
-        """Store the bytes."""
+    def __setitem__(self, place: slice, number: bytes, /) -> None: ...
 
 
 class StepHooks(ABC):
@@ -41,7 +38,7 @@ class StepHooks(ABC):
         self._done = done
         self._nested = 0
 
-    def __deepcopy__(self: Hooks, memo: dict[int, Any]) -> Hooks:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return this object: a copy of the model (an average of weights, for example) brings its hooks along."""
         return self
 
@@ -64,17 +61,15 @@ class StepHooks(ABC):
         """Follow the forwards of ``model``."""
 
     @property
-    @abstractmethod
     def has_steps(self) -> bool:
         """Whether an optimizer step was recorded."""
+        return False
 
-    @abstractmethod
-    def on_loss(self, batch: Any) -> None:
-        """Take note that the loss of ``batch`` is computed."""
+    def on_loss(self, batch: Any) -> None:  # noqa: B027
+        """Note that the loss of ``batch`` is computed."""
 
-    @abstractmethod
-    def on_log(self, name: str, value: Any) -> None:
-        """Take note of a metric."""
+    def on_log(self, name: str, value: Any) -> None:  # noqa: B027
+        """Note a metric."""
 
     def trace(self, rank: int, raised: BaseException | None = None) -> RankTrace:
         """Return this process's trace, and in it what the subject has ``raised``."""
@@ -106,7 +101,7 @@ class StepHooks(ABC):
             self._end_step(optimizer)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Take note that a step begins; return other arguments for it, or None."""
+        """Note that a step begins; return other arguments for it, or None."""
         return None
 
     @abstractmethod

@@ -104,14 +104,14 @@ class RemotePool(Pool):
         for number, (node, line) in enumerate(self._listener.receive(self._count, self._processes, wait)):
             self._nodes[number], self._lines[number], self._rests[number] = node, line, b""
         ready = self._answers("ready", f"import {self.locator}")
-        for number, said in ready.items():
-            if said["subjects"] != ready[0]["subjects"]:
+        for number, event in ready.items():
+            if event["subjects"] != ready[0]["subjects"]:
                 first, other = self._nodes[0].host, self._nodes[number].host
                 raise SubjectError(
                     f"--subject {self.locator} is not the same on {first} and {other}: are the checkout and the "
                     "environment on a file system that both see?"
                 )
-            self._nodes[number] = replace(self._nodes[number], software=said)
+            self._nodes[number] = replace(self._nodes[number], software=event)
         if reason := differing(self.nodes):
             raise LaunchError(reason)
         if self._count > 1:
@@ -126,12 +126,12 @@ class RemotePool(Pool):
         """
         for number in self._lines:
             self._write(number, {"command": "listen", "address": self._nodes[number].address})
-        ports = {number: said["port"] for number, said in self._answers("listens", "listen").items()}
+        ports = {number: event["port"] for number, event in self._answers("listens", "listen").items()}
         for number in self._lines:
             peers = {str(other): (self._nodes[other].address, port) for other, port in ports.items() if other != number}
             self._write(number, {"command": "reach", "peers": peers, "seconds": PROBE_TIMEOUT_S})
         answers = self._answers("reached", "reach the others")
-        failed = [(who, int(whom), why) for who, said in answers.items() for whom, why in said["failed"].items()]
+        failed = [(who, int(whom), why) for who, event in answers.items() for whom, why in event["failed"].items()]
         if reason := cut_off(self._nodes, failed):
             raise LaunchError(reason)
 

@@ -11,7 +11,7 @@ from harness.trainer.errors import MisconfigurationError
 class ClusterEnvironment(ABC):
     """Reads a copy of the environment variables; changes nothing.
 
-    ``starts_ranks``: the trainer starts this node's ranks itself, nobody else has.
+    ``starts_ranks``: the trainer starts this node's ranks itself, no launcher has.
     """
 
     name: str
@@ -23,7 +23,7 @@ class ClusterEnvironment(ABC):
     @staticmethod
     @abstractmethod
     def detect(variables: Mapping[str, str]) -> bool:
-        """Say whether this environment started the process."""
+        """Return whether this environment started the process."""
 
     @abstractmethod
     def node_rank(self) -> int:

@@ -1,4 +1,4 @@
-"""No launcher: the trainer starts this node's ranks itself; several nodes are told apart by variables."""
+"""No launcher: the trainer starts this node's ranks itself; several nodes are distinguished by variables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlainEnvironment(ClusterEnvironment):
         return self.number("MASTER_PORT", free_port())
 
     def check(self, num_nodes: int, processes_per_node: int) -> None:
-        """Raise MisconfigurationError where several nodes are asked for but not told apart."""
+        """Raise MisconfigurationError where several nodes are asked for but not distinguished."""
         if num_nodes == 1:
             for variable in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
                 self.variables.pop(variable, None)  # left over from something else
@@ -55,7 +55,7 @@ class PlainEnvironment(ClusterEnvironment):
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody on this host listens on at this moment."""
+    """Return a TCP port that no process on this host listens on now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])

@@ -21,7 +21,7 @@ class SlurmEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
-        """Say whether this is a task of srun; a shell that srun opened (job name ``bash``) is none."""
+        """Return whether this is a task of srun; a shell that srun opened (job name ``bash``) is none."""
         return {"SLURM_PROCID", "SLURM_NTASKS"} <= set(variables) and variables.get("SLURM_JOB_NAME") != "bash"
 
     def node_rank(self) -> int:

@@ -9,13 +9,13 @@ from harness.trainer.errors import MisconfigurationError
 
 
 class TorchrunEnvironment(ClusterEnvironment):
-    """The launcher's variables say everything."""
+    """Reads everything from the launcher's variables."""
 
     name = "torchrun"
 
     @staticmethod
     def detect(variables: Mapping[str, str]) -> bool:
-        """Say whether torchrun's variables are set."""
+        """Return whether torchrun's variables are set."""
         return "TORCHELASTIC_RUN_ID" in variables or {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= set(variables)
 
     def node_rank(self) -> int:
@@ -27,7 +27,7 @@ class TorchrunEnvironment(ClusterEnvironment):
         return self.number("LOCAL_RANK")
 
     def rank(self, local_rank: int, processes_per_node: int) -> int:
-        """Return RANK: torchrun counts, nobody else."""
+        """Return RANK, which torchrun has assigned."""
         return self.number("RANK")
 
     def main_address(self) -> str:

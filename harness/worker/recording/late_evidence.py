@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 REQUEST: int | None = signal.SIGRTMIN + 6 if hasattr(signal, "SIGRTMIN") else None
-"""The signal; None where the system has none that programs leave alone. Ranks block it, so it ends nobody."""
+"""The signal; None where the system has none that programs leave alone. Ranks block it, so it ends no process."""
 
 
 def block_requests() -> None:
@@ -28,7 +28,7 @@ def answer_requests(answer: Callable[[], None]) -> None:
     request = REQUEST
 
     def wait() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # a stack is asked of the thread that trains
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # the thread that trains dumps its stack
         while True:
             signal.sigwait({request})
             with suppress(Exception):  # the main thread may be changing what is to be written

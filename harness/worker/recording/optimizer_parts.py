@@ -21,7 +21,7 @@ class OptimizerPart:
 
 
 def belongs(part: OptimizerPart, to: Sequence[OptimizerPart]) -> bool:
-    """Say whether a part belongs to the step begun by others: parameters of its own, and no samples but theirs."""
+    """Return whether a part belongs to the step begun by others: parameters of its own, and no samples but theirs."""
     if not to or any(part.optimizer == other.optimizer or set(part.names) & set(other.names) for other in to):
         return False
     own = part.step.micro_batches
@@ -29,7 +29,7 @@ def belongs(part: OptimizerPart, to: Sequence[OptimizerPart]) -> bool:
 
 
 def joined(parts: Sequence[OptimizerPart]) -> Step:
-    """Return all parts as one step, with the parameter groups in the model's order, whoever stepped first.
+    """Return all parts as one step, with the parameter groups in the model's order, whichever stepped first.
 
     Samples count once, also where there was a pass for each part before any of them stepped.
     """

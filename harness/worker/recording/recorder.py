@@ -1,6 +1,6 @@
 """Records what happens on a rank while a subject trains. It never judges.
 
-Nothing is asked of the subject: evidence comes from the global optimizer-step hooks, hooks on the job's model,
+The subject needs no changes: evidence comes from the global optimizer-step hooks, hooks on the job's model,
 the job's loss, and the GradScaler.
 """
 

@@ -14,7 +14,7 @@ from harness.evidence import projection as sketch
 from harness.evidence.trace import Shard, Sketch
 
 PLAIN = (Tensor, nn.Parameter)
-"""Classes of tensors of which nothing needs to be asked."""
+"""Classes of tensors that are known to hold no DTensor."""
 
 BLOCKS = ("Shard", "Replicate")
 """Placements, by the names of their classes, under which a rank holds a block of a DTensor."""
@@ -30,7 +30,7 @@ def kept(tensor: Tensor, above: int) -> Any:
 
 
 def is_still(tensor: Tensor, recorded: Any) -> bool:
-    """Say whether a tensor has the bits, on this rank, of which ``recorded`` was kept."""
+    """Return whether a tensor has the bits, on this rank, of which ``recorded`` was kept."""
     if not _is_shared_out(tensor):
         return not isinstance(recorded, Shard) and sketch.is_still(tensor, recorded)
     if not isinstance(recorded, Shard):
@@ -40,13 +40,13 @@ def is_still(tensor: Tensor, recorded: Any) -> bool:
 
 
 def is_zero(recorded: Any) -> bool:
-    """Say whether all entries, on this rank, of a tensor of which ``recorded`` was kept are zero."""
+    """Return whether all entries, on this rank, of a tensor of which ``recorded`` was kept are zero."""
     values = recorded.values if isinstance(recorded, Shard | Sketch) else recorded
     return not values.any()
 
 
 def is_flattened(tensor: Tensor) -> bool:
-    """Say whether a tensor is many, one after the other: FullyShardedDataParallel's FlatParameter."""
+    """Return whether a tensor is many, one after the other: FullyShardedDataParallel's FlatParameter."""
     return getattr(tensor, "_is_flat_param", False)
 
 

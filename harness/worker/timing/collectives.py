@@ -1,4 +1,4 @@
-"""In which share of the time a collective was under way, as torch's own profiler sees it, whoever called it.
+"""The share of the time in which a collective was under way, by torch's own profiler, whatever code called it.
 
 A collective is under way from the moment that a rank hands it over until it is done: what hides behind the backward
 pass counts, and so does waiting for a rank that is late. It is no measure of what communication costs, but of where it
@@ -43,7 +43,7 @@ class Collectives:
         """Return the part of ``seconds`` in which at least one collective was under way, None if there was none."""
         if self._profile is None:
             return None
-        # Not the profile's own list, which takes a second to make out of thousands of events that nobody asks for.
+        # Not the profile's own list, which takes a second to make out of thousands of events that are not needed.
         every = self._profile.profiler.kineto_results.events()
         spans = sorted(
             (event.start_ns(), event.start_ns() + event.duration_ns())

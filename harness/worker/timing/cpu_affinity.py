@@ -1,6 +1,6 @@
-"""On which core a rank's round begins, where its device is the cpu.
+"""The core on which a rank's round begins, where its device is the cpu.
 
-The cores of one machine are not equally fast: on a virtual one somebody else may have the other half of one of them,
+The cores of one machine are not equally fast: on a virtual one another guest may use the other half of one of them,
 for seconds or minutes, and steps take half as long again there. A process that computes alone stays where it is, so of
 two trainers in turns one would have the fast core for all of a launch, and the other one the slow.
 """

@@ -2,7 +2,7 @@
 
 A mark is taken in passing and costs next to nothing; what it means is known when the devices have come to rest. On the
 cpu a mark is the time itself. On CUDA the host runs ahead of the device, so a mark is an event in the stream: the time
-at which the device got there, not at which somebody asked it to.
+at which the device got there, not at which the host issued it.
 """
 
 from __future__ import annotations

@@ -67,17 +67,6 @@ class Stopwatch(StepHooks):
         self._tensors.watch(model)
         model.register_forward_pre_hook(self._on_forward, with_kwargs=True)
 
-    @property
-    def has_steps(self) -> bool:
-        """Whether an optimizer step was recorded: none ever is, steps are counted and timed."""
-        return False
-
-    def on_loss(self, batch: Any) -> None:
-        """Do nothing: a loss has no time of its own."""
-
-    def on_log(self, name: str, value: Any) -> None:
-        """Do nothing: to read a value is to wait for the device."""
-
     def _trace(self, rank: int) -> RankTrace:
         # What was measured has been reported already.
         error = None

@@ -1,7 +1,7 @@
 """How many bytes of tensors a step needs: parameters, gradients, the optimizer's state, and activations.
 
 Activations are what autograd keeps for the backward pass, besides the model's own tensors and the batch. They are
-counted by hooks on each tensor that is kept, which takes time: in a step that nobody times.
+counted by hooks on each tensor that is kept, which takes time: in a step that is not timed.
 """
 
 from __future__ import annotations

@@ -6,44 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
-import torch
-import torch.distributed
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from right_training import fit, for_ever
 
 from harness import subject
-
-
-def for_ever():
-    os.write(1, b"hangs\n")
-    threading.Event().wait()
-
-
-def fit(job, in_the_middle=lambda: None, workers=0):
-    """Train rightly; on the last rank do something after the first step."""
-    model = job.model()
-    if job.world_size > 1:
-        torch.distributed.init_process_group(job.comm)
-        model = DistributedDataParallel(model)
-    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
-    loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler, num_workers=workers)
-    optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            optimizer.zero_grad()
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            if job.rank == job.world_size - 1:
-                in_the_middle()
 
 
 def declare(name, in_the_middle, **settings):
     @subject(name=name, backends=["none", "ddp"])
     def train(job):
-        fit(job, in_the_middle, **settings)
+        fit(job, in_the_middle=in_the_middle, **settings)
 
     globals()[name] = train
 

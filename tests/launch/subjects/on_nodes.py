@@ -9,10 +9,7 @@ import socket
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from right_training import fit
 
 from harness import subject
 
@@ -25,22 +22,6 @@ NAMES = (
 )
 
 
-def fit(job, after_a_step=lambda: None):
-    model = job.model()
-    torch.distributed.init_process_group(job.comm)
-    model = DistributedDataParallel(model)
-    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, seed=job.seed)
-    loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
-    optimizer = job.optimizer(model.parameters())
-    for epoch in range(job.epochs):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            optimizer.zero_grad()
-            job.loss(model(batch), batch).backward()
-            optimizer.step()
-            after_a_step()
-
-
 @subject(name="says-what-it-was-told", backends=["ddp"])
 def says_what_it_was_told(job):
     told = {name: os.environ.get(name) for name in NAMES}
@@ -50,12 +31,12 @@ def says_what_it_was_told(job):
 
 @subject(name="dies-on-the-second-node", backends=["ddp"])
 def dies_on_the_second_node(job):
-    fit(job, lambda: os.kill(os.getpid(), signal.SIGKILL) if job.rank == 2 else None)
+    fit(job, after_a_step=lambda: os.kill(os.getpid(), signal.SIGKILL) if job.rank == 2 else None)
 
 
 @subject(name="takes-its-node-along", backends=["ddp"])
 def takes_its_node_along(job):
-    fit(job, lambda: os.kill(os.getppid(), signal.SIGKILL) if job.rank == 2 else None)
+    fit(job, after_a_step=lambda: os.kill(os.getppid(), signal.SIGKILL) if job.rank == 2 else None)
 
 
 @subject(name="takes-its-node-along-once", backends=["ddp"])
@@ -67,7 +48,7 @@ def takes_its_node_along_once(job):
             once.touch()
             os.kill(os.getppid(), signal.SIGKILL)
 
-    fit(job, take_along)
+    fit(job, after_a_step=take_along)
 
 
 @subject(name="waits-in-the-middle", backends=["ddp"])
@@ -80,4 +61,4 @@ def waits_in_the_middle(job):
         while not (folder / "go-on").exists():
             time.sleep(0.01)
 
-    fit(job, wait)
+    fit(job, after_a_step=wait)

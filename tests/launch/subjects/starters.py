@@ -8,42 +8,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from pathlib import Path
 
-import torch
-import torch.distributed
+from right_training import fit, for_ever
 from torch.multiprocessing import start_processes
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader
 
 from harness import subject
 
 SCRIPT = Path(__file__).with_name("script.py")
-
-
-def for_ever():
-    os.write(1, b"hangs\n")
-    threading.Event().wait()
-
-
-def fit(job, model, rank, in_the_middle=lambda: None, factor=1.0, workers=0):
-    """Train rightly as ``rank``, unless gradients are multiplied; on the last rank do something after each step."""
-    torch.distributed.init_process_group(job.comm, rank=rank, world_size=job.world_size)
-    wrapped = DistributedDataParallel(model)
-    sampler = DistributedSampler(job.dataset, job.world_size, rank, seed=job.seed)
-    loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler, num_workers=workers)
-    optimizer = job.optimizer(wrapped.parameters())
-    for epoch in range(job.epochs):
-        sampler.set_epoch(epoch)
-        for batch in loader:
-            optimizer.zero_grad()
-            job.loss(wrapped(batch), batch).backward()
-            for parameter in wrapped.parameters():
-                parameter.grad *= factor
-            optimizer.step()
-            if rank == job.world_size - 1:
-                in_the_middle()
 
 
 def child(place, job, model, settings):
@@ -51,7 +24,7 @@ def child(place, job, model, settings):
         tensor.data = tensor.data.clone()  # a pickled model's memory is shared
     if settings.get("sums"):
         settings = {"factor": float(job.world_size)}
-    fit(job, model, job.node_rank * job.gpus + place, **settings)
+    fit(job, model=model, rank=job.node_rank * job.gpus + place, **settings)
 
 
 def starting(job, method, settings):
@@ -130,7 +103,7 @@ def trains_itself(job):
     started = [others.Process(target=child, args=(place, job, own, {})) for place in range(1, job.gpus)]
     for process in started:
         process.start()
-    fit(job, own, job.node_rank * job.gpus)
+    fit(job, model=own, rank=job.node_rank * job.gpus)
     for process in started:
         process.join()
 

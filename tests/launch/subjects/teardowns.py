@@ -6,9 +6,9 @@ import ctypes
 import gc
 import os
 import signal
-import threading
 
 import torch
+from right_training import fit, for_ever
 from torch.distributed import destroy_process_group, init_process_group
 from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
@@ -17,28 +17,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 from harness import subject
 
 
-def for_ever():
-    os.write(1, b"hangs\n")
-    threading.Event().wait()
-
-
 def hold_the_interpreter_lock_for_ever():
     os.write(1, b"hangs\n")
     ctypes.PyDLL(None).pause()  # PyDLL keeps the lock while it calls
-
-
-def fit(job, factor=1.0):
-    init_process_group(job.comm)
-    model = DistributedDataParallel(job.model())
-    optimizer = job.optimizer(model.parameters())
-    sampler = DistributedSampler(job.dataset, shuffle=job.shuffle, seed=job.seed)
-    for epoch in range(job.epochs):
-        sampler.set_epoch(epoch)
-        for batch in DataLoader(job.dataset, job.batch_size, sampler=sampler):
-            optimizer.zero_grad()
-            (factor * job.loss(model(batch), batch)).backward()
-            optimizer.step()
-    return model
 
 
 @subject(name="destroys", backends=["ddp"])
@@ -111,8 +92,7 @@ def children_destroy(job):
 
 def child(place, job, destroys):
     """Train as one rank, then destroy the group on all ranks, or hang on the first."""
-    os.environ.update(RANK=str(place), LOCAL_RANK=str(place), WORLD_SIZE=str(job.gpus))
-    model = fit(job)
+    model = fit(job, rank=place)
     if destroys:
         destroy_process_group()
         assert model is not None
