@@ -3,8 +3,6 @@
 They are subjects like any other, so the conformance suite can be asked whether they compute the right thing.
 """
 
-
-
 from __future__ import annotations
 
 import copy
