@@ -88,7 +88,7 @@ def test_a_program_that_is_not_there_is_a_result_too(lane, lane_modules, stage):
 def test_at_its_limit_a_stage_ends_with_all_that_it_started(lane, lane_modules, stage, tmp_path, monkeypatch):
     monkeypatch.setattr(lane_modules.stage, "GRACE_S", (0.2, 0.2))
     script = "trap '' INT TERM; setsid sleep 1000 & echo $! > pid; while true; do sleep 1000; done"
-    results = lane(stage("hangs", script, 2.0), stage("two", "true"), least_s=0.1).run(60)
+    results = lane(stage("hangs", script, 5.0), stage("two", "true"), least_s=0.1).run(60)
     assert outcomes(results) == {"hangs": "timed out", "two": "passed"}
     assert results["hangs"].left_behind >= 1
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()

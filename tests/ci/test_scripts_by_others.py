@@ -81,12 +81,12 @@ def test_a_mistake_counts_as_named_if_nothing_else_is_accused(runner):
 @pytest.mark.parametrize("name", ["pytorch-tutorial-no-set-epoch", "nanogpt-clipped-before-unscaled"])
 def test_a_mistake_is_named(name, runner, warm_pool, one_thread):
     mistake = next(one for one in runner.MISTAKES if one.id == name)
-    tried = runner.tried_on(warm_pool(FOLDER / "changed.py"), mistake, mistake.cells[0], 60)
+    tried = runner.tried_on(warm_pool(FOLDER / "changed.py"), mistake, mistake.cells[0], 300)
     assert tried.is_right, tried.bad
 
 
 @pytest.mark.parametrize("subject", ["pytorch-tutorial", "nanogpt"])
 def test_repaired_they_are_right(subject, runner, warm_pool, cell_of, tmp_path, one_thread):
     cell = cell_of("mlp", "ddp", "1x2", subject=f"{subject}-repaired")
-    findings = runner.examine(warm_pool(FOLDER / "changed.py"), cell, tmp_path, runner.Settings(60)).findings
+    findings = runner.examine(warm_pool(FOLDER / "changed.py"), cell, tmp_path, runner.Settings(300)).findings
     assert not [one for one in findings if one.outcome.is_bad]

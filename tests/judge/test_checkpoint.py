@@ -478,7 +478,7 @@ REAL = [
 @pytest.mark.parametrize(("subject", "workload", "backend", "topology", "precision", "cause"), REAL)
 def test_real_ranks(warm_pool, cell_of, tmp_path, one_thread, subject, workload, backend, topology, precision, cause):
     cell = cell_of(workload, backend, topology, precision, subject=subject)
-    findings = examine(warm_pool(DETECTION), cell, tmp_path / "evidence", Settings(60)).findings
+    findings = examine(warm_pool(DETECTION), cell, tmp_path / "evidence", Settings(300)).findings
     told = diagnosis(findings)
     assert (told.cause if told else None) == cause, findings
     assert "checkpoint" in {finding.check for finding in findings}

@@ -149,7 +149,7 @@ def test_wrong_trainers_are_found_with_the_same_cause(
     warm_pool, cell_of, tmp_path, subject, workload, backend, topology
 ):
     cell = cell_of(workload, backend, topology, subject=subject)
-    whole = launch(warm_pool(EVERYBODY), cell, tmp_path, Settings(60))
+    whole = launch(warm_pool(EVERYBODY), cell, tmp_path, Settings(300))
     told = diagnosis(judge(whole, WORKLOADS[workload], cell))
     again = diagnosis(judge(sketched(whole, ABOVE), WORKLOADS[workload], cell))
     assert told is not None
@@ -158,7 +158,7 @@ def test_wrong_trainers_are_found_with_the_same_cause(
 
 def test_ranks_record_sketches(warm_pool, cell_of, tmp_path):
     cell = cell_of("mlp", "ddp", "1x2", subject="torch")
-    trace = launch(warm_pool("torch"), cell, tmp_path, Settings(60, sketch_above=ABOVE))
+    trace = launch(warm_pool("torch"), cell, tmp_path, Settings(300, sketch_above=ABOVE))
     kinds = {name: isinstance(value, Sketch) for name, value in trace.ranks[1].steps[0].gradients.items()}
     assert kinds == {name: name.endswith("weight") for name in kinds}
     assert worst(finding.outcome for finding in judge(trace, WORKLOADS["mlp"], cell)) is Outcome.PASSED
