@@ -152,26 +152,15 @@ class Result(CellRecord):
         findings: int | None = None,
     ) -> Result:
         """Return the record of a finding. The middle of a very long message is left out."""
-        return cls(
-            **_fields_of(cell),
-            check=finding.check,
-            outcome=finding.outcome,
-            cause=finding.cause,
-            family=finding.family,
-            error_x_noise=finding.error_x_noise,
-            step=finding.step,
-            parameter=finding.parameter,
-            rank=finding.rank,
-            limit_x_noise=finding.limit_x_noise,
-            parameters=dict(finding.parameters),
-            message=_without_its_middle(finding.message),
-            reproduce=reproduce,
-            seconds=seconds,
-            expected=expected,
-            findings=findings,
-            consequence_of=finding.consequence_of,
-            undeclared=finding.undeclared,
-        )
+        fields = vars(finding) | {
+            "parameters": dict(finding.parameters),
+            "message": _without_its_middle(finding.message),
+            "reproduce": reproduce,
+            "seconds": seconds,
+            "expected": expected,
+            "findings": findings,
+        }
+        return cls(**_fields_of(cell), **fields)
 
 
 class Measurement(CellRecord):

@@ -136,15 +136,18 @@ def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> I
     for number, line in numbered:
         if len(line) > LARGEST_LINE:
             raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")
-        try:
-            yield number, record_of(line)
-        except ValidationError as error:
-            if number == last and _is_no_json(error):
-                yield number, None
-                return
-            raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
-        except ChecksumError as error:
-            raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
+        yield number, _record(file, number, line, may_be_torn=number == last)
+
+
+def _record(file: Path, number: int, line: bytes, *, may_be_torn: bool) -> Line | None:
+    try:
+        return record_of(line)
+    except ValidationError as error:
+        if may_be_torn and _is_no_json(error):
+            return None
+        raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+    except ChecksumError as error:
+        raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
 
 
 class _Envelope(BaseModel):
@@ -171,12 +174,7 @@ def _read_header(file: Path, number: int, line: bytes) -> Header:
             f"{file} was written in schema {envelope.schema_version} and this plumbline reads up to "
             f"{SCHEMA_VERSION}: upgrade plumbline."
         )
-    try:
-        record = record_of(line)
-    except ValidationError as error:
-        raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
-    except ChecksumError as error:
-        raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
+    record = _record(file, number, line, may_be_torn=False)
     if not isinstance(record, Header):
         raise MissingHeader(f"{file} does not begin with a header: name another run.")
     return record
