@@ -1,6 +1,6 @@
-"""``pytest suites/`` asks whether a trainer is right. Suites that ask something else run by their own path alone.
+"""``pytest suites/`` runs the conformance suite. Suites of another purpose run only if their path is named.
 
-Here Plumbline's pytest plugin is loaded. It is no entry point: installed, it would add its options to every pytest of
+This file loads Plumbline's pytest plugin. It is no entry point: installed, it would add its options to every pytest of
 the environment. This file is read before the options are parsed where ``suites/``, or something in it, is named.
 """
 

@@ -1,4 +1,4 @@
-"""Measures speed and memory: groups of ranks that are timed in rounds, and the figures that follow.
+"""Measures speed and memory: launches whose ranks train in timed rounds, and the figures computed from them.
 
 Statistics over figures belong to ``harness.statistics``; tables of them to ``harness.report``.
 """

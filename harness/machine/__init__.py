@@ -1,4 +1,4 @@
-"""What this machine is and how busy it is: fingerprint, load, device lease, and the doctor's questions.
+"""The local machine: its fingerprint, its load, locks on it and its devices, and the doctor's probes.
 
-Nothing here knows of cells or findings.
+Nothing here depends on cells or findings.
 """

@@ -1,4 +1,4 @@
-"""The pytest plugin: options, one test a cell, the run on disk, progress and the table at the end.
+"""The pytest plugin: options, one test for each cell, the run on disk, progress and the tables at the end.
 
-Glue between pytest and the engine. What could run without pytest belongs elsewhere.
+It connects pytest to the engine. What could run without pytest belongs elsewhere.
 """

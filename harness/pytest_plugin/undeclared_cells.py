@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.pytest_plugin.conformance_case import ConformanceCase
+from harness.pytest_plugin.plugin import CELL_FIXTURES
 from harness.pytest_plugin.terminal_summary import nothing_to_run
 from harness.results.json_lines import record_of
 from harness.results.records import Result
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from harness.pytest_plugin.session import Session
 
 _UNDECLARED = "plumbline-undeclared"
-_PARAMETERS = ("plumbline_cell", "plumbline_benchmark")
 
 
 def deselect_undeclared(config: pytest.Config, session: Session, items: list[pytest.Item]) -> None:
@@ -31,7 +31,7 @@ def deselect_undeclared(config: pytest.Config, session: Session, items: list[pyt
     for item in items:
         callspec = getattr(item, "callspec", None)
         parameters = callspec.params if callspec else {}
-        planned = next((parameters[name] for name in _PARAMETERS if name in parameters), None)
+        planned = next((parameters[name] for name in CELL_FIXTURES if name in parameters), None)
         if planned is None or planned.refusal is None or planned.cell.id in named:
             kept.append(item)
             continue

@@ -1,4 +1,4 @@
-"""The records of a run on disk: written as findings fall, read back, resumed.
+"""The records of a run on disk: written while the run goes on, read back, resumed.
 
-No pickle, and no judgement: a record says what was found.
+Strict JSON, no pickle. Nothing here judges or formats a report.
 """

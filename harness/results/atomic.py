@@ -1,4 +1,4 @@
-"""Replacing what others may be reading: they see the old file or the new one, never half of one."""
+"""Atomic replacement: readers see the old file or link, or the new one, and nothing between."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from harness.results.errors import ResultsError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as UTF-8, over what was there.
+    """Write ``text`` to ``path`` as UTF-8, over an existing file.
 
     Raises:
-        ResultsError: the folder cannot be written to.
+        ResultsError: the folder is not writable.
 
     """
     beside = _name_beside(path)
@@ -26,10 +26,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def point_symlink(link: Path, target: str) -> None:
-    """Let ``link`` point to ``target``, over a link that was there.
+    """Make ``link`` a symlink to ``target``, over an existing link.
 
     Raises:
-        OSError: something that is not a link stands in its place, or the file system has no symlinks.
+        OSError: ``link`` is a folder, or the file system has no symlinks.
 
     """
     beside = _name_beside(link)
@@ -42,5 +42,5 @@ def point_symlink(link: Path, target: str) -> None:
 
 
 def _name_beside(path: Path) -> Path:
-    """Return a free name in the same folder: a rename is atomic only within one file system."""
+    """Return an unused name in the same folder: a rename is atomic only within one file system."""
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")

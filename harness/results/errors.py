@@ -1,5 +1,5 @@
-"""What goes wrong between a run and its disk. Each error is a sentence that says what to do."""
-# ruff: noqa: N818 - these are named after what is wrong, and all of them are StoreErrors.
+"""Errors in reading and writing runs. Each message says what to do."""
+# ruff: noqa: N818 - these are named after what is wrong, and all of them are ResultsErrors.
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of field a record has: what JSON can hold of text, numbers and times, and what it becomes there."""
+"""The types of a record's fields: text, numbers and times that JSON can represent, and how they are stored."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, Json
 
 
 def _encodable(value: object) -> object:
-    """Spell out lone surrogates, which come from bytes that were no UTF-8 and which JSON cannot hold."""
+    """Escape lone surrogates: they come from bytes that are not UTF-8, and JSON cannot represent them."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
@@ -41,7 +41,7 @@ def _finite(value: dict[str, JsonValue]) -> dict[str, JsonValue]:
 
 Text = Annotated[str, BeforeValidator(_encodable)]
 Count = Annotated[int, Field(ge=0, le=2**53)]
-"""Up to what every JSON reader keeps exactly."""
+"""Up to the largest integer that every JSON reader represents exactly."""
 AtLeastOne = Annotated[int, Field(ge=1, le=2**53)]
 UtcTime = Annotated[AwareDatetime, AfterValidator(lambda time: time.astimezone(timezone.utc))]
 XNoise = Annotated[

@@ -23,15 +23,15 @@ SCHEMA_VERSION = 1
 
 
 class Header(Record):
-    """The first line: which run this is, and every cell it means to answer for.
+    """The first line: which run this is, and every cell of its plan.
 
-    ``simulated``: devices stand in for what was asked, and no figure of this run is about speed. ``subjects`` says of
-    each what it ran on.
+    ``simulated``: devices were simulated, and no figure of this run is about speed. ``subjects`` has the software that
+    each ran on.
     """
 
     type: Literal["header"] = "header"
     schema_version: int = SCHEMA_VERSION
-    # The folder's name, so nothing that leads out of the report directory.
+    # It names the folder, so it must not lead out of the report directory.
     run_id: Annotated[str, Field(pattern=r"^[0-9A-Za-z][0-9A-Za-z._-]{0,99}$")]
     started: UtcTime
     plumbline: Text
@@ -56,10 +56,10 @@ class Header(Record):
         behaviors: Mapping[Cell, TrainingBehavior] | None = None,
         started: datetime | None = None,
     ) -> Header:
-        """Begin a run of ``cells``, and of others that are ``measured``, now, or at ``started`` (an aware datetime).
+        """Return the header of a run of ``cells``, and of others that are ``measured``, from now or from ``started``.
 
-        ``behaviors`` has what the subjects declared of their way of training; a cell that is not there is ordinary.
-        The program in ``command[0]`` loses its folder, which would name the user's home in a public report.
+        ``started`` is an aware datetime. ``behaviors`` has the subjects' declarations of their way of training; cells
+        without one are ordinary. ``command[0]`` loses its folder, which could name the user's home in a public report.
         """
         started = started or datetime.now(timezone.utc)
         return cls(
@@ -79,10 +79,10 @@ class Header(Record):
 
 
 class Footer(Record):
-    """The last line: the run came to its end.
+    """The last line: the run is complete.
 
-    Each cell is counted once: with those whose bad findings were all expected, with those that are better than
-    expected, or in ``cells``, by its worst outcome.
+    Each cell is counted once: as ``known`` if its bad findings were all expected, as one of ``unexpected_passes`` if it
+    is better than expected, else in ``cells`` by its worst outcome.
     """
 
     type: Literal["footer"] = "footer"
@@ -94,7 +94,7 @@ class Footer(Record):
 
     @classmethod
     def of(cls, results: Iterable[Result], exit_status: int, finished: datetime | None = None) -> Footer:
-        """End a run that left ``results``, now or at ``finished`` (an aware datetime)."""
+        """Return the footer of a run with ``results`` that ends now, or at ``finished`` (an aware datetime)."""
         cells: dict[Coordinates, list[Result]] = {}
         for result in results:
             cells.setdefault(result.coordinates, []).append(result)

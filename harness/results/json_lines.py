@@ -12,13 +12,13 @@ from harness.results.header_footer import Footer, Header
 from harness.results.records import Measurement, Result
 
 Line = Header | Result | Measurement | Footer
-"""What a line may hold."""
+"""The record of a line."""
 
 _CHECKSUM = re.compile(rb',"crc32":"([0-9a-f]{8})"}\s*$')
 
 
 class ChecksumError(ValueError):
-    """A line is not what was written."""
+    """A line was changed after it was written."""
 
 
 _RECORD: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="type")])
@@ -35,9 +35,9 @@ def record_of(line: bytes) -> Line:
 
     Raises:
         pydantic.ValidationError: it is not JSON, or not a record of this schema version.
-        ChecksumError: it has a checksum, and was changed since it got that.
+        ChecksumError: it has a checksum that does not match.
 
     """
-    if (said := _CHECKSUM.search(line)) and zlib.crc32(line[: said.start()] + b"}") != int(said[1], 16):
+    if (found := _CHECKSUM.search(line)) and zlib.crc32(line[: found.start()] + b"}") != int(found[1], 16):
         raise ChecksumError("its checksum is another")
     return _RECORD.validate_json(line, strict=True)

@@ -1,4 +1,4 @@
-"""The ends of the logs that ranks left with the evidence of a cell. Nothing but text, and never much of it."""
+"""The last lines of the ranks' logs, which lie beside the trace of a cell."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _MOST_BYTES = 1 << 16
 
 
 def trace_folder(run_path: Path, cell: str) -> Path | None:
-    """Return where a run keeps the evidence of ``cell``, None where it has none.
+    """Return the folder of a cell's trace, None if the run has none.
 
-    A run may come from anywhere: a cell whose name leads out of the run's folder has no evidence.
+    A run may come from anywhere: a name that leads out of the run's folder has no trace.
     """
     if cell in ("", ".", "..") or "/" in cell or "\0" in cell:
         return None
@@ -27,10 +27,9 @@ def trace_folder(run_path: Path, cell: str) -> Path | None:
 
 
 def log_tails(run_path: Path, cell: str) -> list[tuple[str, str]]:
-    """Return the last lines of the logs of a cell: whose they are, ranks that said the same together, and the lines.
+    """Return the ends of the logs of a cell, each with the names of the ranks that wrote it; empty logs are left out.
 
-    Ranks that said nothing are left out. At most ``MOST_LINES`` lines of ``LONGEST_LINE`` signs each, ``MOST_LOGS`` of
-    them.
+    At most ``MOST_LOGS`` of at most ``MOST_LINES`` lines with at most ``LONGEST_LINE`` characters each.
     """
     folder = trace_folder(run_path, cell)
     ranks: dict[str, list[str]] = {}
@@ -40,7 +39,7 @@ def log_tails(run_path: Path, cell: str) -> list[tuple[str, str]]:
 
 
 def _tails(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the tails of the launch itself, then of launches that stopped and went on, in folders of their own."""
+    """Yield the ends of the logs of the launch, then of the interrupted and resumed ones, in folders of their own."""
     for launch in (folder, *sorted(inner for inner in folder.iterdir() if inner.is_dir() and not inner.is_symlink())):
         logs = {int(number): log for log in launch.glob("rank-*.log") if (number := log.stem[5:]).isdecimal()}
         for rank, log in sorted(logs.items()):

@@ -2,9 +2,9 @@
 
 Strict JSON, one object a line; the first and the last line are in ``header_footer``.
 
-A field this version does not know is ignored, so that fields may be added within a schema version.
-Where JSON has no word for a number: an infinite ``error_x_noise`` is the string ``"inf"``; one that is not a
-number is stored as ``"inf"`` too, because no multiple of noise explains it; a missing one is null.
+Unknown fields are ignored, so that fields may be added within a schema version. JSON has no infinity: an infinite
+``error_x_noise`` is the string ``"inf"``; NaN is stored as ``"inf"`` too, because no multiple of noise explains it; a
+missing one is null.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ UNEXPECTED_PASS: Final = "unexpected pass"
 """How a cell ends that should have failed, and in which nothing did but what was expected to."""
 
 PERFORMANCE: Final = "performance"
-"""The check of a cell that was measured: it says how the measuring ended, and nothing of right and wrong."""
+"""The check of a measured cell: its outcome is that of the measurement, and says nothing about correctness."""
 
 Coordinates = tuple[str, str, str, int, int, str, str]
 """A cell as a key: subject, workload, backend, num_nodes, gpus, precision, accelerator."""
 
 
 class Record(BaseModel):
-    """What every line and every part of one has in common."""
+    """The base of every line and of its parts."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class CellRecord(Record):
-    """What speaks of a cell: by its coordinates, and by its id, which is for reading and for file names."""
+    """A record about a cell, with its coordinates, and its id for people and file names."""
 
     cell: Text
     subject: Text
@@ -55,7 +55,7 @@ class CellRecord(Record):
 
     @property
     def coordinates(self) -> Coordinates:
-        """What tells this cell from every other one in the run."""
+        """The key of the cell in its run."""
         return (
             self.subject,
             self.workload,
@@ -68,9 +68,9 @@ class CellRecord(Record):
 
 
 class PlannedCell(CellRecord):
-    """A cell that the run means to answer for; ``measured``: for its speed, and it is not examined.
+    """A cell of the run's plan; ``measured``: its speed is measured, and it is not examined.
 
-    ``conduct`` is what its subject declared of its way of training, as far as that differs from the default.
+    ``conduct`` has the subject's declarations of its way of training that differ from the default.
     """
 
     measured: bool = False
@@ -78,16 +78,16 @@ class PlannedCell(CellRecord):
 
     @classmethod
     def of(cls, cell: Cell, *, measured: bool = False, behavior: TrainingBehavior = ORDINARY) -> PlannedCell:
-        """Write a cell down."""
+        """Return the record of a cell."""
         return cls(**_fields_of(cell), measured=measured, conduct=behavior.declared)
 
 
 class Expected(Record):
-    """What somebody wrote down beforehand about a finding: how this trainer ends here, and why.
+    """An expectation about a finding, written beforehand: how this trainer ends here, and why.
 
-    ``outcome`` is how the check was expected to end, ``entry`` says where that is written, ``reproduction`` names a
-    program that shows it without Plumbline, ``measured`` what it was seen with. ``library``, with its version, is named
-    where it is that of which this is known, and the subject only uses it.
+    ``outcome`` is the expected outcome of the check, ``entry`` the place of the expectation, ``reproduction`` a program
+    that shows the failure without Plumbline, ``measured`` the versions it was measured with. ``library``, with its
+    version, is set if the expectation is about a library that the subject uses.
     """
 
     outcome: Outcome
@@ -104,9 +104,9 @@ class Result(CellRecord):
 
     ``seconds`` is the wall time of the cell's launch, the same on each of its findings. ``step`` counts
     optimizer steps from 0. ``error_x_noise`` is the error in multiples of what rounding alone explains.
-    ``limit_x_noise`` is how much a right trainer may show; ``parameters`` has the error of each parameter at that step
-    on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is what was
-    known of it beforehand. ``findings`` says how many of them its cell has. ``consequence_of`` is the check whose
+    ``limit_x_noise`` is the largest error of a right trainer; ``parameters`` has each parameter's error at that step
+    on that rank, in the model's order. ``reproduce`` is a command that runs just this cell. ``expected`` is the
+    expectation about it. ``findings`` is how many of them its cell has. ``consequence_of`` is the check whose
     finding in the same cell explains this one; runs recorded by older versions have None. ``undeclared`` is what an
     unsupported cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their
     names. What does not apply is None.
@@ -133,7 +133,7 @@ class Result(CellRecord):
 
     @property
     def is_known(self) -> bool:
-        """Whether it is bad, and just as bad as was expected."""
+        """Whether it is bad, with the outcome that was expected."""
         return self.expected is not None and self.outcome.is_bad and self.outcome is self.expected.outcome
 
     @property
@@ -151,37 +151,26 @@ class Result(CellRecord):
         expected: Expected | None = None,
         findings: int | None = None,
     ) -> Result:
-        """Write a finding down. A very long message keeps its beginning and its end."""
-        return cls(
-            **_fields_of(cell),
-            check=finding.check,
-            outcome=finding.outcome,
-            cause=finding.cause,
-            family=finding.family,
-            error_x_noise=finding.error_x_noise,
-            step=finding.step,
-            parameter=finding.parameter,
-            rank=finding.rank,
-            limit_x_noise=finding.limit_x_noise,
-            parameters=dict(finding.parameters),
-            message=_without_its_middle(finding.message),
-            reproduce=reproduce,
-            seconds=seconds,
-            expected=expected,
-            findings=findings,
-            consequence_of=finding.consequence_of,
-            undeclared=finding.undeclared,
-        )
+        """Return the record of a finding. The middle of a very long message is left out."""
+        fields = vars(finding) | {
+            "parameters": dict(finding.parameters),
+            "message": _without_its_middle(finding.message),
+            "reproduce": reproduce,
+            "seconds": seconds,
+            "expected": expected,
+            "findings": findings,
+        }
+        return cls(**_fields_of(cell), **fields)
 
 
 class Measurement(CellRecord):
-    """One figure of one cell, from launches that were timed and not recorded.
+    """One figure of one cell, from timed launches.
 
-    ``value`` is the figure in ``unit``; ``better`` says which way is better, None where neither is. ``samples`` holds
-    what each launch measured, in turn; ``low`` and ``high`` bound the figure with 95 % confidence. A figure whose
-    samples spread too widely to say anything has no ``value``: ``refusal`` says so. ``rank`` is the rank it speaks of,
-    None where it is of all. ``quantiles`` are those of single steps, evenly spaced from the least to the most.
-    ``workload_key`` changes whenever the workload's definition does.
+    ``value`` is the figure in ``unit``; ``better`` says which way is better, None where neither is. ``samples`` has
+    the value of each launch, in order; ``low`` and ``high`` bound the figure with 95 % confidence. A figure that is too
+    uncertain has no ``value``, and ``refusal`` says why. ``rank`` is the rank it is about, None if it is about all.
+    ``quantiles`` are those of single steps, evenly spaced from the minimum to the maximum. ``workload_key`` changes
+    whenever the workload's definition does.
     """
 
     type: Literal["measurement"] = "measurement"
@@ -202,15 +191,14 @@ class Measurement(CellRecord):
     def of(
         cls, cell: Cell, metric: str, unit: str, better: Literal["higher", "lower"] | None, **others: Any
     ) -> Measurement:
-        """Write a figure of a cell down; ``others`` are fields by their names."""
+        """Return the record of a figure; ``others`` are fields by their names."""
         return cls(**_fields_of(cell), metric=metric, unit=unit, better=better, **others)
 
 
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:
-    """Return how the cell of these findings ended: as badly as the worst that nobody expected.
+    """Return the outcome of a cell with these findings: the worst outcome that was not expected.
 
-    Where nothing is bad but what was expected to be, it is ``known``; where something else than that is better than
-    expected, an ``unexpected pass``.
+    It is ``known`` if all bad findings were expected, and an ``unexpected pass`` if a finding is better than expected.
 
     Raises:
         ValueError: there is no finding.

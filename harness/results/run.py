@@ -24,14 +24,14 @@ from harness.results.records import Coordinates, Measurement, PlannedCell, Resul
 RESULTS = "results.jsonl"
 LATEST = "latest"
 
-# Far above what a run writes, and low enough that a hostile file cannot fill the memory.
+# In bytes: far above what a run writes, and low enough that a hostile file cannot exhaust the memory.
 LARGEST_FILE = 1 << 29
 LARGEST_LINE = 1 << 25
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left. ``path`` is its folder; ``torn``: the last line was cut off and has been left out."""
+    """The records of a run. ``path`` is its folder; ``torn``: the last line was cut off and is left out."""
 
     header: Header
     results: tuple[Result, ...]
@@ -42,13 +42,13 @@ class Run:
 
     @property
     def missing(self) -> tuple[PlannedCell, ...]:
-        """The planned cells that no record speaks of."""
+        """The planned cells without a record."""
         seen = {record.coordinates for record in (*self.results, *self.measurements)}
         return tuple(cell for cell in self.header.planned if cell.coordinates not in seen)
 
     @property
     def whole(self) -> dict[Coordinates, tuple[Result, ...]]:
-        """The findings of every cell that has all of them."""
+        """The findings of each cell whose findings are all there."""
         cells: dict[Coordinates, list[Result]] = {}
         for result in self.results:
             cells.setdefault(result.coordinates, []).append(result)
@@ -60,12 +60,12 @@ class Run:
 
     @property
     def cut_short(self) -> Coordinates | None:
-        """The cell that was being written when a run without a footer ended: it may lack findings."""
+        """The last cell of a run without a footer: it may lack findings."""
         return self.results[-1].coordinates if self.footer is None and self.results else None
 
     @property
     def incomplete(self) -> bool:
-        """Whether the run ended before its time: no footer, a torn line, or cells without a result."""
+        """Whether the run ended early: no footer, a torn line, or cells without a record."""
         return self.footer is None or self.torn or bool(self.missing)
 
 
@@ -83,9 +83,9 @@ def read_run(path: Path) -> Run:
         ResultsError: it cannot be read.
 
     """
-    # By os.path, which says no of a name that is too long; Path would raise.
+    # os.path returns False for a name that is too long; Path would raise.
     file = path / RESULTS if os.path.isdir(path) else path
-    if not os.path.isfile(file):  # also refuses a pipe or a device, which could be read for ever
+    if not os.path.isfile(file):  # also refuses a pipe or a device, which might never end
         raise RunNotFound(
             f"There is no run at {path}: name a folder that holds a {RESULTS}, "
             f"for example the {LATEST} folder of a report directory."
@@ -103,7 +103,6 @@ def read_run(path: Path) -> Run:
 
 def _assemble(content: bytes, file: Path) -> Run:
     lines = content.split(b"\n")
-    # What stands after the last newline: nothing, or a line whose newline never came.
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not numbered:
         raise MissingHeader(f"{file} is empty: the run ended before it began. Delete its folder.")
@@ -137,19 +136,22 @@ def _read_records(file: Path, numbered: list[tuple[int, bytes]], last: int) -> I
     for number, line in numbered:
         if len(line) > LARGEST_LINE:
             raise CorruptRecord(f"{file}, line {number}: longer than {LARGEST_LINE >> 20} MiB. {_WAY_OUT}")
-        try:
-            yield number, record_of(line)
-        except ValidationError as error:
-            if number == last and _is_no_json(error):
-                yield number, None
-                return
-            raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
-        except ChecksumError as error:
-            raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
+        yield number, _record(file, number, line, may_be_torn=number == last)
+
+
+def _record(file: Path, number: int, line: bytes, *, may_be_torn: bool) -> Line | None:
+    try:
+        return record_of(line)
+    except ValidationError as error:
+        if may_be_torn and _is_no_json(error):
+            return None
+        raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
+    except ChecksumError as error:
+        raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
 
 
 class _Envelope(BaseModel):
-    """What a header of any schema version has."""
+    """The fields of a header in any schema version."""
 
     type: str
     schema_version: int | None = None
@@ -172,12 +174,7 @@ def _read_header(file: Path, number: int, line: bytes) -> Header:
             f"{file} was written in schema {envelope.schema_version} and this plumbline reads up to "
             f"{SCHEMA_VERSION}: upgrade plumbline."
         )
-    try:
-        record = record_of(line)
-    except ValidationError as error:
-        raise CorruptRecord(f"{file}, line {number}: {_first_complaint(error)}. {_WAY_OUT}") from error
-    except ChecksumError as error:
-        raise CorruptRecord(f"{file}, line {number}: {error}. {_WAY_OUT}") from error
+    record = _record(file, number, line, may_be_torn=False)
     if not isinstance(record, Header):
         raise MissingHeader(f"{file} does not begin with a header: name another run.")
     return record
@@ -188,7 +185,7 @@ def _is_no_json(error: ValidationError) -> bool:
 
 
 def _first_complaint(error: ValidationError) -> str:
-    """Say what is wrong with which field, without repeating what the file says: it may be long or hostile."""
+    """Return which field is wrong and why, without the file's content: it may be long or hostile."""
     first = error.errors(include_input=False, include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])[:80]
     return f"{where}: {first['msg'][:200]}" if where else first["msg"][:200]

@@ -1,4 +1,4 @@
-"""Writes a run's folder line by line while the run goes on, or after it was resumed."""
+"""Writes a run's folder, record by record while the run goes on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from harness.results.run import LATEST, RESULTS, Run, read_run
 
 
 class RunWriter:
-    """Writes a run as it happens. A record is on its way to the disk when ``write`` returns.
+    """Appends the records of a run to its file. ``write`` returns when the operating system has them.
 
-    Left without ``close`` (a crash, or the end of its ``with`` block) it leaves a run without a footer.
+    Without ``close`` (after a crash, or at the end of its ``with`` block) the run has no footer.
 
     Raises:
-        ReportDirUnusable: the report directory cannot be made, or not be written to.
+        ReportDirUnusable: the report directory cannot be created or written to.
         ResultsError: a record cannot be written, for instance because the disk is full.
 
     """
@@ -47,13 +47,13 @@ class RunWriter:
 
     @classmethod
     def resume(cls, path: Path) -> tuple[RunWriter, Run]:
-        """Go on with the run at ``path`` after its last whole cell; return it as it was up to there.
+        """Reopen the run at ``path`` after its last whole cell; return the writer, and the run up to there.
 
-        What it has of a cell that is not whole was never reported, and is cut away.
+        Records of a cell that is not whole were never reported, and are cut off.
 
         Raises:
-            NothingToResume: the run came to its end, or another process is writing it.
-            ResultsError: it cannot be read (see ``read_run``) or not be written to.
+            NothingToResume: the run is complete, or another process is writing it.
+            ResultsError: it cannot be read (see ``read_run``) or written to.
         """
         file = read_run(path).path / RESULTS
         writer = object.__new__(cls)
@@ -64,20 +64,20 @@ class RunWriter:
             run = read_run(file)
             if not run.incomplete:
                 raise NothingToResume(
-                    f"The run {file.parent} came to its end: there is nothing to resume. Begin anew; if a page is "
-                    f"missing, `{command('plumbline', 'report', str(file.parent))}` makes it."
+                    f"The run {file.parent} came to its end: there is nothing to resume. Begin a new one; if a page is "
+                    f"missing, `{command('plumbline', 'report', str(file.parent))}` writes it."
                 )
             content = file.read_bytes()
             end = _end_of_whole_cells(content, run)
             writer._file.seek(writer._file.truncate(end))
             if not content[:end].endswith(b"\n"):
-                writer._file.write(b"\n")  # only that was torn off
+                writer._file.write(b"\n")  # only the newline was missing
         except OSError as error:
-            raise ResultsError(f"Cannot go on with {file} ({error.strerror}): make it writable.") from error
+            raise ResultsError(f"Cannot resume {file} ({error.strerror}): make it writable.") from error
         return writer, read_run(file)
 
     def write(self, *records: Result | Measurement) -> None:
-        """Append records and hand them to the operating system."""
+        """Append records: all of them, or none if that fails."""
         self._write(*records)
 
     def close(self, footer: Footer) -> None:
@@ -108,10 +108,10 @@ class RunWriter:
 
 
 def check_report_dir(report_dir: Path) -> None:
-    """Look whether a run could be written below ``report_dir``, which need not be there yet; make nothing.
+    """Check that a run could be written below ``report_dir``, which need not exist yet; nothing is created.
 
     Raises:
-        ReportDirUnusable: a file is in the way, or a folder cannot be written to.
+        ReportDirUnusable: a file is in the way, or a folder is not writable.
     """
     nearest = next(path for path in (report_dir, *report_dir.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(nearest):
@@ -127,10 +127,10 @@ def check_report_dir(report_dir: Path) -> None:
 
 
 def _claim(file: FileIO) -> None:
-    """Keep other processes from writing the same run, for as long as the file is open here.
+    """Lock the run's file against other writers, for as long as it is open here.
 
     Raises:
-        NothingToResume: one of them is.
+        NothingToResume: another process is writing the run.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -141,7 +141,7 @@ def _claim(file: FileIO) -> None:
 
 
 def _end_of_whole_cells(content: bytes, run: Run) -> int:
-    """Return where the first record of an unfinished cell begins, in bytes."""
+    """Return the offset of the first record of an unfinished cell, in bytes."""
     whole, end = run.whole, 0
     for number, line in enumerate(content.splitlines(keepends=True)):
         if number and line.strip():

@@ -68,9 +68,7 @@ class Follower:
         """Submit every task that has cells to examine and is not pending or running."""
         states_by_task, collected = self._states(), collect(self.submission)
         missing = {task: self._missing(task, collected) for task in range(len(self.submission.tasks))}
-        self._submit(
-            {task: cells for task, cells in missing.items() if cells and not states_by_task[task].is_live}, collected
-        )
+        self._submit({task: cells for task, cells in missing.items() if cells and not states_by_task[task].is_live})
 
     def _states(self) -> dict[int, TaskState]:
         """Return the state of each task, by its last job."""
@@ -103,11 +101,8 @@ class Follower:
                 )
                 continue
             if state.name not in INTERRUPTED:
-                self._failed_attempts[task] = (
-                    0
-                    if len(missing) < self._before.get(task, len(self.submission.tasks[task]))
-                    else self._failed_attempts[task] + 1
-                )
+                advanced = len(missing) < self._before.get(task, len(self.submission.tasks[task]))
+                self._failed_attempts[task] = 0 if advanced else self._failed_attempts[task] + 1
             if self._failed_attempts[task] > 1:
                 self._given_up[task] = (
                     f"ended twice ({state.name or 'unknown state'}) without examining another cell; "
@@ -117,9 +112,9 @@ class Follower:
             how = state.name.lower().replace("_", " ") or "unknown state"
             self.notify(f"task {task} ({how}) left {_cells(len(missing))} unfinished: resubmitting")
             again[task] = missing
-        self._submit(again, collected)
+        self._submit(again)
 
-    def _submit(self, missing: Mapping[int, Collection[str]], collected: Collected) -> None:
+    def _submit(self, missing: Mapping[int, Collection[str]]) -> None:
         if not missing:
             return
         for task, cells in missing.items():

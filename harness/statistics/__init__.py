@@ -1,4 +1,4 @@
 """Estimates and intervals from small samples, and the comparison of two samples. Pure functions over numbers.
 
-Nothing here knows what is measured.
+Nothing here depends on what was measured.
 """

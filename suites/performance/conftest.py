@@ -1,9 +1,10 @@
-"""Measures, and has the machine for itself meanwhile; ends with what trainers cost over a loop by hand."""
+"""Prints at the end of the session what each trainer costs over a hand-written loop."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,8 +13,8 @@ from harness.pytest_plugin.xdist_transport import payload_of
 HERE = Path(__file__).parent.resolve()
 
 
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    """Show what the trainers cost over a loop by hand, beside each other."""
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Print the table of overheads, trainers side by side."""
     reports = [report for kind in terminalreporter.stats.values() for report in kind]
     found = [payload_of(report) for report in reports if isinstance(report, pytest.TestReport)]
     sys.path.insert(0, str(HERE))

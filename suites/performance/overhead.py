@@ -1,4 +1,4 @@
-"""What each trainer costs over a loop by hand: a line a strategy, trainers side by side."""
+"""The table of what each trainer costs over a hand-written loop: a line a strategy, trainers side by side."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from harness.results.records import Measurement
 
 
 def table(measurements: Iterable[Measurement]) -> list[str]:
-    """Return the lines of a Markdown table, empty where nothing was measured beside a loop by hand.
+    """Return the lines of a Markdown table, none if no cell was measured beside a hand-written loop.
 
-    A figure is a trainer's time over that of the loop which took turns with it, with bounds (95 %); ``unstable`` where
-    they lie too far apart. Empty where the trainer has no such strategy.
+    An entry is a trainer's time over that of the loop whose rounds were paired with its own, with bounds (95 %);
+    ``unstable`` if these are too far apart; empty if the trainer does not have the strategy.
     """
     rows: dict[str, dict[str, str]] = {}
     for one in measurements:

@@ -4,10 +4,17 @@
     pytest suites/performance --gpus 4 --subject path/to/my_trainer.py --launches 10
     pytest suites/performance --benchmark-json new.json --benchmark-compare
 
-One test is one cell. Each of its launches trains a warm-up and some rounds, between boundaries at which all ranks wait
-for each other with their devices at rest; a round is what pytest-benchmark times. The ranks' own clocks have the rest.
+One test is one cell. Each of its launches trains a warm-up and some rounds, between barriers at which all ranks wait
+with idle devices. pytest-benchmark times the rounds; the ranks' own clocks time the rest.
 """
 
+from __future__ import annotations
 
-def test_cell(plumbline_benchmark, benchmark):
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.pytest_plugin.benchmark_case import BenchmarkCase
+
+
+def test_cell(plumbline_benchmark: BenchmarkCase, benchmark: Any) -> None:
     plumbline_benchmark.measure(benchmark)

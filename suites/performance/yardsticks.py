@@ -1,6 +1,6 @@
-"""Loops by hand, one for each strategy, with nothing in them that the strategy does not need: what overhead is over.
+"""Hand-written loops, one for each strategy and nothing more than it needs: the baseline of the overhead.
 
-They are subjects like any other, so the conformance suite can be asked whether they compute the right thing.
+They are subjects like any other, so the conformance suite can check that they compute the right thing.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def train(job):
 
 
 def share(model):
-    """Give all nodes the first one's buffers."""
+    """Broadcast the first node's buffers to all nodes."""
     for buffer in model.buffers():
         torch.distributed.broadcast(buffer, src=0)
 
 
 def average(model, nodes):
-    """Average the gradients over nodes, all in one message."""
+    """Average the gradients over nodes, in one all-reduce."""
     gradients = [parameter.grad for parameter in model.parameters()]
     flat = torch.cat([gradient.view(-1) for gradient in gradients])
     torch.distributed.all_reduce(flat)
@@ -83,7 +83,7 @@ class Autocast(nn.Module):
 
 
 class Replicas:
-    """What DataParallel does, on devices that are only simulated: each has a copy of the model, and its turn."""
+    """DataParallel on simulated devices: each has a replica of the model, and they compute one after the other."""
 
     def __init__(self, model, count):
         self.models = [model, *(copy.deepcopy(model) for _ in range(count - 1))]
@@ -91,7 +91,7 @@ class Replicas:
         self.tensors = [[*replica.parameters(), *replica.buffers()] for replica in self.models]
 
     def __call__(self, batch):
-        """Copy the model to the others, and return the outputs of all, each for its share of the batch."""
+        """Copy the model to the other replicas, and return the outputs of all, each for its chunk of the batch."""
         with torch.no_grad():
             for tensors in self.tensors[1:]:
                 torch._foreach_copy_(tensors, self.tensors[0])
@@ -101,7 +101,7 @@ class Replicas:
         )
 
     def collect(self):
-        """Add the others' gradients to the model's."""
+        """Add the other replicas' gradients to the model's."""
         for weights in self.weights[1:]:
             torch._foreach_add_([own.grad for own in self.weights[0]], [weight.grad for weight in weights])
             for weight in weights:

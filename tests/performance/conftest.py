@@ -35,7 +35,7 @@ def begun(trainers, tmp_path_factory):
     """Begin a group: ``begun("plain", "1x2", "perf-mlp")``; whatever is still running at the end is ended."""
     groups = []
 
-    def begin(subject, topology="1x1", workload="perf-mlp", precision="32", *, time_limit=60.0, pool=trainers):
+    def begin(subject, topology="1x1", workload="perf-mlp", precision="32", *, time_limit=600.0, pool=trainers):
         nodes, gpus = map(int, topology.split("x"))
         backend = "none" if topology == "1x1" else "ddp"
         cell = Cell(subject, workload, backend, Topology(nodes, gpus), precision, "cpu")

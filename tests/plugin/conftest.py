@@ -41,6 +41,9 @@ def train(job):
 class Project:
     """A directory with ``suites/``, where pytest is run as a user runs it."""
 
+    hangs_after = 1800
+    """Seconds after which a pytest in a process of its own hangs, however busy the machine is."""
+
     def __init__(self, pytester):
         self.pytester = pytester
         self.root = Path(pytester.path)
@@ -56,7 +59,7 @@ class Project:
     def pytest(self, *arguments, suites=("suites/",), fresh=False):
         """Run pytest here; ``fresh``: in a process of its own, which costs the imports."""
         if fresh:
-            return self.pytester.runpytest_subprocess(*suites, *arguments, timeout=120)
+            return self.pytester.runpytest_subprocess(*suites, *arguments, timeout=self.hangs_after)
         return self.pytester.runpytest_inprocess(*suites, *arguments)
 
     @property

@@ -27,7 +27,8 @@ def test_the_command_that_is_printed_goes_on_with_the_run(project):
     asked = ("suites/", *CELLS, "--report-dir", "my reports")
     variables = {**os.environ, "PYTEST_PLUGINS": "interrupted", "PYTHONPATH": str(project.root / "elsewhere")}
     command = [sys.executable, "-m", "pytest", *asked]
-    done = subprocess.run(command, cwd=project.root, env=variables, capture_output=True, text=True, timeout=120)
+    settings = {"cwd": project.root, "capture_output": True, "text": True, "timeout": project.hangs_after}
+    done = subprocess.run(command, env=variables, **settings)
     assert done.returncode == 2
     _, _, said = done.stdout.partition("interrupted after 2 of 5 cells; resume with:\n")
     printed = said.splitlines()[0].strip()
@@ -35,7 +36,7 @@ def test_the_command_that_is_printed_goes_on_with_the_run(project):
     before = project.run_in("my reports")
     assert before.footer is None
 
-    done = subprocess.run(printed, shell=True, cwd=project.root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(printed, shell=True, **settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resume with" not in done.stdout
     after = project.run_in("my reports")

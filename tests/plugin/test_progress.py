@@ -111,7 +111,7 @@ class Screen:
             self.rows.append([" "] * COLUMNS)
 
 
-def on_a_terminal(folder, *arguments, limit=120):
+def on_a_terminal(folder, *arguments):
     """Run pytest in ``folder`` on a terminal of its own; return its screen and its exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
@@ -137,7 +137,7 @@ def on_a_terminal(folder, *arguments, limit=120):
         rest = text[whole:]
     screen.feed(rest)
     os.close(ours)
-    return screen, process.wait(timeout=limit)
+    return screen, process.wait()
 
 
 @pytest.fixture

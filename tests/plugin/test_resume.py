@@ -26,7 +26,8 @@ def killed_after(project, cells, *arguments):
     """Run pytest until so many cells are written; then its process kills itself, as nothing could prevent."""
     (project.root / "killer.py").write_text(KILLED_AFTER.format(cells=cells))
     command = [sys.executable, "-m", "pytest", "-p", "killer", "suites/", *arguments]
-    ended = subprocess.run(command, cwd=project.root, capture_output=True, timeout=120, check=False)
+    limit = project.hangs_after
+    ended = subprocess.run(command, cwd=project.root, capture_output=True, timeout=limit, check=False)
     assert ended.returncode == -signal.SIGKILL, ended.stdout.decode()[-2000:]
 
 

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ci" / "slurm_cluster.sh"
 CANNOT_BE_HAD = 3
 NODES = 3
+HANGS_AFTER = 600.0
+"""Seconds after which a command or a cluster hangs, however busy the machine is."""
 
 
 def cluster_command(*words, **environment):
@@ -36,7 +38,7 @@ class Cluster:
 
     def ask(self, *words, check=True):
         """Run a command of SLURM; return what it printed."""
-        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANGS_AFTER)
         assert not check or done.returncode == 0, f"{shlex.join(words)}: {done.stderr}"
         return done.stdout
 
@@ -44,10 +46,10 @@ class Cluster:
         """Run a command on the first node of an allocation of its own."""
         command = ["salloc", "--quiet", f"--nodes={nodes}", f"--ntasks-per-node={tasks}", *map(str, words)]
         if wait:
-            return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+            return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGS_AFTER)
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def idle(self, seconds=20.0):
+    def idle(self, seconds=HANGS_AFTER):
         """Wait until every node is idle, which they are when nothing of a job is left; say whether they were."""
         return until(
             lambda: self.ask("sinfo", "-h", "-N", "-p", "main", "-o", "%T").split() == ["idle"] * NODES, seconds
@@ -68,7 +70,7 @@ class Cluster:
         return found
 
 
-def until(holds, seconds=20.0):
+def until(holds, seconds=HANGS_AFTER):
     """Wait until ``holds()``; return whether it came to that."""
     end = time.monotonic() + seconds
     while not (true := holds()) and time.monotonic() < end:

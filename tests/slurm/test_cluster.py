@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "ci" / "slurm_cluster.sh"
 
 
 def call(*words):
-    return subprocess.run([SCRIPT, *map(str, words)], capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run([SCRIPT, *map(str, words)], capture_output=True, text=True, check=False, timeout=600)
 
 
 def processes_that_name(folder):
@@ -41,7 +41,7 @@ def test_a_second_cluster_comes_and_goes_beside_the_first(cluster, tmp_path_fact
         )
     finally:
         assert call("down", folder).returncode == 0
-    assert left.wait(timeout=30) != 0
+    assert left.wait(timeout=600) != 0
     assert not folder.exists()
     assert not processes_that_name(folder)
     assert call("down", folder).returncode == 0, "twice is no harm"

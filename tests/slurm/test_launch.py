@@ -35,7 +35,7 @@ def test_ranks_live_on_their_nodes_and_are_told_by_both_names(slurm_pool, cell_o
     for nodes, gpus in ((2, 2), (1, 2), (2, 1)):
         folder = tmp_path / f"{nodes}x{gpus}"
         cell = cell_of("mlp", "ddp", f"{nodes}x{gpus}", subject="says-what-it-was-told")
-        trace = launch(pool, cell, folder, Settings(60))
+        trace = launch(pool, cell, folder, Settings(600))
         assert trace.is_whole, (trace.exits, [rank.error for rank in trace.ranks])
         for rank in range(nodes * gpus):
             told = json.loads((folder / f"rank-{rank}.log").read_text().splitlines()[0])
@@ -56,19 +56,19 @@ def test_ranks_live_on_their_nodes_and_are_told_by_both_names(slurm_pool, cell_o
 def test_a_rank_that_dies_is_named_and_the_next_cell_finds_its_nodes_ready(slurm_pool, cell_of, tmp_path):
     pool = slurm_pool(ON_NODES)
     cell = cell_of("mlp", "ddp", "2x2", subject="dies-on-the-second-node")
-    found = findings_of(launch(pool, cell, tmp_path / "dies", Settings(60)), cell)["launch"]
+    found = findings_of(launch(pool, cell, tmp_path / "dies", Settings(600)), cell)["launch"]
     assert found.outcome.value == "crashed"
     assert found.rank == 2
     assert "killed by signal 9" in found.message
     cell = cell_of("mlp", "ddp", "2x2", subject="says-what-it-was-told")
-    assert launch(pool, cell, tmp_path / "next", Settings(60)).is_whole
+    assert launch(pool, cell, tmp_path / "next", Settings(600)).is_whole
 
 
 def test_a_node_whose_server_is_gone_is_named(slurm_pool, cell_of, tmp_path):
     pool = slurm_pool(ON_NODES)
     cell = cell_of("mlp", "ddp", "2x2", subject="takes-its-node-along")
     with pytest.raises(LaunchError, match=r"on node\d: it is gone"):
-        launch(pool, cell, tmp_path, Settings(60))
+        launch(pool, cell, tmp_path, Settings(600))
     assert not pool.alive
 
 

@@ -1,4 +1,4 @@
-"""Submits the trials of a search as one job array, and is each trial's face inside its job."""
+"""Submits the trials of a search as one job array, and runs the trial of each array task."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from harness.slurm.scheduler import sbatch
 from harness.slurm.script import BatchScript
 
 TRIALS = "PLUMBLINE_TRIALS"
-"""In a trial's job, the file that holds what each of them sets."""
+"""The environment variable, in a trial's job, with the file of the trials' hyper-parameters."""
 
 
 class SlurmCluster:
     """One search on a SLURM cluster.
 
-    The script that makes it is what each rank of each trial runs again, with the same arguments: there
-    ``optimize_parallel_cluster_gpu`` calls ``main`` with the trial's own hyper-parameters instead of submitting.
+    Each rank of each trial runs the submitting script again, with the same arguments: there
+    ``optimize_parallel_cluster_gpu`` calls ``main`` with the trial's hyper-parameters instead of submitting.
 
     Args:
         hyperparam_optimizer: what ``HyperOptArgumentParser.parse_args`` returned.
-        log_path: a folder that all nodes see, for scripts and logs.
+        log_path: a folder for scripts and logs that all nodes can access.
         python_cmd: the interpreter, by default this one.
 
     Attributes:
         per_experiment_nb_nodes, per_experiment_nb_gpus: nodes of a trial, and devices (and ranks) of each node.
-        job_time: a trial's time limit, as SLURM has it; None leaves it to the cluster.
+        job_time: a trial's time limit in SLURM's notation; None: the cluster's default.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class SlurmCluster:
         """Submit a job array of at most ``nb_trials`` trials and return its id; in a trial, call ``main`` instead.
 
         Raises:
-            SearchError: nothing is to be searched, or this is no script that could be run again.
-            PlanError, SchedulerError: the jobs cannot be written down, or are not taken.
+            SearchError: no argument is tunable, or the program is not a script file that a trial can run.
+            PlanError, SchedulerError: the batch script cannot be written, or sbatch failed.
         """
         if TRIALS in os.environ:
             trials = json.loads(Path(os.environ[TRIALS]).read_text())
@@ -79,7 +79,7 @@ class SlurmCluster:
         trials = self.hyperparam_optimizer.trials(nb_trials)
         script = Path(sys.argv[0])
         if not script.is_file():
-            raise SearchError(f"each trial runs the script that submits it, and {sys.argv[0]!r} is no file")
+            raise SearchError(f"each trial runs the script that submits it, and {sys.argv[0]!r} is not a file")
         folder = (self.log_path / job_name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / "trials.json"
@@ -103,7 +103,7 @@ class SlurmCluster:
             options["time"] = self.job_time
         return BatchScript(
             options={**options, **self._options},
-            comments={"ntasks-per-node": "A task a rank, a rank a device.", **self._comments},
+            comments={"ntasks-per-node": "One task for each rank, one rank for each device.", **self._comments},
             modules=tuple(self._modules),
             commands=tuple(self._commands),
             environment={TRIALS: str(file)},

@@ -1,4 +1,4 @@
-"""Hyper-parameters with several options each, and the trials that they make."""
+"""Hyper-parameters with several options each, and the trials of a search over them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from harness.core.errors import PlumblineError
 
 
 class SearchError(PlumblineError):
-    """A search cannot be done as it was asked for."""
+    """A search is not possible with these arguments."""
 
 
 class Hyperparameters(argparse.Namespace):
-    """Parsed arguments, as of argparse; ``trials`` says which others are to be tried."""
+    """Parsed arguments, as argparse returns them, with the trials of a search."""
 
     def __init__(self, values: argparse.Namespace, options: dict[str, tuple[Any, ...]], search: str, seed: int) -> None:
         super().__init__(**vars(values))
         self._search = (options, search, seed)
 
     def trials(self, nb_trials: int | None = None) -> list[dict[str, Any]]:
-        """Return what each trial sets, at most ``nb_trials`` of them (None: all), without repeats.
+        """Return the tunable arguments of each trial, at most ``nb_trials`` of them (None: all), without duplicates.
 
-        ``grid_search`` goes through the options in the order in which they were added, the last one fastest;
-        ``random_search`` draws, with the parser's seed: the same trials every time.
+        ``grid_search`` iterates over the options in the order in which the arguments were added, the last one fastest;
+        ``random_search`` samples with the parser's seed.
 
         Raises:
-            SearchError: nothing is tunable, or ``nb_trials`` is less than one.
+            SearchError: no argument is tunable, or ``nb_trials`` is less than one.
         """
         options, search, seed = self._search
         if not options:
@@ -57,8 +57,8 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
 
     Args:
         strategy: ``"grid_search"`` or ``"random_search"``.
-        seed: of a random search.
-        settings: argparse's own.
+        seed: the seed of a random search.
+        settings: those of ``argparse.ArgumentParser``.
 
     Raises:
         SearchError: there is no such strategy.
@@ -90,7 +90,7 @@ class HyperOptArgumentParser(argparse.ArgumentParser):
 
 
 def _combination(place: int, options: list[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Return what stands at a place of the grid, which may be too large to be walked through."""
+    """Return the options at an index of the grid, which may be too large to iterate over."""
     found: list[Any] = []
     for choices in reversed(options):
         place, index = divmod(place, len(choices))
