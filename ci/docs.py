@@ -10,13 +10,16 @@ texts of the parsers, and what each workload says that it exposes.
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from harness.cli import main
+import harness.cli
+import harness.cli.run as run_command
 from harness.pytest_plugin.plugin import add_options
 from harness.workloads import PERFORMANCE, WORKLOADS
 
@@ -61,7 +64,18 @@ def run_options() -> str:
 
 def commands() -> str:
     """Return a section for each command of ``plumbline``: its description, its arguments, its exit codes."""
-    return "\n".join(_sections("plumbline", main._parser()))
+    return "\n".join(_sections("plumbline", command_parser()))
+
+
+def command_parser() -> argparse.ArgumentParser:
+    """Return a parser with every command of ``plumbline``: each is a module of ``harness.cli`` that has ``add_to``."""
+    parser = argparse.ArgumentParser(prog="plumbline")
+    commands = parser.add_subparsers(required=True)
+    for found in pkgutil.iter_modules(harness.cli.__path__):
+        module = importlib.import_module(f"harness.cli.{found.name}")
+        if hasattr(module, "add_to"):
+            module.add_to(commands)
+    return parser
 
 
 def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:
@@ -70,7 +84,7 @@ def _sections(name: str, parser: argparse.ArgumentParser) -> Iterable[str]:
         title = f"{name} {word}"
         nested = any(isinstance(action, argparse._SubParsersAction) for action in command._actions)
         if word == "run":
-            yield f"### {title}\n\n`plumbline run [SUITE ...] [OPTIONS]`: {_plain(main.run.run.__doc__)}\n"
+            yield f"### {title}\n\n`plumbline run [SUITE ...] [OPTIONS]`: {_plain(run_command.run.__doc__)}\n"
             continue
         parts = [f"### {title}\n", _described(command.description or ""), arguments(command)]
         if command.epilog:

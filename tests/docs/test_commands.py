@@ -74,6 +74,7 @@ COMMANDS = list({str(one): one for path in PAGES for one in (*in_blocks(path), *
 RUN_HERE = re.compile(r"plumbline (new-subject|report|show|judge|compare reports/(A reports/B|A --by))\b.* ")
 """These take a second or two: they are run, in the order of the pages."""
 
+COMMAND_PARSER = runpy.run_path(str(ROOT / "ci" / "docs.py"))["command_parser"]
 NAMES = {"workloads": EVERY, "backends": BACKENDS, "precisions": PRECISIONS}
 SHELL = ("source", "eval")
 
@@ -123,7 +124,7 @@ def _plumbline(command, pytester):
             main.main([command.words[1], "--help"])
         assert ended.value.code == 0
     else:
-        main._parser().parse_args(command.arguments)
+        COMMAND_PARSER().parse_args(command.arguments)
 
 
 def _parsed_by_pytest(arguments, pytester):
