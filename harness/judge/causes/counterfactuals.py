@@ -22,7 +22,7 @@ Parts = list[list[Tensors]]
 
 
 class Counterfactuals:
-    """Computes what other computations of a step would have observed, in float64 unless another precision is asked for.
+    """Computes the gradients that other ways to compute a step would have given, in float64 where nothing else is said.
 
     The oracle's weights and buffers are set anew for each computation, and its mode is restored.
     """

@@ -59,7 +59,7 @@ class GradientEvidence(Evidence):
         """Return how a hypothesis fits all wrong gradients.
 
         Where the mistake has no effect, its prediction is what is right. One that happens at some steps only needs an
-        occasion: something else in the evidence that tells these steps, or ranks, from the others. A hypothesis that
+        occasion: something else that these steps, or ranks, have in common and the others have not. A hypothesis that
         is fitted to the wrong steps has to fit the right ones too, because an occasion could be found for anything.
         """
         limit = self.analysis.limit

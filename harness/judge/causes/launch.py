@@ -35,7 +35,7 @@ class LaunchCase(CountedCase):
         """What each rank raised or printed last."""
         return [rank.error or "" for rank in self.trace.ranks] + [exit.said for exit in self.trace.exits.values()]
 
-    def said(self, words: str) -> bool:
+    def printed(self, words: str) -> bool:
         """Say whether a rank ended with these words."""
         return any(words in text for text in self.output)
 
@@ -104,35 +104,35 @@ HYPOTHESES = (
         "do all ranks take part in the training?", 170),
     # What torch raises where a mistake stops training: reducer.cpp and grad_scaler.py of github.com/pytorch/pytorch.
     LaunchHypothesis("reduction-never-finished", "unused-params",
-        holds(lambda case: case.said("Expected to have finished reduction in the prior iteration")),
+        holds(lambda case: case.printed("Expected to have finished reduction in the prior iteration")),
         "a parameter took no part in a loss, so that DDP's reduction did not finish",
         "set find_unused_parameters", 169),
     LaunchHypothesis("reduced-twice", "unused-params",
-        holds(lambda case: case.said("Expected to mark a variable ready only once")),
+        holds(lambda case: case.printed("Expected to mark a variable ready only once")),
         "DDP reduced a parameter twice in one step",
         "is it used in two backward passes, or checkpointed twice?", 168),
     LaunchHypothesis("graph-not-static", "unused-params",
-        holds(lambda case: case.said("Your training graph has changed in this iteration")),
+        holds(lambda case: case.printed("Your training graph has changed in this iteration")),
         "steps do not all use the same parameters, although static_graph is set",
         "leave static_graph out", 167),
     LaunchHypothesis("unscaled-twice", "amp",
-        holds(lambda case: case.said("unscale_() has already been called")),
+        holds(lambda case: case.printed("unscale_() has already been called")),
         "gradients were unscaled twice in one step",
         "call scaler.unscale_ once a step", 166),
     LaunchHypothesis("weights-in-float16", "amp",
-        holds(lambda case: case.said("Attempting to unscale FP16 gradients")),
+        holds(lambda case: case.printed("Attempting to unscale FP16 gradients")),
         "the weights are stored in float16",
         "keep the optimizer's weights in float32 and use autocast", 165),
     LaunchHypothesis("no-space", "launch",
-        holds(lambda case: case.said("No space left on device")),
+        holds(lambda case: case.printed("No space left on device")),
         "there is no space left on the device",
         "make room on the disk or in /dev/shm, or name another folder with TMPDIR", 164),
     LaunchHypothesis("port-in-use", "launch",
-        holds(lambda case: case.said("EADDRINUSE")),
+        holds(lambda case: case.printed("EADDRINUSE")),
         "the trainer uses a port that is taken",
         "use the free port that MASTER_PORT names", 163),
     LaunchHypothesis("left-before-the-others-joined", "sync",
-        # Of the first rank to fail only: after an exception on one rank the others say the same.
+        # Only the first rank to fail counts: after an exception on one rank, others raise this as well.
         holds(lambda case: "connectFullMesh failed" in case.finding.message),
         "a rank was done before the others had connected to it",
         "is there any collective operation that waits for all ranks?", 150),

@@ -1,4 +1,4 @@
-"""On which occasions a mistake happens that does not happen at every step: what tells these steps from the others."""
+"""On which occasions a mistake happens that does not happen at every step: what these steps have in common."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ _NEAR = 0.01
 class _Move:
     """The weights at two consecutive recordings, the right update between them, and that of the step before.
 
-    ``apart``: no optimizer of this rank stepped in between.
+    ``between_steps``: no optimizer of this rank stepped in between.
     """
 
     before: Tensors
     after: Tensors
     update: Tensors
     earlier: Tensors
-    apart: bool
+    between_steps: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class _Count:
 
     times: Tensor
     late: Tensor
-    apart: bool
+    between_steps: bool
 
 
 def moved_by_others(analysis: TraceAnalysis) -> Match | None:
@@ -69,7 +69,7 @@ def moved_by_others(analysis: TraceAnalysis) -> Match | None:
             counts.append(counted)
         if not _all_applied(counts, world):
             return None
-        by_others = by_others or any(_is_anothers(count, world) for count in counts)
+        by_others = by_others or any(_is_by_others(count, world) for count in counts)
         once = once or any(bool((count.times == 1).any()) for count in counts)
     if by_others:
         return Match(figures={"observed": "a rank's weights are moved by the other ranks' steps too", "or_else": ""})
@@ -101,13 +101,13 @@ def _same_gradients(analysis: TraceAnalysis) -> bool:
     )
 
 
-def _is_anothers(count: _Count, world: int) -> bool:
+def _is_by_others(count: _Count, world: int) -> bool:
     """Say whether some weight moved by another rank's update: at another time, or not together with all others.
 
     Weights that move by ``world`` updates at once, all of them, may have been moved by so many steps of their own rank.
     """
     known = ~count.times.isnan()
-    if count.apart:
+    if count.between_steps:
         return bool((count.times > 0)[known].any())
     return bool((count.late > 0).any()) or bool(((count.times != 1) & (count.times != world))[known].any())
 
@@ -117,7 +117,7 @@ def _all_applied(counts: list[_Count], world: int) -> bool:
 
     The median weight decides: where two updates happen to be multiples of each other, a weight is counted wrongly.
     """
-    taken = [count for count in counts if not count.apart and not bool(count.times.isnan().all())]
+    taken = [count for count in counts if not count.between_steps and not bool(count.times.isnan().all())]
     if not taken:
         return False
     clear = ~torch.stack([count.times.isnan() for count in taken]).any(0)
@@ -139,9 +139,9 @@ def _moves(trace: RankTrace, analysis: TraceAnalysis) -> Iterator[_Move]:
             weights = weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates)
             update = {name: value - step.before[name].double() for name, value in weights.items()}
         # Where a step computes its own gradients, as closures do, it begins before the others' last steps have ended.
-        yield _Move(step.before, step.after, update, earlier, apart=False)
+        yield _Move(step.before, step.after, update, earlier, between_steps=False)
         later = trace.final if following is None else following.before
-        yield _Move(step.after, later or step.after, update, none, apart=True)
+        yield _Move(step.after, later or step.after, update, none, between_steps=True)
         earlier = update
 
 
@@ -173,4 +173,4 @@ def _counted(move: _Move, world: int, epsilon: float) -> _Count | None:
         every_late.append(late)
     if not every_times:
         return None
-    return _Count(torch.cat(every_times), torch.cat(every_late), move.apart)
+    return _Count(torch.cat(every_times), torch.cat(every_late), move.between_steps)
