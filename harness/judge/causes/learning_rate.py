@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TypeVar
 
+from harness.evidence.trace import Trace
 from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match, holds
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -19,10 +21,18 @@ PRECISION = 1e-9
 
 @dataclass(frozen=True, eq=False)
 class LearningRateCase(Evidence):
-    """The learning rates of one rank, skipped steps left out. A hypothesis yields rates, or the match itself."""
+    """The learning rates of one rank, skipped steps left out. A hypothesis yields rates, or the match itself.
+
+    ``analysis`` has the workload's schedule.
+    """
 
     analysis: TraceAnalysis
     rank: int
+
+    @property
+    def trace(self) -> Trace:
+        """The trace whose rates are wrong."""
+        return self.analysis.trace
 
     @cached_property
     def used(self) -> list[Rates]:
@@ -31,17 +41,17 @@ class LearningRateCase(Evidence):
 
     def of_rank(self, rank: int) -> list[Rates]:
         """Return the rates of a rank at each step that was taken."""
-        return [step.learning_rates for step in self.analysis.trace.ranks[rank].steps if not step.skipped]
+        return [step.learning_rates for step in self.trace.ranks[rank].steps if not step.skipped]
 
     @property
     def ranks_differ(self) -> bool:
         """Whether some rank used other rates."""
-        return any(self.of_rank(rank) != self.used for rank in range(len(self.analysis.trace.ranks)))
+        return any(self.of_rank(rank) != self.used for rank in range(len(self.trace.ranks)))
 
     @property
     def attempts(self) -> list[int]:
         """The index of each step that was taken, among all attempts."""
-        steps = self.analysis.trace.ranks[self.rank].steps
+        steps = self.trace.ranks[self.rank].steps
         return [attempt for attempt, step in enumerate(steps) if not step.skipped]
 
     def match(self, hypothesis: LearningRateHypothesis) -> Match | None:
@@ -54,21 +64,25 @@ class LearningRateCase(Evidence):
         return None
 
 
-LearningRateHypothesis = Hypothesis[LearningRateCase, "list[Rates] | Match"]
-Predicted = Iterator["list[Rates] | Match"]
+Prediction = list[Rates] | Match
+Predicted = Iterator[Prediction]
+LearningRateHypothesis = Hypothesis[LearningRateCase, Prediction]
 
 
-def rates_at(places: Sequence[int], analysis: TraceAnalysis) -> list[Rates]:
-    """Return the workload's rates at places of its schedule, counted in scheduler steps."""
+AnyCase = TypeVar("AnyCase", bound=LearningRateCase)
+
+
+def rates_at(positions: Sequence[int], analysis: TraceAnalysis) -> list[Rates]:
+    """Return the workload's rates at positions of its schedule, counted in scheduler steps."""
     optimizer = analysis.oracle.optimizer()
     schedule = analysis.oracle.schedule(optimizer)
     analysis.oracle.set_gradients({})
     rates = []
-    for _ in range(max(places, default=0) + 1):
+    for _ in range(max(positions, default=0) + 1):
         rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
         optimizer.step()  # without gradients it changes nothing; a schedule requires it
         schedule()
-    return [rates[place] for place in places]
+    return [rates[position] for position in positions]
 
 
 def without_schedule(count: int, analysis: TraceAnalysis) -> list[Rates]:
@@ -84,12 +98,12 @@ def same_rates(left: Sequence[Rates], right: Sequence[Rates]) -> bool:
     )
 
 
-def _at(places_of: Callable[[LearningRateCase], Iterator[list[int]]]) -> Callable[[LearningRateCase], Predicted]:
-    """Return the prediction of the workload's rates at other places of the schedule."""
+def at_positions(positions_of: Callable[[AnyCase], Iterator[list[int]]]) -> Callable[[AnyCase], Predicted]:
+    """Return the prediction of the workload's rates at other positions of the schedule."""
 
-    def predict(case: LearningRateCase) -> Predicted:
-        for places in places_of(case):
-            yield rates_at(places, case.analysis)
+    def predict(case: AnyCase) -> Predicted:
+        for positions in positions_of(case):
+            yield rates_at(positions, case.analysis)
 
     return predict
 
@@ -113,7 +127,7 @@ def _before_the_optimizer(case: LearningRateCase) -> Iterator[list[int]]:
 
 def _every_micro_batch(case: LearningRateCase) -> Iterator[list[int]]:
     """The schedule has moved on once for each batch before the step, or also for the step's own ones but the last."""
-    steps = case.analysis.trace.ranks[case.rank].steps
+    steps = case.trace.ranks[case.rank].steps
     before = [sum(len(step.micro_batches) for step in steps[:attempt]) for attempt in case.attempts]
     yield before
     if before:
@@ -149,25 +163,25 @@ def _scaled(case: LearningRateCase) -> Predicted:
 
 
 HYPOTHESES = (
-    LearningRateHypothesis("schedule-steps-when-skipped", "amp", _at(_when_skipped),
+    LearningRateHypothesis("schedule-steps-when-skipped", "amp", at_positions(_when_skipped),
         "the schedule moved on at a step that the GradScaler skipped",
         "call scheduler.step() only after steps that were taken", 190),
-    LearningRateHypothesis("schedule-never-stepped", "optimizer", _at(_never),
+    LearningRateHypothesis("schedule-never-stepped", "optimizer", at_positions(_never),
         "every step has the schedule's first rate",
         "is scheduler.step() called?", 180),
-    LearningRateHypothesis("schedule-stepped-every-epoch", "optimizer", _at(_every_epoch),
+    LearningRateHypothesis("schedule-stepped-every-epoch", "optimizer", at_positions(_every_epoch),
         "the schedule moved on once an epoch",
         "call scheduler.step() after each optimizer step", 170),
-    LearningRateHypothesis("schedule-stepped-first", "optimizer", _at(_before_the_optimizer),
+    LearningRateHypothesis("schedule-stepped-first", "optimizer", at_positions(_before_the_optimizer),
         "the schedule is one step ahead",
         "call scheduler.step() after the optimizer's step", 160),
-    LearningRateHypothesis("schedule-stepped-every-micro-batch", "optimizer", _at(_every_micro_batch),
+    LearningRateHypothesis("schedule-stepped-every-micro-batch", "optimizer", at_positions(_every_micro_batch),
         "the schedule moved on with every micro-batch",
         "call scheduler.step() after each optimizer step", 150),
-    LearningRateHypothesis("schedule-stepped-once-a-rank", "optimizer", _at(_once_a_rank),
+    LearningRateHypothesis("schedule-stepped-once-a-rank", "optimizer", at_positions(_once_a_rank),
         "the schedule moved on once for each rank in every step",
         "count optimizer steps, not those of all ranks", 140),
-    LearningRateHypothesis("schedule-stepped-twice", "optimizer", _at(_twice),
+    LearningRateHypothesis("schedule-stepped-twice", "optimizer", at_positions(_twice),
         "the schedule moved on twice in every step",
         "is scheduler.step() called in two places?", 130),
     LearningRateHypothesis("rates-differ", "optimizer", holds(lambda case: case.ranks_differ),

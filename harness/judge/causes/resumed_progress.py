@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+from harness.evidence.trace import Trace
 from harness.judge.causes.hypothesis import Hypothesis, Match, holds
-from harness.judge.causes.learning_rate import Rates, rates_at, same_rates, without_schedule
+from harness.judge.causes.learning_rate import LearningRateCase, Prediction, at_positions, without_schedule
 from harness.judge.causes.resumed_state import InterruptedCase
-from harness.judge.interrupted_training import Draws
+from harness.judge.interrupted_training import Draws, Interruption
 
 
 class ProgressCase(InterruptedCase):
@@ -41,23 +43,30 @@ class ProgressCase(InterruptedCase):
         return self.begin == self.interruption.place
 
 
-class ResumedRatesCase(InterruptedCase):
-    """A resumed training with other learning rates than the uninterrupted one."""
+@dataclass(frozen=True, eq=False)
+class ResumedRatesCase(LearningRateCase):
+    """A resumed training with other learning rates than the uninterrupted one, which is ``analysis``."""
 
-    @cached_property
-    def used(self) -> list[Rates]:
-        """The rates at each resumed step that was taken."""
-        steps = self.interruption.resumed.trace.ranks[self.rank].steps
-        return [step.learning_rates for step in steps if not step.skipped]
+    interruption: Interruption
+
+    @property
+    def trace(self) -> Trace:
+        """The resumed training."""
+        return self.interruption.resumed.trace
 
     @property
     def taken(self) -> int:
         """How many steps were taken before the interruption."""
         return sum(not step.skipped for step in self.interruption.origin(self.rank).steps)
 
+    @property
+    def steps(self) -> range:
+        """The numbers of the resumed steps that were taken."""
+        return range(len(self.used))
+
 
 ProgressHypothesis = Hypothesis[ProgressCase, Match]
-RatesHypothesis = Hypothesis[ResumedRatesCase, Match]
+RatesHypothesis = Hypothesis[ResumedRatesCase, Prediction]
 
 
 def _ranks_differ(case: ProgressCase) -> Iterator[Match]:
@@ -172,73 +181,57 @@ PROGRESS = (
 )  # fmt: skip
 
 
-def _at(
-    places_of: Callable[[ResumedRatesCase, range], Iterator[list[int]]],
-) -> Callable[[ResumedRatesCase], Iterator[Match]]:
-    """Return the prediction that each resumed step has the rate of another place of the schedule.
-
-    ``places_of`` takes the case and the numbers of the resumed steps.
-    """
-
-    def predict(case: ResumedRatesCase) -> Iterator[Match]:
-        for places in places_of(case, range(len(case.used))):
-            if same_rates(case.used, rates_at(places, case.interruption.whole)):
-                yield Match()
-
-    return predict
+def _from_the_start(case: ResumedRatesCase) -> Iterator[list[int]]:
+    yield list(case.steps)
+    yield [case.taken, *case.steps[1:]]  # the optimizer has kept its rate until the schedule sets it
 
 
-def _from_the_start(case: ResumedRatesCase, steps: range) -> Iterator[list[int]]:
-    yield list(steps)
-    yield [case.taken, *steps[1:]]  # the optimizer has kept its rate until the schedule sets it
+def _first_rate(case: ResumedRatesCase) -> Iterator[list[int]]:
+    yield [0, *(case.taken + step for step in case.steps[1:])]
 
 
-def _first_rate(case: ResumedRatesCase, steps: range) -> Iterator[list[int]]:
-    yield [0, *(case.taken + step for step in steps[1:])]
+def _a_step_ahead(case: ResumedRatesCase) -> Iterator[list[int]]:
+    yield [case.taken + step + 1 for step in case.steps]
 
 
-def _a_step_ahead(case: ResumedRatesCase, steps: range) -> Iterator[list[int]]:
-    yield [case.taken + step + 1 for step in steps]
+def _a_step_behind(case: ResumedRatesCase) -> Iterator[list[int]]:
+    yield [case.taken + step - 1 for step in case.steps]
+    yield [case.taken, *(case.taken + step - 1 for step in case.steps[1:])]
 
 
-def _a_step_behind(case: ResumedRatesCase, steps: range) -> Iterator[list[int]]:
-    yield [case.taken + step - 1 for step in steps]
-    yield [case.taken, *(case.taken + step - 1 for step in steps[1:])]
-
-
-def _skipped_counted(case: ResumedRatesCase, steps: range) -> Iterator[list[int]]:
+def _skipped_counted(case: ResumedRatesCase) -> Iterator[list[int]]:
     attempts = case.interruption.place
     if attempts != case.taken:
-        yield [attempts + step for step in steps]
-        yield [case.taken, *(attempts + step for step in steps[1:])]
+        yield [attempts + step for step in case.steps]
+        yield [case.taken, *(attempts + step for step in case.steps[1:])]
 
 
-def _standing_still(case: ResumedRatesCase, steps: range) -> Iterator[list[int]]:
-    yield [case.taken] * len(steps)
-    yield [0] * len(steps)
+def _standing_still(case: ResumedRatesCase) -> Iterator[list[int]]:
+    yield [case.taken] * len(case.steps)
+    yield [0] * len(case.steps)
 
 
 RATES = (
-    RatesHypothesis("scheduler-not-restored", "checkpoint", _at(_from_the_start),
+    RatesHypothesis("scheduler-not-restored", "checkpoint", at_positions(_from_the_start),
         "the schedule begins again",
         "is the scheduler's state_dict saved and loaded?", 190),
-    RatesHypothesis("rate-not-restored", "checkpoint", _at(_first_rate),
+    RatesHypothesis("rate-not-restored", "checkpoint", at_positions(_first_rate),
         "the first resumed step has the schedule's first rate, which the optimizer holds",
         "is the optimizer's state_dict loaded?", 180),
-    RatesHypothesis("scheduler-stepped-once-too-often", "checkpoint", _at(_a_step_ahead),
+    RatesHypothesis("scheduler-stepped-once-too-often", "checkpoint", at_positions(_a_step_ahead),
         "the schedule is a step ahead",
         "is it stepped once more when it is created, or loaded?", 170),
-    RatesHypothesis("scheduler-a-step-behind", "checkpoint", _at(_a_step_behind),
+    RatesHypothesis("scheduler-a-step-behind", "checkpoint", at_positions(_a_step_behind),
         "the schedule is a step behind",
         "save it after it was stepped", 160),
-    RatesHypothesis("scheduler-counts-skipped-steps", "checkpoint", _at(_skipped_counted),
+    RatesHypothesis("scheduler-counts-skipped-steps", "checkpoint", at_positions(_skipped_counted),
         "steps that the GradScaler skipped count as taken",
         "load the scheduler's own state instead of counting steps", 150),
-    RatesHypothesis("scheduler-stands-still", "checkpoint", _at(_standing_still),
+    RatesHypothesis("scheduler-stands-still", "checkpoint", at_positions(_standing_still),
         "the schedule does not move on",
         "does it belong to the optimizer that is used after resuming?", 140),
     RatesHypothesis("schedule-gone", "checkpoint",
-        holds(lambda case: same_rates(case.used, without_schedule(len(case.used), case.interruption.whole))),
+        lambda case: [without_schedule(len(case.used), case.analysis)],
         "every step has the rate with which the optimizer was created",
         "is a scheduler created when training is resumed?", 130),
     RatesHypothesis("rates-not-restored", "checkpoint", holds(lambda case: True),

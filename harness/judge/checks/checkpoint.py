@@ -155,7 +155,9 @@ def _rates(interruption: Interruption) -> Finding | None:
         used, due = own.learning_rates, other.learning_rates
         if rates_differ(used, due):
             message = f"learning rates are {list(used)}, and {list(due)} without interruption,"
-            return explain(_failed(message, step=step, rank=rank), ResumedRatesCase(interruption, rank))
+            return explain(
+                _failed(message, step=step, rank=rank), ResumedRatesCase(interruption.whole, rank, interruption)
+            )
     return None
 
 
