@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from harness.report.comparison.verdict import FALSE_ALARMS
+from harness.report.comparison.significance import FALSE_ALARMS
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "same-as-itself.md"
 WRONG = ("better", "worse")

@@ -26,7 +26,7 @@ from harness.machine.fingerprint import take_fingerprint
 from harness.machine.lease import have_alone
 from harness.planning.plan import DEFAULT_GPUS, Declaration, Matrix, check_devices, plan
 from harness.report.comparison.comparison import IN_TURNS
-from harness.report.write import write_report
+from harness.report.formats import write_report
 from harness.results.records import PERFORMANCE as CHECK
 from harness.results.records import Footer, Header, Measurement, Result
 from harness.results.run import Run, RunWriter, read_run

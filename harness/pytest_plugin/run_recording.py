@@ -19,7 +19,7 @@ from harness.launch.workspace import Workspace
 from harness.machine.fingerprint import take_fingerprint
 from harness.planning.options import Options
 from harness.pytest_plugin.xdist_transport import handed
-from harness.report.write import write_report
+from harness.report.formats import write_report
 from harness.results.errors import NothingToResume, ResultsError
 from harness.results.records import Footer, Header, Measurement, PlannedCell, Result
 from harness.results.run import LATEST, Run, RunWriter, read_run

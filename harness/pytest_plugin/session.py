@@ -33,9 +33,8 @@ from harness.planning.plan import Declaration, Planned, plan
 from harness.planning.reproduction import Reproduction
 from harness.pytest_plugin.run_recording import Recording
 from harness.pytest_plugin.xdist_transport import outcome_of
-from harness.report.tables.undeclared import undeclared_in_words
-from harness.report.terminal.speed import speed_for_terminal
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.tables.cells import undeclared_in_words
+from harness.report.terminal.end_of_run import speed_for_terminal, support_for_terminal
 from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result
 from harness.results.run import read_run
 from harness.statistics.launch_estimate import FEWEST_LAUNCHES
