@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from harness.cli.main import main
-from harness.cli.subjects import Shipped, shipped, show
+from harness.cli.subjects import show
 from harness.subjects.environments import LIBRARIES, InstallError, environments, install, pip_command, wanted
 from harness.subjects.load import SHORT_NAMES, load
+from harness.subjects.shipped import Shipped, shipped
 
 
 @pytest.fixture(autouse=True)

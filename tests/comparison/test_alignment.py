@@ -38,7 +38,7 @@ def test_one_subject_each_is_aligned_by_position_and_that_is_said(run_of):
     a, b = run_of(("lightning", "mlp ddp 1x2 32")), run_of(("fabric", "mlp ddp 1x2 32"))
     aligned = align_runs(a, b)
     assert found(aligned) == [("mlp ddp 1x2 32", "", True, True)]
-    assert "by position: lightning (A) against fabric (B)" in aligned.notes[0]
+    assert "by position: lightning (A), fabric (B)" in aligned.notes[0]
 
 
 def test_subjects_of_the_same_name_need_no_word(run_of):
@@ -81,7 +81,7 @@ def test_backends_are_held_against_the_first_that_is_there(run_of):
         ("mlp 1x2 32", "dp → auto", True, True),
         ("mlp 2x2 32", "ddp → ddp2", True, True),
     ]
-    assert aligned.notes == ("Cells without a counterpart that differs in backend alone: 1.",)
+    assert aligned.notes == ("Cells without a counterpart that differs only in backend: 1.",)
 
 
 def test_precisions_are_held_against_the_first_of_the_plan(run_of):
@@ -109,7 +109,7 @@ def test_a_run_with_one_value_has_nothing_to_compare(run_of):
 
 def test_values_that_never_meet_have_nothing_to_compare(run_of):
     run = run_of(("reference", "mlp none 1x1 32"), ("reference", "mlp ddp 1x2 32"))
-    with pytest.raises(NotAligned, match="no two cells differ in it alone"):
+    with pytest.raises(NotAligned, match="no two cells differ only in it"):
         align_within(run, "backend")
 
 

@@ -85,7 +85,7 @@ def test_the_help_names_every_exit_code(capsys):
     with pytest.raises(SystemExit):
         main(["compare", "--help"])
     said = capsys.readouterr().out
-    for line in ("0  none", "1  outcome", "2  a run", "3  regression", "4  the command", "5  incomplete", "6  incon"):
+    for line in ("0  none", "1  outcome", "2  a run", "3  regression", "4  invalid command", "5  incomplete", "6  incon"):
         assert f"  {line}" in said
 
 
@@ -177,7 +177,7 @@ def test_the_table_fits_a_hundred_columns_and_begins_with_the_sentence(compare, 
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("B is ")
     assert "…" not in "".join(line for line in lines if "worse" in line and "↓" in line).replace(" … ", "")
-    order = [said.index(word) for word in ("Outcome", "newly failing ", "FigureVerdict")]
+    order = [said.index(word) for word in ("Outcome", "newly failing ", "Verdict")]
     assert order == sorted(order)
 
 
@@ -196,7 +196,7 @@ def test_a_page_is_markdown_with_both_tables(compare, crowded):
     _, said, _ = compare(crowded(1.0, Outcome.PASSED), crowded(1.3, Outcome.FAILED), format="md")
     assert said.startswith("**B is ")
     assert "| Outcome | Cell | A | B |" in said
-    assert "| Cell | Figure | A → B | Change, % | 95 % interval | FigureVerdict |" in said
+    assert "| Cell | Figure | A → B | Change, % | 95 % interval | Verdict |" in said
 
 
 @pytest.mark.parametrize("form", ["text", "md"])

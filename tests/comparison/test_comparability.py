@@ -34,7 +34,7 @@ def test_every_field_of_the_key_makes_figures_incomparable(run_with, field):
 
 def test_simulated_devices_are_not_compared_with_real_ones(run_with):
     comparison = compare_runs(run_with(simulated=True), run_with())
-    assert [str(difference) for difference in comparison.machine] == ["devices: simulated against real"]
+    assert [str(difference) for difference in comparison.machine] == ["devices: simulated (A), real (B)"]
 
 
 def test_devices_that_are_shared_are_not_compared_with_those_that_are_not(run_with):
@@ -56,16 +56,16 @@ def test_other_software_is_told_and_does_not_forbid(run_with):
     comparison = compare_runs(a, b)
     assert comparison.machine == ()
     told = [str(difference) for difference in comparison.software]
-    assert "commit: nothing against abc" in told
-    assert "OMP NUM THREADS: nothing against 4" in told
-    assert "subject: nothing against lightning 2.6.6" in told
+    assert "commit: not set (A), abc (B)" in told
+    assert "OMP NUM THREADS: not set (A), 4 (B)" in told
+    assert "subject: not set (A), lightning 2.6.6 (B)" in told
 
 
 def test_runs_made_apart_are_said_to_be(run_with):
-    assert any("were launched apart" in note for note in compare_runs(run_with(), run_with()).notes)
+    assert any("were measured at different times" in note for note in compare_runs(run_with(), run_with()).notes)
     turns = run_with(options={"in_turns": "a token"})
-    assert any("in turns" in note for note in compare_runs(turns, turns).notes)
-    assert any("were launched apart" in note for note in compare_runs(turns, run_with()).notes)
+    assert any("were interleaved" in note for note in compare_runs(turns, turns).notes)
+    assert any("were measured at different times" in note for note in compare_runs(turns, run_with()).notes)
 
 
 def test_simulated_devices_are_said_to_be(run_with):
@@ -79,7 +79,7 @@ def test_what_is_not_whole_is_said_to_be(build_run, place):
     (said,) = compare_runs(whole, build_run({place(): [Outcome.FAILED]}, finished=False)).incomplete
     assert "no footer" in said
     (said,) = compare_runs(build_run({place(): [Outcome.PASSED], place("adam ddp 1x2 32"): []}), whole).incomplete
-    assert "no answer for 1 of 2 cells" in said
+    assert "no result for 1 of 2 cells" in said
 
 
 def test_backends_of_one_run_are_compared(build_run, place, measured):

@@ -83,7 +83,7 @@ def test_what_was_not_there_has_no_ratio(verdict_on):
 def test_where_neither_way_is_better_a_change_is_told_and_not_judged(verdict_on):
     change = verdict_on("step_p50", [1.0, 1.01, 0.99], [2.0, 2.02, 1.98], better=None)
     assert change.verdict is FigureVerdict.INCONCLUSIVE
-    assert "neither way is better" in change.reason
+    assert "neither direction is better" in change.reason
     assert verdict_on("step_p50", [1.0, 1.01, 0.99], [1.0, 1.01, 0.99], better=None).verdict is FigureVerdict.SAME
 
 
@@ -165,7 +165,7 @@ def test_ranks_are_compared_with_themselves(build_run, measured, cell):
 
 def test_another_definition_of_the_workload_or_the_metric_is_not_comparable(build_run, measured, cell):
     a = build_run({}, [measured(cell, "step_p50", [1.0] * 3)], cells=[cell])
-    for changed, said in (({"workload_key": "other"}, "workload key: k against other"), ({"unit": "ms"}, "unit: s")):
+    for changed, said in (({"workload_key": "other"}, "workload key: k (A), other (B)"), ({"unit": "ms"}, "unit: s")):
         b = build_run({}, [measured(cell, "step_p50", [9.0] * 3, **changed)], cells=[cell])
         (change,) = compare_runs(a, b).figures
         assert change.verdict is FigureVerdict.NOT_COMPARABLE
