@@ -164,7 +164,7 @@ def test_causes_stand_together_the_commonest_first(build_run: BuildRun) -> None:
     page = Page(report_page(dataclasses.replace(run, results=results)))
     heads = [head.strip() for head in page.inside("h3") if head.strip()]
     assert heads[:3] == ["common", "rare", "failed: check0"]
-    assert "3 cells: told." in page.text
+    assert "3 cells share one cause, common: told." in page.text
 
 
 def test_what_is_known_is_told_apart_from_what_went_wrong(build_run: BuildRun) -> None:

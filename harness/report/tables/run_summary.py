@@ -195,7 +195,8 @@ def _commonest(groups: Sequence[FailureGroup], bad: int) -> str:
         return ""
     count = len(groups[0].findings)
     which = f"All {count} cells" if count == bad else f"{count} cells"
-    return f"{which}: {in_one_line(groups[0].findings[0]).rstrip('.') or groups[0].title}."
+    message = in_one_line(groups[0].findings[0]).rstrip(".")
+    return f"{which} share one cause, {groups[0].title}{f': {message}' if message else ''}."
 
 
 def _how_cells_ended(counts: Mapping[str, int]) -> str:
