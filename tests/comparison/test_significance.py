@@ -12,7 +12,7 @@ from harness.report.comparison.significance import (
     MINIMUM_EFFECT,
     RATIO,
     Decision,
-    TestedDifference,
+    FigureDifference,
     decide,
 )
 from harness.statistics.difference import apart, in_turns
@@ -45,7 +45,7 @@ def table(noise, *, method=apart, cells=30, metrics=10, launch=steady, number=LA
         common = [[launch(noise) for _ in range(number)] for _ in range(2)]
         for _ in range(metrics):
             a, b = ([shared + noise.gauss(0, 0.005) for shared in side] for side in common)
-            cases.append(TestedDifference(method(a, [sample + moved for sample in b]), LEAST, method is in_turns))
+            cases.append(FigureDifference(method(a, [sample + moved for sample in b]), LEAST, method is in_turns))
     return decide(cases)
 
 
@@ -77,7 +77,7 @@ def test_even_the_smallest_least_effect_keeps_the_promise():
     found = 0
     for _ in range(200):
         cases = [
-            TestedDifference(apart(*([steady(noise) for _ in range(5)] for _ in range(2))), 0.0, False)
+            FigureDifference(apart(*([steady(noise) for _ in range(5)] for _ in range(2))), 0.0, False)
             for _ in range(50)
         ]
         found += Decision.CHANGED in decide(cases)
@@ -138,15 +138,15 @@ def test_what_is_lost_among_many_is_said_to_be():
     noise = random.Random(1)
     one = apart([steady(noise) for _ in range(5)], [math.log(1.13) + steady(noise) for _ in range(5)])
     others = [apart(*([steady(noise) for _ in range(5)] for _ in range(2))) for _ in range(299)]
-    assert decide([TestedDifference(one, LEAST, False)]) == [Decision.CHANGED]
-    assert decide([TestedDifference(estimate, LEAST, False) for estimate in (one, *others)])[0] is Decision.CHANCE
+    assert decide([FigureDifference(one, LEAST, False)]) == [Decision.CHANGED]
+    assert decide([FigureDifference(estimate, LEAST, False) for estimate in (one, *others)])[0] is Decision.CHANCE
 
 
 def test_drift_in_both_sides_needs_no_allowance():
     a = [0.0, 0.1, 0.2, 0.3, 0.4]
     estimate = in_turns(a, [sample + shift for sample, shift in zip(a, (0.06, 0.04, 0.07, 0.05, 0.06), strict=True)])
-    assert decide([TestedDifference(estimate, LEAST, True)]) == [Decision.CHANGED]
-    assert decide([TestedDifference(estimate, LEAST, False)]) == [Decision.UNCLEAR]
+    assert decide([FigureDifference(estimate, LEAST, True)]) == [Decision.CHANGED]
+    assert decide([FigureDifference(estimate, LEAST, False)]) == [Decision.UNCLEAR]
 
 
 def test_nothing_to_say_of_nothing():
@@ -158,10 +158,10 @@ def test_so_many_launches_as_are_said_to_be_enough_are():
     noise = random.Random(1)
     told = []
     for _ in range(50):
-        few = TestedDifference(apart(*([noise.gauss(0, 0.08) for _ in range(8)] for _ in range(2))), LEAST, False)
+        few = FigureDifference(apart(*([noise.gauss(0, 0.08) for _ in range(8)] for _ in range(2))), LEAST, False)
         many = few.enough(8)
         told.append(
-            TestedDifference(
+            FigureDifference(
                 apart(*([noise.gauss(0, 0.08) for _ in range(many)] for _ in range(2))), LEAST, False
             ).is_within
         )
@@ -170,4 +170,4 @@ def test_so_many_launches_as_are_said_to_be_enough_are():
 
 @pytest.mark.parametrize("far", [1e30, 1e152])
 def test_no_number_of_launches_is_asked_for_that_nobody_would_make(far):
-    assert TestedDifference(apart([0.0, 0.0, 0.0], [0.0, 0.0, far]), LEAST, False).enough(3) is None
+    assert FigureDifference(apart([0.0, 0.0, 0.0], [0.0, 0.0, far]), LEAST, False).enough(3) is None

@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Final
 
 from harness.report.comparison.alignment import CellPair, definitions_differ
-from harness.report.comparison.significance import ChangeScale, Decision, TestedDifference, decide, scale_of
+from harness.report.comparison.significance import ChangeScale, Decision, FigureDifference, decide, scale_of
 from harness.results.records import Measurement
 from harness.statistics.difference import FEWEST_LAUNCHES, apart, in_turns
 
@@ -61,7 +61,7 @@ class FigureChange:
 @dataclass(frozen=True)
 class _Estimated:
     change: FigureChange
-    case: TestedDifference
+    case: FigureDifference
 
 
 def figure_changes(
@@ -158,7 +158,7 @@ def _with_numbers(change: FigureChange, a: Measurement, b: Measurement, *, turns
     least = scale.least(effect)
     # Samples are pairs only if every round has a launch of both sides.
     paired = turns and len(before) == len(after)
-    case = TestedDifference(in_turns(before, after) if paired else apart(before, after), least, paired)
+    case = FigureDifference(in_turns(before, after) if paired else apart(before, after), least, paired)
     difference, (low, high) = case.estimate.difference, case.estimate.interval
     sign = {"higher": -1.0, "lower": 1.0, None: None}[a.better]
     change = replace(

@@ -92,7 +92,7 @@ class Decision(Enum):
 
 
 @dataclass(frozen=True)
-class TestedDifference:
+class FigureDifference:
     """One difference, the minimum effect on its scale, and whether the launches of both sides alternated."""
 
     estimate: Estimate
@@ -123,7 +123,7 @@ class TestedDifference:
         return math.ceil(needed) if needed < MOST_LAUNCHES else None
 
 
-def decide(cases: Sequence[TestedDifference]) -> list[Decision]:
+def decide(cases: Sequence[FigureDifference]) -> list[Decision]:
     """Decide about each difference; all of them are one family of tests."""
     if not cases:
         return []
@@ -132,7 +132,7 @@ def decide(cases: Sequence[TestedDifference]) -> list[Decision]:
     return [_size(*each) for each in zip(cases, chances, adjusted, strict=True)]
 
 
-def _size(case: TestedDifference, chance: float, among_all: float) -> Decision:
+def _size(case: FigureDifference, chance: float, among_all: float) -> Decision:
     if among_all <= FALSE_ALARMS:
         return Decision.CHANGED
     if case.is_within:
