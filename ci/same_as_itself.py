@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from harness.report.comparison.verdict import FALSE_ALARMS
+from harness.report.comparison.significance import FALSE_ALARMS
 
 REPORT = Path(__file__).resolve().parent.parent / "reports" / "same-as-itself.md"
 WRONG = ("better", "worse")

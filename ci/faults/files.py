@@ -20,9 +20,8 @@ from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.evidence.read import read_rank, read_trace
 from harness.machine.fingerprint import Fingerprint
-from harness.report.markdown.support import support_page
-from harness.report.tables.support import support_table
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.markdown.support_page import support_page
+from harness.report.terminal.end_of_run import support_for_terminal
 from harness.results.errors import CorruptRecord, NewerSchema
 from harness.results.header_footer import SCHEMA_VERSION, Footer, Header
 from harness.results.json_lines import line_of
@@ -129,7 +128,7 @@ def results_hostile(bench: Any, folder: Path) -> Shot:
     for words in HOSTILE:
         file, _ = _run(folder, words)
         run = read_run(file)
-        page = support_page(run, support_table(run))
+        page = support_page(run)
         shown = support_for_terminal(run)
         obeyed = [bad for bad in ("\x1b", "\u202e", "\x07") if bad in page + shown]
         obeyed += [bad for bad in ("<script", "<img") if bad in _CODE.sub("", page)]

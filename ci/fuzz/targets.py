@@ -37,9 +37,8 @@ from harness.launch.settings import Settings
 from harness.machine.fingerprint import Fingerprint
 from harness.planning.expectation_files import read_expectations
 from harness.planning.plan import Matrix, plan
-from harness.report.markdown.support import support_page
-from harness.report.tables.support import support_table
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.markdown.support_page import support_page
+from harness.report.terminal.end_of_run import support_for_terminal
 from harness.results.header_footer import Footer, Header
 from harness.results.json_lines import line_of
 from harness.results.records import Result
@@ -96,7 +95,7 @@ def results(data: bytes) -> None:
     """Read a run and show it. Nothing in it may act on a terminal or a page."""
     (folder() / RESULTS).write_bytes(data)
     run = read_run(folder())
-    shown = support_page(run, support_table(run)) + support_for_terminal(run)
+    shown = support_page(run) + support_for_terminal(run)
     assert "\x1b" not in shown, "a control sequence reached the terminal"
     assert "<script" not in shown.lower(), "a tag reached the page"
 

@@ -1,100 +1,105 @@
-"""``plumbline compare``: what changed between two runs, or between the backends, precisions, gpus of one."""
+"""``plumbline compare``: what changed between two runs, or between the backends, precisions or gpus of one."""
 
 from __future__ import annotations
 
 import argparse
 import inspect
 import math
-import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.core.errors import PlanError
 from harness.core.exit_codes import TROUBLE, USAGE
-from harness.report.comparison.align import PARTS, NotAligned
-from harness.report.comparison.gates import GATES, USUAL, caught
+from harness.report.comparison.alignment import DIMENSIONS, NotAligned
+from harness.report.comparison.comparison import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
+from harness.report.comparison.output import FORMATS
+from harness.report.comparison.significance import MINIMUM_EFFECT
 
 if TYPE_CHECKING:
     from harness.report.comparison.comparison import Comparison
     from harness.results.run import Run
 
-LEAST_COLUMNS = 100
-
 
 def add_to(commands: Any) -> None:
-    """Say how the command is called."""
-    told = "what changed between two runs, or within one: outcomes, speed, memory"
-    gates = "\n".join(f"  {gate.code}  {name}: {gate.told}" for name, gate in GATES.items())
+    """Declare the command's arguments."""
+    gates = "\n".join(f"  {gate.code}  {name}: {gate.description}" for name, gate in GATES.items())
     command = commands.add_parser(
         "compare",
-        help=told,
+        help="compare two runs, or the cells of one: outcomes, speed, memory",
         description=inspect.getdoc(compare),
-        epilog=f"exit codes, for what --fail-on names, the first that applies:\n{gates}\n"
-        f"  0  none of them\n  {TROUBLE}  a run cannot be read\n  {USAGE}  the command line makes no sense",
+        epilog=f"exit codes, of what --fail-on names the first that applies:\n{gates}\n"
+        f"  0  none of them\n  {TROUBLE}  a run cannot be read\n  {USAGE}  invalid command line",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("a", metavar="A", help="a run's folder: what was before; with --interleave a subject")
-    command.add_argument("b", metavar="B", nargs="?", help="another run's folder: what is now; or a subject")
+    command.add_argument("a", metavar="A", help="folder of the first run (the baseline); with --interleave a subject")
+    command.add_argument("b", metavar="B", nargs="?", help="folder of the second run; with --interleave a subject")
     command.add_argument(
-        "--by", choices=tuple(PARTS), help="compare the cells of run A that differ in this alone; the first value is A"
+        "--by", choices=tuple(DIMENSIONS), help="compare cells of run A that differ only in this; A is the first value"
     )
     command.add_argument(
         "--fail-on",
         metavar="WHAT,…",
         type=_gates,
-        default=USUAL,
-        help=f"some of {', '.join(GATES)} (default: {','.join(USUAL)})",
+        default=DEFAULT_GATES,
+        help=f"some of {', '.join(GATES)} (default: {','.join(DEFAULT_GATES)})",
     )
     command.add_argument(
-        "--minimum-effect", metavar="PERCENT", type=_percent, default=0.05, help="what is smaller is no change (5)"
+        "--minimum-effect",
+        metavar="PERCENT",
+        type=_percent,
+        default=MINIMUM_EFFECT,
+        help="minimum relative change to report, in percent (default: 5)",
     )
-    measure = command.add_argument_group("to measure two trainers in turns")
+    measure = command.add_argument_group("to measure two trainers with interleaved launches")
     measure.add_argument(
-        "--interleave", action="store_true", help="A and B are subjects, as for pytest --subject: measure them in turns"
+        "--interleave",
+        action="store_true",
+        help="A and B are subjects, as for --subject: alternate their launches",
     )
-    measure.add_argument("--launches", type=int, default=10, metavar="N", help="of each, for each cell (10)")
-    measure.add_argument("--gpus", type=int, metavar="N", help="budget of devices")
+    measure.add_argument(
+        "--launches", type=int, default=10, metavar="N", help="launches of each trainer for each cell (default: 10)"
+    )
+    measure.add_argument("--gpus", type=int, metavar="N", help="maximum number of devices")
     for name, example in (("backends", "dp,ddp"), ("precisions", "32,bf16"), ("workloads", "perf-mlp")):
-        measure.add_argument(f"--{name}", type=_names, metavar="A,B", help=f"for example {example} (all)")
+        measure.add_argument(f"--{name}", type=_names, metavar="A,B", help=f"for example {example} (default: all)")
     measure.add_argument("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu simulates devices")
-    measure.add_argument("--report-dir", metavar="DIR", help="where both runs go (reports/)")
-    command.add_argument("--format", choices=("text", "md", "json"), default="text", help="(default: text)")
+    measure.add_argument("--report-dir", metavar="DIR", help="where both runs are written (default: reports/)")
+    command.add_argument("--format", choices=tuple(FORMATS), default=next(iter(FORMATS)), help="(default: text)")
     command.set_defaults(do=compare)
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Compare two runs, or the cells of one: outcomes first, then speed and memory, each with its verdict.
+    """Compare two runs, or the cells of one: outcomes first, then speed and memory, each with a verdict.
 
       plumbline compare reports/A reports/B            two runs
-      plumbline compare reports/A --by backend         the cells of one: dp against ddp against ddp2
-      plumbline compare --interleave SUBJECT SUBJECT   two trainers, measured in turns on this machine
+      plumbline compare reports/A --by backend         cells of one run: dp, ddp, ddp2
+      plumbline compare --interleave SUBJECT SUBJECT   two trainers, measured alternately on this machine
 
-    A figure is better, worse, the same, or inconclusive, from the launches of both sides and a minimum effect;
-    it is not comparable where the machine or the workload's definition differs, and then what differs is said.
+    A figure is better, worse, the same, or inconclusive, given the launches of both sides and a minimum effect.
+    It is not comparable where the machine or the workload's definition differs; the difference is named.
     """
     from harness.results.errors import RunNotFound
 
     try:
-        comparison = _compared(options)
+        comparison = _comparison(options)
     except (NotAligned, PlanError, RunNotFound) as error:
         print(f"plumbline compare: {error}", file=sys.stderr)
         return USAGE
-    gates = caught(comparison, options.fail_on)
+    gates = failing_gates(comparison, options.fail_on)
     code = GATES[gates[0]].code if gates else 0
-    print(_shown(comparison, options.format, gates, code))
+    print(FORMATS[options.format](comparison, gates, code))
     return code
 
 
-def _compared(options: argparse.Namespace) -> Comparison:
-    from harness.report.comparison.comparison import compare_runs, compare_within
+def _comparison(options: argparse.Namespace) -> Comparison:
     from harness.results.run import read_run
 
     if options.interleave:
         return compare_runs(*_interleaved(options), options.minimum_effect)
     if (options.b is None) == (options.by is None):
         given = "both a second run and --by" if options.by else "neither a second run nor --by"
-        raise NotAligned(f"{given}: compare A with B, or the cells of A --by {', '.join(PARTS)}")
+        raise NotAligned(f"{given}: compare A with B, or the cells of A --by {', '.join(DIMENSIONS)}")
     if options.by:
         return compare_within(read_run(Path(options.a)), options.by, options.minimum_effect)
     return compare_runs(read_run(Path(options.a)), read_run(Path(options.b)), options.minimum_effect)
@@ -107,25 +112,12 @@ def _interleaved(options: argparse.Namespace) -> tuple[Run, Run]:
     from harness.engine.interleave import interleave
 
     if options.b is None or options.by is not None:
-        raise NotAligned("--interleave measures two subjects, A and B, and has no --by")
+        raise NotAligned("--interleave needs two subjects, A and B, and no --by")
     console = Console(stderr=True, highlight=False)
     with console.status("…") as status:
-        a, b = interleave(options, lambda said: status.update(Text(said)))
+        a, b = interleave(options, lambda text: status.update(Text(text)))
     console.print(f"A is {a.path}, B is {b.path}", markup=False, soft_wrap=True)
     return a, b
-
-
-def _shown(comparison: Comparison, form: str, gates: list[str], code: int) -> str:
-    from harness.report.comparison.json_document import document
-    from harness.report.comparison.markdown import page
-    from harness.report.comparison.terminal import for_terminal
-
-    if form == "json":
-        return document(comparison, gates, code)
-    if form == "md":
-        return page(comparison).rstrip("\n")
-    width = max(LEAST_COLUMNS, shutil.get_terminal_size((LEAST_COLUMNS, 24)).columns)
-    return for_terminal(comparison, width, colour=sys.stdout.isatty())
 
 
 def _names(given: str) -> tuple[str, ...]:
@@ -136,7 +128,7 @@ def _gates(given: str) -> tuple[str, ...]:
     names = _names(given)
     for name in names:
         if name not in GATES:
-            raise argparse.ArgumentTypeError(f"there is no {name!r}: there are {', '.join(GATES)}")
+            raise argparse.ArgumentTypeError(f"there is no {name!r}: use {', '.join(GATES)}")
     return names
 
 
@@ -146,5 +138,5 @@ def _percent(given: str) -> float:
     except ValueError:
         percent = math.nan
     if not 0 < percent < 100:
-        raise argparse.ArgumentTypeError(f"{given} is not a per cent between 0 and 100")
+        raise argparse.ArgumentTypeError(f"{given} is not a percentage between 0 and 100")
     return percent / 100

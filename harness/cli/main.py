@@ -1,41 +1,57 @@
-"""The command ``plumbline``: a run of the suites, and what there is around it."""
+"""The command ``plumbline``: run the suites, and look at, repeat and compare runs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib import import_module
+from typing import Final, NoReturn
 
-from harness.cli import compare, doctor, judge, new_subject, report, run, show, smoke, subjects, submit
 from harness.core.errors import PlumblineError
 from harness.core.exit_codes import TROUBLE, USAGE
 
-COMMANDS = (new_subject, smoke, run, subjects, judge, report, show, compare, submit, doctor)
+COMMANDS: Final = {
+    "new-subject": "write an adapter that runs at once, to be replaced by your trainer step by step",
+    "smoke": "train a tiny cell, and tell a wrong adapter from a wrong trainer",
+    "run": "run a suite from any folder: conformance, performance or detection",
+    "subjects": "list the trainers that ship; install one of an exact version beside this environment",
+    "judge": "judge a run's traces again, without training, and show what changed",
+    "report": "write a run's pages and tables again, or print one of them",
+    "show": "show everything that a run knows about one cell",
+    "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
+    "submit": "run the matrix on a SLURM cluster, as one job array",
+    "doctor": "check whether this machine is fit for a run: devices, links, communication, limits, versions",
+}
+"""What each command does, in a line. Command ``x-y`` is the module ``harness.cli.x_y``, which ``add_to`` it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says and return the exit code."""
-    options = _parser().parse_args(arguments)
+    """Run the command line and return the exit code."""
+    options = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
     try:
         return int(options.do(options))
     except (PlumblineError, OSError) as error:
         print(f"plumbline: {error}", file=sys.stderr)
         return TROUBLE
     except KeyboardInterrupt:
-        return 130  # 128 + SIGINT, as a shell has it
+        return 130  # 128 + SIGINT, as a shell does
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return a parser that has the arguments of one command, so that only its module is imported."""
     parser = _Parser(prog="plumbline", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for name, description in COMMANDS.items():
+        if arguments and arguments[0] == name:
+            import_module(f"harness.cli.{name.replace('-', '_')}").add_to(commands)
+        else:
+            commands.add_parser(name, help=description)
     return parser
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose exit code tells a wrong command line from every other trouble, as pytest's does."""
+    """A parser with an exit code of its own for a wrong command line, the same as pytest's."""
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

@@ -1,4 +1,4 @@
-"""``plumbline run``: the suites, from any folder."""
+"""``plumbline run``: run the suites from any folder."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ NO_PREFIX = "\0"
 
 
 def add_to(commands: Any) -> None:
-    """Say how the command is called."""
-    told = "run a suite, from any folder: is the trainer right, is it fast, does the judge notice?"
-    # Options are pytest's to parse: to this parser no word is one.
-    parser = commands.add_parser("run", help=told, add_help=False, prefix_chars=NO_PREFIX)
+    """Declare the command's arguments."""
+    # pytest parses the options: without a prefix, this parser passes all words on.
+    parser = commands.add_parser("run", add_help=False, prefix_chars=NO_PREFIX)
     parser.add_argument("words", nargs=argparse.REMAINDER)
     parser.set_defaults(do=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run suites by pytest, with reports in the present folder; all other words are pytest's options.
+    """Run suites with pytest and write reports into the current folder; all other words are options of pytest.
 
-    Its exit code is pytest's: 0 all passed, 1 something failed, 2 interrupted, 4 the command line is wrong, 5 no cells.
+    The exit code is pytest's: 0 all passed, 1 something failed, 2 interrupted, 4 invalid command line, 5 no cells.
     """
     words = options.words
     if {"-h", "--help"} & set(words):
@@ -42,11 +41,11 @@ def run(options: argparse.Namespace) -> int:
         return USAGE
     import pytest
 
-    return int(pytest.main(arguments, plugins=[_Typed(words)]))
+    return int(pytest.main(arguments, plugins=[_CommandLine(words)]))
 
 
-class _Typed:
-    """A pytest plugin that says what the user typed."""
+class _CommandLine:
+    """A pytest plugin that records the command line as it was typed."""
 
     def __init__(self, words: Sequence[str]) -> None:
         self._words = words

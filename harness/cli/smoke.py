@@ -1,48 +1,21 @@
-"""``plumbline smoke``: is it the adapter that is wrong, or the trainer? Tiny cells tell, in a few seconds."""
+"""``plumbline smoke``: is the adapter wrong, or the trainer? Tiny cells decide, in a few seconds."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
-import shutil
 import sys
-import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.core.accelerator import resolve_accelerator
-from harness.core.backend import smoke_order
-from harness.core.cell import Cell
 from harness.core.errors import PlanError, SubjectError
-from harness.core.exit_codes import ADAPTER_WRONG, USAGE
-from harness.core.invocation import command, suite_command
-from harness.core.precision import PRECISIONS
-from harness.report.text import printable, printable_lines
-from harness.subjects.locator import parse_subject
-
-if TYPE_CHECKING:
-    from harness.engine.adapter_diagnosis import AdapterVerdict, SmokeEvidence
-    from harness.evidence.trace import Trace
-    from harness.launch.pool import Pool
-
-TIME_LIMIT = 30.0
-"""Seconds for one cell, on a machine that starts the fork server at once."""
-
-STARTS = 4
-"""A busy machine, or a slow one, has as many times longer as it took to start the fork server."""
-
-EXCERPT_LINES = 12
+from harness.core.exit_codes import USAGE
+from harness.core.invocation import suite_command
+from harness.engine.smoke import smoke as run_smoke
 
 
 def add_to(commands: Any) -> None:
-    """Say how the command is called."""
-    told = "train a tiny cell, and tell a wrong adapter from a wrong trainer"
-    command = commands.add_parser("smoke", help=told, description=smoke.__doc__)
+    """Declare the command's arguments."""
+    command = commands.add_parser("smoke", description=smoke.__doc__)
     command.add_argument(
         "subject", metavar="WHAT", help="file.py, file.py::name, package.module or a short name, as for --subject"
     )
@@ -53,179 +26,15 @@ def add_to(commands: Any) -> None:
 
 
 def smoke(options: argparse.Namespace) -> int:
-    """Train a tiny model on two devices, then with what else is declared, and say whose mistake it is if there is one.
+    """Train a tiny model on two devices, then with the other declared backends and precisions, and name the cause.
 
     Exit code: 0 all is right, 1 the trainer is wrong, 2 the adapter is wrong, 4 there is no such subject.
     """
-    from harness.launch.pool import Pool
-
-    begun = time.monotonic()
     try:
-        locator, python = _located(options.subject)
-        with closing(Pool(locator, python)) as pool:
-            import torch  # while the pool does as well
-
-            torch.set_num_threads(1)  # as the session that judges for pytest
-            present = torch.cuda.device_count()
-            accelerator = resolve_accelerator(options.accelerator, present)
-            cells: dict[str, list[Cell]] = {declared["name"]: [] for declared in pool.subjects}
-            limit = TIME_LIMIT + STARTS * (time.monotonic() - begun)
-            for declared in pool.subjects:
-                cells[declared["name"]] += cells_of(declared, accelerator, present)
-            _refuse_too_few_devices(pool.subjects, cells, accelerator, present)
-            worst = max(try_in_turn(pool, own, limit) for own in cells.values())
-    except PlanError as error:
+        worst = run_smoke(options.subject, options.accelerator)
+    except (PlanError, SubjectError) as error:
         print(f"plumbline: {error}", file=sys.stderr)
         return USAGE
-    except SubjectError as error:
-        place, _, name = locator.partition("::")
-        if not place.endswith(".py") or (name and f"has no subject {name!r}" in str(error)):
-            print(f"plumbline: {error}", file=sys.stderr)
-            return USAGE
-        print(f"The adapter is wrong: {printable_lines(str(error).removeprefix('--subject '))}")
-        return ADAPTER_WRONG
     if not worst:
         print(f"All of the matrix:  {shlex.join(suite_command('--subject', options.subject))}")
     return worst
-
-
-def _located(what: str) -> tuple[str, str | None]:
-    locator, python = what, None
-    if ";" in what:
-        locator, python = parse_subject(what)
-    place = locator.partition("::")[0]
-    if place.endswith(".py") and not Path(place).is_file():
-        raise PlanError(
-            f"there is no file {place}; `{command('plumbline', 'new-subject', place)}` writes one to begin with"
-        )
-    return locator, python
-
-
-def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = math.inf) -> list[Cell]:
-    """Return a cell for each backend and for each precision that is declared, the plainest first.
-
-    Of ``present`` CUDA devices several ranks may share one, and the replicas of one rank may not: a backend that has
-    more of these is left out.
-    """
-    most = declared.get("conduct", {}).get("max_nodes", math.inf)
-    backends = [one for one in smoke_order() if one.name in declared["backends"] and one.smallest.num_nodes <= most]
-    if accelerator == "cuda":
-        backends = [one for one in backends if one.devices_per_process(one.smallest) <= present]
-    precisions = sorted(declared["precisions"][accelerator], key=_plainest_first)
-    pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
-    pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
-    return [
-        Cell(declared["name"], "mlp", backend.name, backend.smallest, precision, accelerator)
-        for backend, precision in pairs
-    ]
-
-
-def _plainest_first(name: str) -> tuple[bool, bool, bool]:
-    """Return what sorts precisions: float32, then other formats without autocast, then those without a scaler."""
-    precision = PRECISIONS[name]
-    return precision.scaled, precision.autocast is not None, precision.storage != "float32"
-
-
-def _refuse_too_few_devices(
-    subjects: Sequence[Mapping[str, Any]], cells: Mapping[str, list[Cell]], accelerator: str, present: int
-) -> None:
-    for declared in subjects:
-        if not cells[declared["name"]] and cells_of(declared, accelerator):
-            raise PlanError(
-                f"the replicas of {declared['name']} need a CUDA device each, and {present} are here: "
-                "take --accelerator cpu, which simulates them"
-            )
-
-
-def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int:
-    """Try the cells until one is wrong, say what there is to say, and return whose mistake it is.
-
-    ``limit`` is in seconds, for one cell.
-    """
-    from harness.engine.adapter_diagnosis import diagnose, refused
-
-    if not cells:
-        print("The adapter is wrong: @subject(...) declares no backend, no precision, or too few nodes for them.")
-        return ADAPTER_WRONG
-    tried: list[Cell] = []
-    for cell in cells:
-        folder = Path(tempfile.mkdtemp(prefix="plumbline-smoke-"))
-        evidence = _evidence(pool, cell, folder, limit)
-        verdict = diagnose(evidence)
-        if tried:
-            verdict = refused(verdict, evidence, tried[0])
-        if verdict.code or not tried:
-            _say(cell, verdict)
-        if verdict.code:
-            _say_why(evidence, folder)
-            return verdict.code
-        shutil.rmtree(folder, ignore_errors=True)
-        tried.append(cell)
-    if len(tried) > 1:
-        others = ", ".join(f"{cell.backend} {cell.topology} {cell.precision}" for cell in tried[1:])
-        print(f"  Right as well: {others}.")
-    return 0
-
-
-def _evidence(pool: Pool, cell: Cell, folder: Path, limit: float) -> SmokeEvidence:
-    from harness.engine.adapter_diagnosis import SmokeEvidence
-    from harness.judge.judge import judge
-    from harness.launch.cell_launch import behavior_of
-    from harness.workloads import find
-
-    workload = find(cell.workload, cell.seed)
-    trace = _trained(pool, cell, folder, limit)
-    initial = dict(workload.model().state_dict())
-    calls = None
-    if trace.is_whole and not any(rank.steps for rank in trace.ranks):
-        calls = _calls(pool, cell, folder, limit)
-    return SmokeEvidence(cell, trace, judge(trace, workload, cell, behavior_of(pool, cell)), initial, calls)
-
-
-def _trained(pool: Pool, cell: Cell, folder: Path, limit: float) -> Trace:
-    import torch
-
-    from harness.launch.cell_launch import launch
-    from harness.launch.settings import Settings
-
-    oversubscribe = cell.accelerator == "cuda" and torch.cuda.device_count() < cell.topology.devices
-    return launch(pool, cell, folder, Settings(limit, oversubscribe))
-
-
-def _calls(pool: Pool, cell: Cell, folder: Path, limit: float) -> int:
-    """Return how often a model is called, where no step shows it: BatchNorm counts that, in a cell of its own."""
-    counting = replace(cell, workload="cnn-batchnorm")
-    trace = _trained(pool, counting, folder / counting.workload, limit)
-    counts = [rank.final_buffers.get("features.1.num_batches_tracked") for rank in trace.ranks]
-    return sum(int(count) for count in counts if count is not None)
-
-
-def _say(cell: Cell, verdict: AdapterVerdict) -> None:
-    devices = "simulated" if cell.accelerator == "cpu" else "CUDA"
-    place = f"{cell.backend} on {cell.topology} {devices} devices"
-    print(f"{cell.subject}: {cell.workload}, {place}, precision {cell.precision}")
-    for sentence in verdict.sentences:
-        print(f"  {printable(sentence)}")
-
-
-def _say_why(evidence: SmokeEvidence, folder: Path) -> None:
-    """Show the first lines of what a rank raised, or of where it hung, and say where its log is."""
-    broken = next((finding for finding in evidence.findings if finding.check == "launch"), None)
-    log = folder / f"rank-{broken.rank if broken and broken.rank is not None else 0}.log"
-    if broken and log.exists():
-        for line in excerpt(log.read_text(errors="replace")):
-            print(f"    {' ' * (len(line) - len(line.lstrip()))}{printable(line)}")
-    print(f"  log: {log}")
-
-
-def excerpt(log: str) -> list[str]:
-    """Return the first lines of the first traceback in a rank's log, without the harness's own frame.
-
-    Without a traceback it is the first lines: of a rank that hung, the stack, most recent call first.
-    """
-    lines = log.partition("Traceback (most recent call last):\n")[2].splitlines()
-    frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
-    if len(frames) > 1:
-        del lines[: frames[1]]
-    shown = [line.rstrip() for line in lines or log.splitlines() if set(line) - set(" ^~")]
-    return shown[:EXCERPT_LINES] + (["…"] if len(shown) > EXCERPT_LINES else [])

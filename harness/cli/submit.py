@@ -13,36 +13,34 @@ from harness.core.invocation import command
 
 
 def add_to(commands: Any) -> None:
-    """Say how the command is called."""
-    told = "run the matrix on a SLURM cluster, as one job array"
+    """Declare the command's arguments."""
     parser = commands.add_parser(
         "submit",
-        help=told,
         description="Run `plumbline run ARGUMENTS --launcher slurm` on a SLURM cluster, split over a job array; wait, "
-        "send again what a preempted or failed task left undone, and make one run of all parts. The environment, the "
-        "checkout if there is one, and the report directory must lie where every node sees them.",
+        "resubmit what a preempted or failed task left undone, and merge all parts into one run. The environment, the "
+        "checkout if there is one, and the report directory must be on a file system that every node mounts.",
     )
     add = parser.add_argument
     add("--nodes", type=int, metavar="N", help="nodes of each job")
     add("--gpus", type=int, metavar="N", help="devices of each node")
     add("--array", type=int, default=1, metavar="N", help="tasks that share the cells (default: 1)")
     add("--partition", metavar="NAME", help="the partition to run in")
-    add("--time", metavar="LIMIT", help="time limit of each task, as SLURM has it, for example 02:00:00")
+    add("--time", metavar="LIMIT", help="time limit of each task in SLURM's format, for example 02:00:00")
     add("--module", action="append", default=[], metavar="NAME", help="a module to load (repeatable)")
     add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable to set (repeatable)")
     add("--slurm", action="append", default=[], metavar="NAME=VALUE", help="any other option of sbatch (repeatable)")
-    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu asks SLURM for no gpus")
+    add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu requests no gpus from SLURM")
     add("--report-dir", type=Path, metavar="DIR", help="where the run is written (default: reports/)")
-    add("--dry-run", action="store_true", help="show the batch script and the cells, and send nothing")
-    add("--attach", type=Path, metavar="RUN", help="go on with a run that was submitted, for example reports/latest")
-    add("arguments", nargs="*", metavar="-- ARGUMENTS", help="as for plumbline run, or pytest's, with a path")
+    add("--dry-run", action="store_true", help="print the batch script and the cells, and submit nothing")
+    add("--attach", type=Path, metavar="RUN", help="resume a run that was submitted, for example reports/latest")
+    add("arguments", nargs="*", metavar="-- ARGUMENTS", help="as for plumbline run, or for pytest with a path")
     parser.set_defaults(do=submit)
 
 
 def submit(options: argparse.Namespace) -> int:
-    """Submit a run, or go on with one, and wait for its end; its exit code is pytest's."""
-    from harness.report.terminal.summary import support_for_terminal
-    from harness.report.write import write_report
+    """Submit a run, or resume one, and wait for its end; the exit code is pytest's."""
+    from harness.report.formats import write_report
+    from harness.report.terminal.end_of_run import support_for_terminal
     from harness.slurm.follow import Follower
     from harness.slurm.submission import Submission
     from harness.slurm.submit_request import SubmitRequest, prepare
@@ -75,7 +73,7 @@ def submit(options: argparse.Namespace) -> int:
             return 0
         submission.save()
     later = command("plumbline", "submit", "--attach", str(submission.run))
-    print(f"{submission.run}: to go on with it later, {later}")
+    print(f"{submission.run}: to resume it later, {later}")
     run = Follower(submission, lambda line: print(line, flush=True)).follow()
     if run is None:
         return TROUBLE

@@ -29,7 +29,7 @@ from harness.planning.declaration import Declaration
 from harness.planning.plan import Matrix, check_devices, plan
 from harness.planning.topologies import DEFAULT_GPUS
 from harness.report.comparison.comparison import IN_TURNS
-from harness.report.write import write_report
+from harness.report.formats import write_report
 from harness.results.header_footer import Footer, Header
 from harness.results.records import PERFORMANCE as CHECK
 from harness.results.records import Measurement, Result

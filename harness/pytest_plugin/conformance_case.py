@@ -16,8 +16,7 @@ from harness.planning.expectations import expected
 from harness.planning.plan import Planned
 from harness.pytest_plugin.session import Session
 from harness.pytest_plugin.xdist_transport import attach_outcome, attach_payload
-from harness.report.tables.failures import as_consequence, is_wrong
-from harness.report.tables.parameters import parameter_table
+from harness.report.tables.failures import as_consequence, is_wrong, parameter_table
 from harness.results.records import KNOWN, Measurement, Result, ending
 
 

@@ -19,7 +19,7 @@ from harness.machine.fingerprint import take_fingerprint
 from harness.planning.options import Options
 from harness.pytest_plugin.resumed_run import check_unchanged, find_resumed_run
 from harness.pytest_plugin.xdist_transport import payload_of
-from harness.report.write import write_report
+from harness.report.formats import write_report
 from harness.results.errors import ResultsError
 from harness.results.header_footer import Footer, Header
 from harness.results.records import Coordinates, Measurement, PlannedCell, Result

@@ -8,9 +8,8 @@ from functools import partial
 from typing import Any
 
 from harness.pytest_plugin.run_recording import RunRecording
-from harness.report.tables.undeclared import undeclared_in_words
-from harness.report.terminal.speed import speed_for_terminal
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.tables.cells import undeclared_in_words
+from harness.report.terminal.end_of_run import speed_for_terminal, support_for_terminal
 from harness.results.records import Result
 from harness.results.run import read_run
 

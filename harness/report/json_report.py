@@ -1,4 +1,4 @@
-"""A run's report for programs: one JSON object with what the pages say, and no markup."""
+"""A run's report for programs: one JSON object with what the pages show, without markup."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from harness.report.tables.cells import cell_table
+from harness.report.formats import ReportFormat
+from harness.report.tables.cells import cell_table, outcome_counts
 from harness.report.tables.claims import claims
-from harness.report.tables.failures import failures, what_it_says
-from harness.report.tables.headline import verdict_of
-from harness.report.tables.metrics import metrics_table
-from harness.report.tables.run_facts import comparability, facts
-from harness.report.tables.subject_causes import subject_causes
-from harness.report.tables.summary import outcome_counts
+from harness.report.tables.failures import failures, message_of, subject_causes
+from harness.report.tables.measured import metrics_table
+from harness.report.tables.run_summary import comparability, facts, verdict_of
 from harness.report.tables.support import support_table
 from harness.results.run import Run
 
 
 def as_json(run: Run) -> str:
-    """Return the object in ASCII; a missing number is null, an infinite one the string ``inf``."""
+    """Return the object in ASCII, with a final line break; NaN is null, an infinite number the string ``inf``."""
     cells = cell_table(run)
-    told = {
+    content = {
         "run": facts(run),
         "simulated": run.header.simulated,
         "incomplete": run.incomplete,
@@ -48,7 +46,7 @@ def as_json(run: Run) -> str:
                 "cause": group.title,
                 "family": group.family,
                 "cells": [finding.cell for finding in group.findings],
-                "message": what_it_says(group.findings[0]),
+                "message": message_of(group.findings[0]),
                 "reproduce": group.findings[0].reproduce,
             }
             for group in failures(run)
@@ -57,7 +55,7 @@ def as_json(run: Run) -> str:
         "claims": [asdict(claim) for claim in claims(run)],
         "comparability": comparability(run.header.fingerprint),
     }
-    return json.dumps(_plain(told), allow_nan=False)
+    return f"{json.dumps(_plain(content), allow_nan=False)}\n"
 
 
 def _plain(value: Any) -> Any:
@@ -68,3 +66,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else str(value)
     return value if isinstance(value, str | int | float | bool | None) else None
+
+
+FORMAT = ReportFormat("for programs, everything that the pages show", as_json)

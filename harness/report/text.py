@@ -1,10 +1,11 @@
-"""Text and numbers for people. What comes from a run is somebody else's text and never acts as markup."""
+"""Text and numbers as people read them. Text from a run is untrusted and never acts as markup."""
 
 from __future__ import annotations
 
 import math
 import re
 import unicodedata
+from typing import Final
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
 # Controls, invisible formatting (which can turn the direction of text) and what UTF-8 cannot write.
@@ -15,14 +16,30 @@ _AS_ESCAPE = {sign: f"\\{sign}" for sign in "*_~$[]#"}
 _MARKDOWN = str.maketrans(_AS_ENTITY | _AS_ESCAPE)
 
 
+_SIZES: Final = {
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")),
+    "bytes": (
+        *((1024.0**power, f"{prefix}B") for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki"))),
+        (1, "B"),
+    ),
+    "share": ((0.01, "%"),),
+    "ratio": ((1.0, "×"),),
+    "count": ((1.0, ""),),
+}
+"""Units that are shown with a prefix or a sign: size and name, the largest first."""
+
+LARGEST: Final = 1e15
+"""A number beyond this is written with an exponent."""
+
+
 def printable(text: str) -> str:
-    """Return the text on one line, without anything that a terminal would obey."""
+    """Return the text on one line, without terminal control sequences."""
     line = " ".join(_TERMINAL_SEQUENCE.sub("", text).split())
     return "".join(sign for sign in line if unicodedata.category(sign) not in _UNPRINTABLE)
 
 
 def printable_lines(text: str) -> str:
-    """Return the text on its lines, tabs as blanks, without anything that a terminal would obey."""
+    """Return the text on its lines, tabs as spaces, without terminal control sequences."""
     if text.isprintable():
         return text
     lines = _TERMINAL_SEQUENCE.sub("", text).expandtabs(4).splitlines()
@@ -55,7 +72,7 @@ def markdown_table_code(text: str) -> str:
 
 
 def compact(number: float) -> str:
-    """Return a number in few signs: ``0.8``, ``57``, ``2e6``, ``inf``; nothing for a missing one (NaN)."""
+    """Return a number in few characters: ``0.8``, ``57``, ``2e6``, ``inf``; nothing for a missing one (NaN)."""
     if math.isnan(number):
         return ""
     if math.isinf(number):
@@ -70,3 +87,47 @@ def compact(number: float) -> str:
         return f"{number:.2g}"
     mantissa, exponent = f"{number:.0e}".split("e")
     return f"{mantissa}e{int(exponent)}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return for example ``1 cell``, ``3 cells``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def in_words(value: float, unit: str) -> str:
+    """Return a figure with its unit, in three digits: ``12.3 ms``, ``1.5 GiB``, ``87 %``, ``12,300 samples/s``."""
+    size, name = unit_size(value, unit)
+    return with_unit(digits(value / size), name)
+
+
+def between(low: float, high: float, unit: str) -> str:
+    """Return two bounds with their unit: ``12.1–12.5 ms``."""
+    size, name = unit_size(max(low, high, key=abs), unit)
+    return with_unit(f"{digits(low / size)}–{digits(high / size)}", name)
+
+
+def names_itself(unit: str) -> bool:
+    """Return whether the unit's name depends on the size of the figure (ms or s), so that each figure shows it."""
+    return unit in _SIZES
+
+
+def unit_size(value: float, unit: str) -> tuple[float, str]:
+    """Return by what to divide ``value`` for showing it, and the name of that unit."""
+    sizes = _SIZES.get(unit, ((1.0, unit),))
+    return next((pair for pair in sizes if abs(value or 1.0) >= pair[0]), sizes[-1])
+
+
+def with_unit(number: str, name: str) -> str:
+    """Return a number with the name of its unit."""
+    return f"× {number}" if name == "×" else f"{number} {name}".rstrip()
+
+
+def digits(value: float) -> str:
+    """Return a number with three significant digits and thousands separators; nothing for a missing one."""
+    if not math.isfinite(value) or abs(value) >= LARGEST or 0 < abs(value) < 1e-3:
+        return compact(value)
+    if value == 0:
+        return "0"
+    places = max(0, 2 - math.floor(math.log10(abs(value))))
+    rounded = round(value, 2 - math.floor(math.log10(abs(value))))
+    return f"{rounded:,.{places}f}"

@@ -15,7 +15,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.machine.fingerprint import Fingerprint
-from harness.report.find_cell import NoSuchCell, cell_called
+from harness.report.terminal.one_cell import NoSuchCell, cell_called
 from harness.results.header_footer import Footer, Header
 from harness.results.records import Measurement, PlannedCell, Result
 from harness.results.run_writer import RunWriter

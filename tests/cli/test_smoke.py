@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.cli.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn
+from harness.engine.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn
 
 ADAPTERS = Path(__file__).parent / "adapters.py"
 

@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from harness.cli.main import main
-from harness.cli.subjects import Shipped, shipped, show
+from harness.cli.subjects import show
 from harness.subjects.load import load
+from harness.subjects.shipped import Shipped, shipped
 from harness.subjects.short_names import SHORT_NAMES
 from harness.subjects.virtual_environments import (
     LIBRARIES,

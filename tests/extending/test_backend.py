@@ -8,10 +8,10 @@ import sys
 
 import pandas as pd
 
-from harness.cli.smoke import cells_of
 from harness.core.accelerator import ACCELERATORS
 from harness.core.invocation import suites
 from harness.core.outcome import Outcome, worst
+from harness.engine.smoke import cells_of
 from harness.planning.declaration import Declaration
 from harness.planning.plan import Matrix, plan
 from harness.report.tables.support import mark_columns

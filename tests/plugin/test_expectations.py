@@ -47,7 +47,7 @@ def test_what_is_known_to_fail_is_shown_as_known_and_is_no_failure(doubled):
     assert {one["expected"] is None for check, one in of_ddp.items() if one["outcome"] != "failed"} == {True}
     assert (run.footer["known"], run.footer["cells"]) == (1, {"passed": 1})
     assert run.traces == ["doubled-mlp-ddp-1x2-32"], "evidence of what failed is kept, known or not"
-    assert "What is known" in run.table
+    assert "Expected failures" in run.table
 
 
 def test_the_known_is_judged_again_as_it_was(doubled, capsys):

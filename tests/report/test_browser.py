@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from harness.core.cell import Cell
-from harness.report.write import write_report
+from harness.report.formats import write_report
 from harness.results.header_footer import Footer
 from harness.results.run import Run
 from harness.results.run_writer import RunWriter

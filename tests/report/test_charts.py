@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
+from harness.report.html.axis import Axis, positions
 from harness.report.html.charts import STYLES, curve_charts, distribution_chart, memory_chart
-from harness.report.html.scales import Scale, between, digits, in_words, positions
-from harness.report.tables.figures import Conformance, Measured
+from harness.report.tables.measured import Conformance, Measured
+from harness.report.text import between, digits, in_words
 from harness.results.records import Measurement, PlannedCell
 
 Measure = Callable[..., Measurement]
@@ -61,7 +62,7 @@ def test_digits_are_within_half_a_hundredth(value: float) -> None:
 
 @given(st.lists(finite, min_size=1, max_size=5), units)
 def test_an_axis_holds_its_values(values: list[float], unit: str) -> None:
-    scale = Scale.over(values, unit)
+    scale = Axis.over(values, unit)
     assert all(0 <= scale.at(value) <= 100 for value in values)
     assert scale.at(0.0) == 0
     ticks = scale.ticks()

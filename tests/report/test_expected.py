@@ -10,9 +10,9 @@ import pytest
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.markdown.support import support_page
+from harness.report.markdown.support_page import support_page
 from harness.report.tables.support import MARKS, mark_columns, support_table
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.terminal.end_of_run import support_for_terminal
 from harness.results.header_footer import Footer
 from harness.results.records import Expected
 from harness.results.run import Run
@@ -78,13 +78,13 @@ def test_every_cell_is_counted_once(build_run: BuildRun) -> None:
 
 def test_the_legend_of_what_nobody_expects_is_left_out(realistic_run: Run) -> None:
     assert "K known" not in support_for_terminal(realistic_run)
-    assert "What is known" not in support_page(realistic_run, support_table(realistic_run))
+    assert "Expected failures" not in support_page(realistic_run)
 
 
 def test_the_page_tells_the_known_from_what_went_wrong(build_run: BuildRun) -> None:
     run = expecting(build_run, [KNOWN_CELL, UNEXPECTED, ([FAILED, FAILED], [0])])
-    page = support_page(run, support_table(run))
-    wrong, _, known = page.partition("## What is known")
+    page = support_page(run)
+    wrong, _, known = page.partition("## Expected failures")
     wrong = wrong.partition("## What went wrong")[2]
     assert "w0" not in wrong
     assert wrong.count("**unexpected pass**") == 1
@@ -97,4 +97,4 @@ def test_the_page_tells_the_known_from_what_went_wrong(build_run: BuildRun) -> N
 
 def test_where_only_the_known_failed_the_page_says_so(build_run: BuildRun) -> None:
     run = expecting(build_run, [KNOWN_CELL])
-    assert "but what was expected to." in support_page(run, support_table(run))
+    assert "except where a failure was expected." in support_page(run)

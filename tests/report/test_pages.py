@@ -10,9 +10,9 @@ from rich.cells import cell_len
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.report.markdown.support import MOST_FINDINGS, support_page
+from harness.report.markdown.support_page import MOST_FINDINGS, support_page
 from harness.report.tables.support import support_table
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.terminal.end_of_run import support_for_terminal
 from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
@@ -21,7 +21,7 @@ HOSTILE = "evil|\\|`<script>alert(1)</script>\n\n# title [link](http://x) \x1b[3
 
 
 def page_of(run: Run) -> str:
-    return support_page(run, support_table(run))
+    return support_page(run)
 
 
 def hostile_run(build_run: BuildRun) -> Run:

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.report.tables.parameters import MOST_ROWS, parameter_table
+from harness.report.tables.failures import MOST_ROWS, parameter_table
 
 names = st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5).map(".".join)
 errors = st.floats(min_value=0) | st.just(math.nan)
@@ -14,7 +14,7 @@ errors = st.floats(min_value=0) | st.just(math.nan)
 def test_a_line_for_each_parameter_and_a_mark_where_it_is_wrong():
     table = parameter_table([("first.weight", 0.8), ("last.weight", 2e6), ("last.bias", math.nan)], 9.5)
     assert table == [
-        "  parameter     × noise, right up to 9.5",
+        "  parameter     × noise (at most 9.5 allowed)",
         "  first.weight      0.8",
         "  last.weight       2e6  wrong",
         "  last.bias         inf  wrong",

@@ -12,10 +12,9 @@ from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.report.html.page import report_page
-from harness.report.markdown.support import support_page
-from harness.report.tables.side_by_side import ROW_COLUMNS, side_by_side
-from harness.report.tables.support import support_table
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.markdown.support_page import support_page
+from harness.report.tables.support import ROW_COLUMNS, side_by_side
+from harness.report.terminal.end_of_run import support_for_terminal
 from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
@@ -95,7 +94,7 @@ def test_nine_trainers_fit_a_terminal(build_run: BuildRun) -> None:
     assert shown.count("Y 30/30") == 4 * len(TRAINERS) - 2
 
 
-@pytest.mark.parametrize("kind", [report_page, lambda run: support_page(run, support_table(run))])
+@pytest.mark.parametrize("kind", [report_page, lambda run: support_page(run)])
 def test_the_pages_have_it_too(build_run: BuildRun, kind: Callable[[Run], str]) -> None:
     page = kind(everybody(build_run))
     assert page.count("30/30") >= 4 * len(TRAINERS) - 2

@@ -11,10 +11,9 @@ from harness.core.topology import Topology
 from harness.report.html.page import report_page
 from harness.report.json_report import as_json
 from harness.report.markdown.one_screen import one_screen
-from harness.report.markdown.support import support_page
-from harness.report.tables.subject_causes import subject_causes
-from harness.report.tables.support import support_table
-from harness.report.terminal.summary import support_for_terminal
+from harness.report.markdown.support_page import support_page
+from harness.report.tables.failures import subject_causes
+from harness.report.terminal.end_of_run import support_for_terminal
 from harness.results.header_footer import Footer, Header
 from harness.results.records import Result
 from harness.results.run import Run
@@ -63,7 +62,7 @@ def test_a_cell_where_it_would_have_to_show_contradicts_it(run_of):
     other = cell(gpus=4)
     (summary,) = subject_causes(run_of({**cells, other: [wrong(("another-loss", "loss-normalisation", ""))]}))
     assert summary.contradicting == ((other.id, "another-loss"),)
-    assert "either name alone may be wrong" in summary.sentences[-1]
+    assert "one of the two names may be wrong" in summary.sentences[-1]
 
 
 def test_unexplained_cells_are_no_cause(run_of):
@@ -86,7 +85,7 @@ def test_every_page_has_it_and_shows_consequences_after_their_root(run_of):
     later = wrong(("unexplained", None, "rank 1 holds other weights"), "ranks-agree", consequence_of="gradients")
     run = run_of({cell(gpus=gpus): [later, wrong()] for gpus in (2, 3)})
     pages = [
-        support_for_terminal(run, 160), one_screen(run), support_page(run, support_table(run)), report_page(run),
+        support_for_terminal(run, 160), one_screen(run), support_page(run), report_page(run),
         as_json(run),
     ]  # fmt: skip
     for page in pages:

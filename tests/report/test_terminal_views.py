@@ -13,8 +13,8 @@ from rich.cells import cell_len
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
+from harness.report.terminal.end_of_run import MOST_ROWS, speed_for_terminal
 from harness.report.terminal.one_cell import one_cell
-from harness.report.terminal.speed import MOST_ROWS, speed_for_terminal
 from harness.results.records import Expected, Measurement
 from harness.results.run import Run, read_run
 
@@ -107,7 +107,7 @@ def test_what_was_expected_is_told(build_run: BuildRun) -> None:
 
 def test_a_cell_without_an_answer_says_so(build_run: BuildRun) -> None:
     cell = Cell("reference", "mlp", "ddp", Topology(1, 2), "32", "cpu")
-    assert "no answer in this run" in one_cell(build_run({cell: []}, finished=False), cell.id)
+    assert "no result in this run" in one_cell(build_run({cell: []}, finished=False), cell.id)
 
 
 @pytest.mark.parametrize("width", [60, 100])

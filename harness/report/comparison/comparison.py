@@ -1,32 +1,39 @@
-"""The whole of a comparison: two runs, or the cells of one, aligned, weighed, and what must be said beside it."""
+"""A whole comparison, of two runs or of the cells of one run; and what a CI job may fail on."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from harness.report.comparison.align import Alignment, between, within
-from harness.report.comparison.changes import Kind, Verdict
-from harness.report.comparison.comparable import Difference, machines_differ, software_differs
-from harness.report.comparison.figures import FigureChange, weigh
-from harness.report.comparison.outcomes import OutcomeChange, changes, is_answered
-from harness.report.comparison.scale import LEAST_EFFECT
+from harness.report.comparison.alignment import (
+    Alignment,
+    Difference,
+    align_runs,
+    align_within,
+    machines_differ,
+    software_differs,
+)
+from harness.report.comparison.figure_changes import FigureChange, FigureVerdict, figure_changes
+from harness.report.comparison.outcomes import OutcomeChange, OutcomeKind, is_answered, outcome_changes
+from harness.report.comparison.significance import MINIMUM_EFFECT
+from harness.report.tables.run_summary import NOT_ABOUT_GPUS
 from harness.report.text import compact
 from harness.results.run import Run
 
 IN_TURNS: Final = "in_turns"
-"""The option in a run's header that says with what it was measured in turns: equal words, equal rounds."""
+"""The option in a run's header that two interleaved runs share: an equal value means that their rounds are pairs."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed from A to B, both lists worst first.
+    """What changed from A to B; ``outcomes`` and ``figures`` are sorted worst first.
 
     ``runs`` are the ids of two runs, or of the one whose cells that differ in ``by`` are compared. ``turns``: the
-    launches of both sides alternated. ``as_before``: how many cells end as they did. ``machine`` makes figures
-    incomparable, ``software`` does not. ``incomplete`` says which run is not whole, in sentences.
+    launches of both sides alternated. ``as_before``: the number of cells with the same outcome. Differences of
+    ``machine`` make figures incomparable, those of ``software`` do not. ``incomplete`` has a sentence for each
+    incomplete run.
     """
 
     runs: tuple[str, ...]
@@ -41,24 +48,24 @@ class Comparison:
     incomplete: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def kinds(self) -> Counter[Kind]:
-        """Return how many cells changed how."""
+    def kinds(self) -> Counter[OutcomeKind]:
+        """Return the number of cells of each kind of change."""
         return Counter(change.kind for change in self.outcomes)
 
-    def verdicts(self) -> Counter[Verdict]:
-        """Return how many figures have which verdict."""
+    def verdicts(self) -> Counter[FigureVerdict]:
+        """Return the number of figures with each verdict."""
         return Counter(change.verdict for change in self.figures)
 
 
-def compare_runs(a: Run, b: Run, effect: float = LEAST_EFFECT) -> Comparison:
-    """Hold run B against run A.
+def compare_runs(a: Run, b: Run, effect: float = MINIMUM_EFFECT) -> Comparison:
+    """Compare run B with run A.
 
     Raises:
-        NotAligned: it cannot be told what is to be compared with what.
+        NotAligned: no cell of one run corresponds to a cell of the other.
     """
     token = a.header.options.get(IN_TURNS)
     return _comparison(
-        between(a, b),
+        align_runs(a, b),
         (a, b),
         turns=token is not None and token == b.header.options.get(IN_TURNS),
         effect=effect,
@@ -67,14 +74,14 @@ def compare_runs(a: Run, b: Run, effect: float = LEAST_EFFECT) -> Comparison:
     )
 
 
-def compare_within(run: Run, by: str, effect: float = LEAST_EFFECT) -> Comparison:
-    """Hold the cells of a run that differ in ``by`` alone against the first of them.
+def compare_within(run: Run, by: str, effect: float = MINIMUM_EFFECT) -> Comparison:
+    """Compare cells of a run that differ only in ``by`` with the first of them.
 
     Raises:
-        NotAligned: no two cells do.
+        NotAligned: no two cells differ only in that.
     """
     turns = run.header.options.get(IN_TURNS) is not None
-    return _comparison(within(run, by), (run,), by=by, turns=turns, effect=effect)
+    return _comparison(align_within(run, by), (run,), by=by, turns=turns, effect=effect)
 
 
 def _comparison(
@@ -88,10 +95,10 @@ def _comparison(
     software: tuple[Difference, ...] = (),
 ) -> Comparison:
     pairs = aligned.pairs
-    outcomes = changes(pairs)
+    outcomes = outcome_changes(pairs)
     changed = {(change.cell, change.versus) for change in outcomes}
     answered = [pair for pair in pairs if is_answered(pair.a) and is_answered(pair.b)]
-    figures = weigh(pairs, turns=turns, effect=effect, comparable=not machine)
+    figures = figure_changes(pairs, turns=turns, effect=effect, comparable=not machine)
     return Comparison(
         runs=tuple(run.header.run_id for run in runs),
         by=by,
@@ -111,11 +118,11 @@ def _incomplete(runs: Iterable[Run]) -> Iterable[str]:
     for run in runs:
         reasons = []
         if run.footer is None:
-            reasons.append("has no footer (it ended before its time, or is still going on)")
+            reasons.append("has no footer (it stopped early, or is still running)")
         if run.torn:
-            reasons.append("has a last record that was cut off")
+            reasons.append("has a truncated last record")
         if run.missing:
-            reasons.append(f"has no answer for {len(run.missing)} of {len(run.header.planned)} cells")
+            reasons.append(f"has no result for {len(run.missing)} of {len(run.header.planned)} cells")
         if reasons:
             yield f"Run {run.header.run_id} {' and '.join(reasons)}."
 
@@ -124,11 +131,50 @@ def _notes(runs: tuple[Run, ...], figures: tuple[FigureChange, ...], *, turns: b
     if not figures:
         return
     if turns:
-        yield "A and B were launched in turns: each round is a pair, and drift of the machine is in both."
+        yield "Launches of A and B were interleaved: each round is a pair, so drift of the machine affects both sides."
     else:
         yield (
-            "A and B were launched apart: drift of the machine between them is in no sample. So a change counts only "
-            f"if its interval lies wholly beyond ±{compact(100 * effect)} %; --interleave measures both in turns."
+            "A and B were measured at different times, and the machine may have drifted in between. So a change counts "
+            f"only if its interval lies wholly beyond ±{compact(100 * effect)} %; --interleave avoids this."
         )
     if any(run.header.simulated for run in runs):
-        yield "Devices are simulated: the figures are those of this CPU, and say nothing of GPUs."
+        yield NOT_ABOUT_GPUS
+
+
+@dataclass(frozen=True)
+class FailureGate:
+    """A reason to end with exit code ``code``: ``description`` says what ``catches`` finds."""
+
+    code: int
+    description: str
+    catches: Callable[[Comparison], bool]
+
+
+GATES: Final[Mapping[str, FailureGate]] = {
+    "outcome": FailureGate(
+        1,
+        "a cell has a worse outcome",
+        lambda found: any(change.worse and change.kind is not OutcomeKind.LOST for change in found.outcomes),
+    ),
+    "regression": FailureGate(3, "a figure is worse", lambda found: found.verdicts()[FigureVerdict.WORSE] > 0),
+    "incomplete": FailureGate(
+        5,
+        "a run is incomplete, or cells or figures of A are not in B",
+        lambda found: bool(found.incomplete) or found.kinds()[OutcomeKind.LOST] > 0,
+    ),
+    "inconclusive": FailureGate(
+        6,
+        "a figure has no verdict, or is not comparable",
+        lambda found: any(
+            found.verdicts()[verdict] for verdict in (FigureVerdict.INCONCLUSIVE, FigureVerdict.NOT_COMPARABLE)
+        ),
+    ),
+}
+"""The first that catches something sets the exit code. 2 and 4 are those of ``harness.core.exit_codes``."""
+
+DEFAULT_GATES: Final = ("outcome", "regression", "incomplete")
+
+
+def failing_gates(comparison: Comparison, gates: Collection[str]) -> list[str]:
+    """Return which of the ``gates`` catch something, in the order of ``GATES``."""
+    return [name for name, gate in GATES.items() if name in gates and gate.catches(comparison)]

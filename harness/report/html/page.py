@@ -10,41 +10,36 @@ from typing import Any, Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from harness.report.formats import ReportFormat
 from harness.report.html.charts import (
     MEMORY_PARTS,
     BarChart,
     CurveChart,
-    configuration_of,
     curve_charts,
     distribution_chart,
     memory_chart,
 )
-from harness.report.html.scales import between, digits, in_words, names_itself
+from harness.report.tables import failures as finding_texts
+from harness.report.tables import run_summary
 from harness.report.tables.cells import cell_table
 from harness.report.tables.claims import claims
-from harness.report.tables.failures import as_consequence, failures, known_failures, outcome_in_words, what_it_says
-from harness.report.tables.figures import Measured, measured_cells
+from harness.report.tables.failures import failures, known_failures, nothing_went_wrong, parameter_rows, subject_causes
 from harness.report.tables.grid import GridCell, grids
-from harness.report.tables.headline import verdict_of
-from harness.report.tables.parameters import parameter_rows
-from harness.report.tables.run_facts import backend_in_words, comparability, facts, record, seed_in_words
-from harness.report.tables.side_by_side import ROW_COLUMNS, side_by_side
-from harness.report.tables.subject_causes import subject_causes
-from harness.report.tables.summary import SIMULATED, computed_by, notes, what_is_missing
-from harness.report.tables.support import IN_A_WORD, MARKS
-from harness.report.text import compact, printable_lines, shortened
+from harness.report.tables.measured import Measured, has_several_subjects, measured_cells
+from harness.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side
+from harness.report.text import between, compact, counted, digits, in_words, names_itself, printable_lines, shortened
 from harness.results.logs import log_tails
 from harness.results.run import Run
 
 SIGNS: Final = {"Y": "✓", "C": "≈", "K": "K", "N": "✗", "X": "!", "?": "?", "-": "–"}
-"""What stands for each of ``MARKS`` where there is colour besides."""
+"""The sign of each of ``MARKS`` on a page with colours."""
 
 _KIND: Final = {"Y": "good", "C": "contract", "K": "known", "N": "bad", "X": "bad", "?": "open", "-": "none"}
 MOST_GROUPS = 40
 MOST_FAILURES = 100
 MOST_PAIRS = 60
 MOST_LOG_TEXT = 400_000
-"""Characters of logs on one page; what does not fit stays in ``traces/``."""
+"""Characters of logs on one page; logs beyond that are only in ``traces/``."""
 
 _METRICS: Final = (
     "throughput",
@@ -62,12 +57,12 @@ _METRICS: Final = (
     "memory_reserved_peak",
     "memory_private_peak",
 )
-"""The order in which figures are read; others follow."""
+"""The order of the columns of figures; other metrics follow."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """One workload's charts and its table: ``units`` of its metrics, and why figures were refused, with their cells."""
+class WorkloadFigures:
+    """One workload's charts and table: ``units`` of its metrics, and the cells for each reason of a refused figure."""
 
     name: str
     curves: tuple[CurveChart, ...]
@@ -79,7 +74,7 @@ class Workload:
 
     @property
     def has_peaks(self) -> bool:
-        """Whether an allocator's peak is marked beside what fills the memory."""
+        """Whether the memory chart marks the allocator's peak."""
         return self.memory is not None and any(bar.mark is not None for bar in self.memory.bars)
 
 
@@ -89,17 +84,17 @@ def report_page(run: Run) -> str:
     subjects = grids(run)
     anchors = {cell.coordinates: cell.anchor for grid in subjects for row in grid.rows for cell in row.cells}
     measured = measured_cells(run)
-    by = computed_by(run)
+    by = run_summary.computed_by(run)
     workloads = list(_workloads(measured))
     wrong = failures(run)
     values: dict[str, Any] = {
         "run": run,
-        "verdict": verdict_of(run, cells),
-        "simulated": SIMULATED in by,
-        "devices": [name for name in by if name != SIMULATED],
-        "missing": what_is_missing(run, cells),
-        "notes": notes(run),
-        "facts": facts(run).items(),
+        "verdict": run_summary.verdict_of(run, cells),
+        "simulated": run_summary.SIMULATED in by,
+        "devices": [name for name in by if name != run_summary.SIMULATED],
+        "missing": run_summary.what_is_missing(run, cells),
+        "notes": run_summary.notes(run),
+        "facts": run_summary.facts(run).items(),
         "contents": _contents(bool(subjects), bool(subjects or wrong), bool(workloads)),
         "grids": subjects,
         "side_by_side": side_by_side(run),
@@ -107,19 +102,19 @@ def report_page(run: Run) -> str:
         "sign": SIGNS,
         "words": IN_A_WORD,
         "marks": MARKS.items(),
-        "seed": seed_in_words(run),
+        "seed": run_summary.seed_in_words(run),
         "logs_of": _Logs(run).of,
         "groups": wrong,
         "summaries": subject_causes(run),
         "known": known_failures(run),
+        "nothing_went_wrong": nothing_went_wrong(run),
         "anchor_of": lambda finding: anchors.get(finding.coordinates),
         "workloads": workloads,
-        "configuration_of": configuration_of,
-        "several_subjects": len({cell.subject for cell in measured}) > 1,
+        "several_subjects": has_several_subjects(measured),
         "memory_parts": MEMORY_PARTS.values(),
         "claims": claims(run) if workloads else (),
-        "comparability": comparability(run.header.fingerprint).items(),
-        "record": record(run).items(),
+        "comparability": run_summary.comparability(run.header.fingerprint).items(),
+        "other_facts": run_summary.other_facts(run).items(),
         "packages": run.header.fingerprint.packages.items(),
         "most_groups": MOST_GROUPS,
         "most_failures": MOST_FAILURES,
@@ -140,7 +135,7 @@ def _contents(has_grid: bool, has_wrong: bool, has_figures: bool) -> Iterator[tu
     yield "method", "Method and limits"
 
 
-def _workloads(measured: Sequence[Measured]) -> Iterator[Workload]:
+def _workloads(measured: Sequence[Measured]) -> Iterator[WorkloadFigures]:
     for name, group in groupby(measured, key=lambda cell: cell.workload):
         cells = tuple(group)
         units = {metric: figure.unit for cell in cells for metric, figure in cell.figures.items()}
@@ -149,13 +144,17 @@ def _workloads(measured: Sequence[Measured]) -> Iterator[Workload]:
         for cell in cells:
             for metric, figure in cell.figures.items():
                 if figure.value is None:
-                    refusals.setdefault((metric, figure.refusal or "it was not measured"), []).append(cell)
-        yield Workload(
+                    refusals.setdefault((metric, figure.refusal or "not measured"), []).append(cell)
+        yield WorkloadFigures(
             name,
             (
                 *curve_charts(f"Throughput, {units.get('throughput', '')}", "throughput", cells),
-                *curve_charts("Efficiency, the same work on more devices", "scaling_strong", cells, ideal=1.0),
-                *curve_charts("Efficiency, as much work for each device", "scaling_weak", cells, ideal=1.0),
+                *curve_charts(
+                    "Strong scaling efficiency: the same work on more devices", "scaling_strong", cells, ideal=1.0
+                ),
+                *curve_charts(
+                    "Weak scaling efficiency: the same work for each device", "scaling_weak", cells, ideal=1.0
+                ),
             ),
             distribution_chart(cells),
             memory_chart(cells),
@@ -166,14 +165,14 @@ def _workloads(measured: Sequence[Measured]) -> Iterator[Workload]:
 
 
 class _Logs:
-    """The ends of logs, as long as the page has room for them."""
+    """The last lines of ranks' logs, at most ``MOST_LOG_TEXT`` characters on a page."""
 
     def __init__(self, run: Run) -> None:
         self._path = run.path
         self._room = MOST_LOG_TEXT
 
     def of(self, cell: GridCell) -> list[tuple[str, str]]:
-        """Return what the ranks of a cell said last; of what passed, nothing."""
+        """Return the last lines of the logs of a cell's ranks; nothing for a cell that passed."""
         if not (cell.bad or cell.known or cell.others) or self._room <= 0:
             return []
         shown = log_tails(self._path, cell.cell)
@@ -182,12 +181,12 @@ class _Logs:
 
 
 def _is_link(text: str) -> bool:
-    """Say whether a text may become a link: what a run names is followed only to the web."""
+    """Return whether a text from a run may become a link: only addresses of the web do."""
     return text.startswith(("https://", "http://"))
 
 
 def _shown(value: object) -> object:
-    """Take from a text, before it is escaped, what a terminal or a browser would obey without showing it."""
+    """Remove control characters from a text before it is escaped."""
     return printable_lines(value) if type(value) is str else value
 
 
@@ -202,18 +201,24 @@ def _environment() -> Environment:
         finalize=_shown,
     )
     environment.filters |= {
-        "as_consequence": as_consequence,
+        "as_consequence": finding_texts.as_consequence,
         "between": between,
         "compact": compact,
+        "counted": counted,
         "digits": digits,
+        "expectation_details": finding_texts.expectation_details,
         "in_words": in_words,
         "is_link": _is_link,
+        "location": finding_texts.location,
+        "message_of": finding_texts.message_of,
         "names_itself": names_itself,
-        "outcome_in_words": outcome_in_words,
+        "outcome_in_words": finding_texts.outcome_in_words,
         "parameter_rows": lambda finding: parameter_rows(list(finding.parameters.items()), finding.limit_x_noise),
         "shortened": shortened,
-        "what_it_says": what_it_says,
     }
-    environment.globals["backend_in_words"] = backend_in_words
+    environment.globals["backend_in_words"] = run_summary.backend_in_words
     environment.globals["row_columns"] = len(ROW_COLUMNS)
     return environment
+
+
+FORMAT = ReportFormat("the whole page", report_page, {"report.html": report_page})

@@ -1,22 +1,26 @@
-"""``report.md``: a run on one screen, for the summary of a CI job: the verdict, a table, what failed, how fast."""
+"""``report.md``: a run on one screen, for the summary of a CI job: verdict, table, failures, speed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.report.html.charts import configuration_of
-from harness.report.html.scales import between, in_words
-from harness.report.tables.cells import cell_table
-from harness.report.tables.failures import Group, failures, what_it_says
-from harness.report.tables.figures import NOT_EXAMINED, Measured, measured_cells
-from harness.report.tables.grid import Grid, Row, grids
-from harness.report.tables.headline import verdict_of
-from harness.report.tables.run_facts import backend_in_words, facts
-from harness.report.tables.subject_causes import SubjectCauses, subject_causes
-from harness.report.tables.summary import SIMULATED, computed_by, counts_in_words, notes, what_is_missing
+from harness.report.formats import ReportFormat
+from harness.report.markdown.support_page import support_page
+from harness.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
+from harness.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
+from harness.report.tables.grid import Grid, GridRow, grids
+from harness.report.tables.measured import NOT_EXAMINED, Measured, has_several_subjects, measured_cells
+from harness.report.tables.run_summary import (
+    SIMULATED,
+    backend_in_words,
+    computed_by,
+    facts,
+    notes,
+    verdict_of,
+    what_is_missing,
+)
 from harness.report.tables.support import IN_A_WORD, passed_of_tried
-from harness.report.tables.undeclared import undeclared_in_words, unsupported
-from harness.report.text import compact, markdown, markdown_code, shortened
+from harness.report.text import between, compact, counted, in_words, markdown, markdown_code, shortened
 from harness.results.run import Run
 
 MOST_LINES = 40
@@ -30,10 +34,10 @@ _LONGEST_MESSAGE = 300
 
 
 def one_screen(run: Run) -> str:
-    """Return the page, of at most ``MOST_LINES`` lines. ``report.html`` has what it leaves out."""
+    """Return the page, of at most ``MOST_LINES`` lines. What it leaves out is in ``report.html``."""
     cells = cell_table(run)
     verdict = verdict_of(run, cells)
-    told = facts(run)
+    found = facts(run)
     lines = [f"# {markdown(verdict.sentence)}", ""]
     lines += [f"{markdown(verdict.detail)}  "] if verdict.detail else []
     lines += [f"**{markdown(missing)}**  "] if (missing := what_is_missing(run, cells)) else []
@@ -42,7 +46,7 @@ def one_screen(run: Run) -> str:
     lines.append(f"{markdown(counts_in_words(cells['outcome']))}. Devices: {markdown(', '.join(by) or 'none')}.  ")
     if undeclared := unsupported(run, cells):
         lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
-    lines.append(f"Run {markdown_code(told['run'])}: {markdown_code(shortened(told.get('command', ''), 200))}")
+    lines.append(f"Run {markdown_code(found['run'])}: {markdown_code(shortened(found.get('command', ''), 200))}")
     lines += _support(grids(run))
     lines += _wrong(failures(run), subject_causes(run))
     lines += _speed(measured_cells(run), simulated=SIMULATED in by)
@@ -50,9 +54,9 @@ def one_screen(run: Run) -> str:
 
 
 def _support(subjects: Sequence[Grid]) -> Iterator[str]:
-    """Yield a line for each backend of each subject, those with something wrong first; a column is a precision."""
+    """Yield a row for each backend of each subject, those with something wrong first; a column is a precision."""
     precisions = list(dict.fromkeys(row.precision for grid in subjects for row in grid.rows))
-    rows: dict[tuple[str, str, str], dict[str, Row]] = {}
+    rows: dict[tuple[str, str, str], dict[str, GridRow]] = {}
     for grid in subjects:
         for row in grid.rows:
             rows.setdefault((grid.subject, row.backend, grid.accelerator), {})[row.precision] = row
@@ -65,7 +69,7 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
     yield f"| --- | --- |{' :-: |' * len(precisions)}"
     for subject, backend, accelerator in shown:
         found = rows[subject, backend, accelerator]
-        squares = (_square(found[name]) if name in found else "" for name in precisions)
+        squares = (_mark_and_share(found[name]) if name in found else "" for name in precisions)
         yield f"| {markdown(subject)} | {markdown(backend_in_words(backend))} | {' | '.join(squares)} |"
     yield ""
     left = f"{len(rows) - len(shown)} more rows are in report.html. " if len(rows) > len(shown) else ""
@@ -73,12 +77,12 @@ def _support(subjects: Sequence[Grid]) -> Iterator[str]:
     yield left + ", ".join(f"{mark} {words}" for mark, words in IN_A_WORD.items() if mark in used)
 
 
-def _square(row: Row) -> str:
+def _mark_and_share(row: GridRow) -> str:
     passed, tried = passed_of_tried(cell.outcome for cell in row.cells)
     return f"{row.mark} {passed}/{tried}"
 
 
-def _wrong(groups: Sequence[Group], subjects: Sequence[SubjectCauses]) -> Iterator[str]:
+def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses]) -> Iterator[str]:
     if not groups:
         return
     yield ""
@@ -91,9 +95,8 @@ def _wrong(groups: Sequence[Group], subjects: Sequence[SubjectCauses]) -> Iterat
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
         error = "" if finding.error_x_noise is None else f", {compact(finding.error_x_noise)} × noise"
-        cells = "1 cell" if count == 1 else f"{count} cells"
-        said = markdown(shortened(what_it_says(finding), _LONGEST_MESSAGE))
-        yield f"- **{markdown(group.title)}**{family} in {cells}{error}: {said}"
+        message = markdown(shortened(message_of(finding), _LONGEST_MESSAGE))
+        yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{error}: {message}"
         if finding.reproduce:
             yield f"  - {markdown_code(finding.reproduce)}"
     if len(groups) > shown:
@@ -106,22 +109,25 @@ def _speed(cells: Sequence[Measured], *, simulated: bool) -> Iterator[str]:
     if not timed:
         return
     yield ""
-    yield "## Speed" + (" (simulated devices: not about GPUs)" if simulated else "")
+    yield "## Speed" + (" (simulated devices: not the speed of GPUs)" if simulated else "")
     yield ""
-    several = len({cell.subject for cell in timed}) > 1
-    timed.sort(key=_what_is_read_first)
+    several = has_several_subjects(timed)
+    timed.sort(key=_reading_order)
     for cell in timed[:_MOST_FIGURES]:
         figure = cell.figures["throughput"]
         assert figure.value is not None
-        said = in_words(figure.value, figure.unit)
+        speed = in_words(figure.value, figure.unit)
         if figure.low is not None and figure.high is not None:
-            said += f" ({between(figure.low, figure.high, '')})"
-        said = f"~~{markdown(said)}~~" if cell.conformance.wrong else markdown(said)
-        name = f"{cell.workload}, {configuration_of(cell, several)}"
-        yield f"- {markdown(name)}: {said}; conformance: {markdown(cell.conformance.sentence)}"
+            speed += f" ({between(figure.low, figure.high, '')})"
+        speed = f"~~{markdown(speed)}~~" if cell.conformance.wrong else markdown(speed)
+        name = f"{cell.workload}, {cell.configuration(several_subjects=several)}"
+        yield f"- {markdown(name)}: {speed}; conformance: {markdown(cell.conformance.sentence)}"
     if len(timed) > _MOST_FIGURES:
         yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
 
 
-def _what_is_read_first(cell: Measured) -> tuple[bool, int, float]:
+def _reading_order(cell: Measured) -> tuple[bool, int, float]:
     return cell.conformance.mark == NOT_EXAMINED, -cell.devices, -(cell.value("throughput") or 0.0)
+
+
+FORMAT = ReportFormat("one screen, as Markdown", one_screen, {"report.md": one_screen, "support.md": support_page})

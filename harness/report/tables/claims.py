@@ -1,7 +1,7 @@
-"""What the old documentation claimed of the trainer, as statements that a run measured or did not.
+"""The claims of the original documentation on speed and memory, and what a run measured of each.
 
-A statement is measured wherever two cells differ in nothing but what it speaks of. It holds where the interval of
-the ratio lies on its side of the border in every such pair.
+A claim is measured by every pair of cells that differ only in what it is about. It holds if, in every such pair, the
+95 % interval of the ratio lies on the claimed side of the threshold.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from harness.report.tables.figures import Measured, measured_cells
-from harness.results.records import Measurement
+from harness.report.tables.measured import Measured, bounds, measured_cells
 from harness.results.run import Run
 
 NEEDS_A_GPU: Final = "needs a GPU"
 NEEDS_A_GPU_EACH: Final = "needs a GPU for each rank"
 NEEDS_TENSOR_CORES: Final = "needs tensor cores"
-HOLDS, PARTLY, DOES_NOT, OPEN = "yes", "partly", "no", "cannot be told"
+HOLDS, PARTLY, DOES_NOT, OPEN = "yes", "partly", "no", "inconclusive"
 NOT_MEASURED: Final = "not measured"
 
 _TENSOR_CORES_SINCE = (7, 0)
@@ -26,8 +25,8 @@ _TENSOR_CORES_SINCE = (7, 0)
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One measurement of a claim: ``ratio`` with its bounds (95 %), and under what conditions.
+class ClaimRatio:
+    """One measurement of a claim: ``ratio`` of two cells with its bounds (95 %), and their configuration.
 
     ``wrong`` says why it does not count: one of the two configurations went wrong. None: it counts.
     """
@@ -42,23 +41,26 @@ class Pair:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim, and what the run says of it. ``measure`` says what the ratio is of."""
+    """A claim, and the run's answer. ``measure`` describes the ratio."""
 
     statement: str
     measure: str
     answer: str
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ClaimRatio, ...]
 
     @property
     def counted(self) -> str:
-        """In how many of the pairs that count it holds."""
-        told = [pair.holds for pair in self.pairs if pair.wrong is None]
-        return f"in {told.count(True)} of {len(told)} pairs" if told else ""
+        """In how many of the pairs that count the claim holds, in words."""
+        holds = [pair.holds for pair in self.pairs if pair.wrong is None]
+        return f"in {holds.count(True)} of {len(holds)} pairs" if holds else ""
 
 
 @dataclass(frozen=True)
 class _Question:
-    """``changes``: what the first cell has in place of the second's. ``holds`` judges the bounds of the ratio."""
+    """How a claim is measured: the ratio of ``metric`` in a ``first`` cell to that in a ``second`` one.
+
+    ``same`` is what both cells share. ``holds`` decides from the bounds of the ratio; None means inconclusive.
+    """
 
     statement: str
     measure: str
@@ -70,12 +72,12 @@ class _Question:
     tensor_cores: bool = False
 
 
-def _above(border: float) -> Callable[[float, float], bool | None]:
-    return lambda low, high: True if low > border else False if high <= border else None
+def _above(threshold: float) -> Callable[[float, float], bool | None]:
+    return lambda low, high: True if low > threshold else False if high <= threshold else None
 
 
-def _below(border: float) -> Callable[[float, float], bool | None]:
-    return lambda low, high: True if high <= border else False if low > border else None
+def _below(threshold: float) -> Callable[[float, float], bool | None]:
+    return lambda low, high: True if high <= threshold else False if low > threshold else None
 
 
 def _all_but_backend(cell: Measured) -> tuple[object, ...]:
@@ -128,7 +130,7 @@ _QUESTIONS: Final = (
 
 
 def claims(run: Run) -> list[Claim]:
-    """Return the four claims of the old documentation, each with every pair of cells that measured it."""
+    """Return the four claims of the original documentation, each with every pair of cells that measures it."""
     cells = measured_cells(run)
     return [_claim(question, run, cells) for question in _QUESTIONS]
 
@@ -138,21 +140,21 @@ def _claim(question: _Question, run: Run, cells: Sequence[Measured]) -> Claim:
     return Claim(question.statement, question.measure, _answer(question, run, pairs), pairs)
 
 
-def _answer(question: _Question, run: Run, pairs: Sequence[Pair]) -> str:
+def _answer(question: _Question, run: Run, pairs: Sequence[ClaimRatio]) -> str:
     if run.header.simulated or run.header.fingerprint.key.accelerator == "cpu":
         return NEEDS_A_GPU
     if run.header.options.get("oversubscribe"):
         return NEEDS_A_GPU_EACH
     if question.tensor_cores and not _has_tensor_cores(run.header.fingerprint.compute_capability):
         return NEEDS_TENSOR_CORES
-    told = [pair.holds for pair in pairs if pair.wrong is None]
-    if not told:
+    holds = [pair.holds for pair in pairs if pair.wrong is None]
+    if not holds:
         return NOT_MEASURED
-    if all(told):
+    if all(holds):
         return HOLDS
-    if any(told):
+    if any(holds):
         return PARTLY
-    return DOES_NOT if False in told else OPEN
+    return DOES_NOT if False in holds else OPEN
 
 
 def _has_tensor_cores(capability: str | None) -> bool:
@@ -160,7 +162,7 @@ def _has_tensor_cores(capability: str | None) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _TENSOR_CORES_SINCE
 
 
-def _pairs(question: _Question, cells: Iterable[Measured]) -> Iterable[Pair]:
+def _pairs(question: _Question, cells: Iterable[Measured]) -> Iterable[ClaimRatio]:
     others: dict[tuple[object, ...], list[Measured]] = {}
     cells = [cell for cell in cells if cell.value(question.metric) is not None]
     for cell in cells:
@@ -172,21 +174,13 @@ def _pairs(question: _Question, cells: Iterable[Measured]) -> Iterable[Pair]:
                 yield pair
 
 
-def _pair(question: _Question, cell: Measured, other: Measured) -> Pair | None:
-    above, below = _bounds(cell.figures[question.metric]), _bounds(other.figures[question.metric])
+def _pair(question: _Question, cell: Measured, other: Measured) -> ClaimRatio | None:
+    above, below = bounds(cell.figures[question.metric]), bounds(other.figures[question.metric])
     if min(*above, *below) <= 0:
-        return None  # no ratio
+        return None  # a ratio of 0 or of negative figures means nothing
     ratio, low, high = above[1] / below[1], above[0] / below[2], above[2] / below[0]
     wrong = next((one.conformance.sentence for one in (cell, other) if one.conformance.wrong), None)
-    return Pair(ratio, low, high, _conditions(cell, other), question.holds(low, high), wrong)
-
-
-def _bounds(figure: Measurement) -> tuple[float, float, float]:
-    """Return a figure between its bounds; one without them is taken at its word."""
-    assert figure.value is not None
-    low = figure.value if figure.low is None else figure.low
-    high = figure.value if figure.high is None else figure.high
-    return low, figure.value, high
+    return ClaimRatio(ratio, low, high, _conditions(cell, other), question.holds(low, high), wrong)
 
 
 def _conditions(cell: Measured, other: Measured) -> str:

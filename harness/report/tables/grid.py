@@ -1,4 +1,4 @@
-"""The support grid: a table a subject, its backends and precisions over the topologies, each square with its cells."""
+"""The support grid: a table a subject, its backends and precisions over topologies; each square has its cells."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any, Final, cast
 
 from harness.core.finding import in_reading_order
 from harness.core.outcome import Outcome
-from harness.report.tables.cache import once_for_a_run
-from harness.report.tables.cells import CELL_COLUMNS, cell_table
+from harness.report.tables.cells import (
+    CELL_COLUMNS,
+    cached_per_run,
+    cell_table,
+    counts_in_words,
+    undeclared_in_words,
+)
 from harness.report.tables.failures import is_wrong
-from harness.report.tables.summary import counts_in_words
 from harness.report.tables.support import Configuration, mark, passed_of_tried, reading_order
-from harness.report.tables.undeclared import undeclared_in_words
 from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result
 from harness.results.run import Run
 
@@ -27,17 +30,17 @@ MARK_OF: Final = {
     Outcome.FAILED.value: "N",
     Outcome.UNSUPPORTED.value: "-",
 }
-"""The mark of a single cell by how it ended; of every other end it is ``?``."""
+"""The mark of a single cell by its outcome; every other outcome has ``?``."""
 
 
 @dataclass(frozen=True)
 class GridCell:
-    """One cell, with what its findings say, the telling ones apart.
+    """One cell with its findings by kind.
 
-    ``bad`` is to act upon, what explains it best first; ``known`` is not; ``deviating`` keeps the backend's promise;
-    ``passed`` are names of checks.
-    ``worst`` is the finding with the largest error × noise of those that passed or deviate. ``anchor`` names the cell's
-    place on a page.
+    ``bad`` findings need action, the one that explains the others first; ``known`` ones do not; ``deviating`` ones
+    match what the backend specifies; ``passed`` are names of checks.
+    ``worst`` is the finding with the largest error × noise of those that passed or deviate. ``anchor`` is the cell's
+    address within a page.
     """
 
     cell: str
@@ -56,29 +59,29 @@ class GridCell:
 
     @property
     def workload(self) -> str:
-        """What was trained."""
+        """The training problem."""
         return self.coordinates[1]
 
     @property
     def topology(self) -> tuple[int, int]:
-        """Nodes, and gpus of each."""
+        """Nodes, and gpus per node."""
         return self.coordinates[3], self.coordinates[4]
 
     @property
     def error(self) -> float | None:
-        """The error × noise that speaks for the cell: of what went wrong, if anything did."""
+        """The largest error × noise of what went wrong, or of what passed if nothing did."""
         wrong = [one.error_x_noise for one in (*self.bad, *self.known) if one.error_x_noise is not None]
         return max(wrong) if wrong else self.worst.error_x_noise if self.worst and not self.bad else None
 
     @property
     def mark(self) -> str:
-        """The cell's sign, as in the support table."""
+        """The cell's mark, one of ``MARKS``."""
         return MARK_OF.get(self.outcome, "?")
 
 
 @dataclass(frozen=True)
-class Square:
-    """The cells of one backend and precision on one topology. ``passed`` of ``tried``: cells."""
+class GridSquare:
+    """The cells of one backend and precision on one topology; ``passed`` and ``tried`` are numbers of cells."""
 
     nodes: int
     gpus: int
@@ -91,13 +94,13 @@ class Square:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One backend in one precision. ``squares`` are in the order of the grid's topologies, None where nothing is."""
+class GridRow:
+    """One backend in one precision. ``squares`` follow the grid's topologies, None where there is no cell."""
 
     backend: str
     precision: str
     mark: str
-    squares: tuple[Square | None, ...]
+    squares: tuple[GridSquare | None, ...]
 
     @property
     def cells(self) -> list[GridCell]:
@@ -109,21 +112,21 @@ class Row:
 class Grid:
     """All cells of one subject on one accelerator. ``topologies`` are nodes and gpus of each.
 
-    ``undeclared`` are the backends and precisions of which the subject declares no cell, with the number of their
-    cells; ``undeclared_in_words`` counts these, and those in other rows.
+    ``undeclared`` are the backends and precisions of which the subject declares no cell, with their numbers of cells;
+    ``undeclared_in_words`` counts all cells that are not declared.
     """
 
     subject: str
     accelerator: str
     topologies: tuple[tuple[int, int], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[GridRow, ...]
     goes_wrong: bool
     counts: str
     undeclared: tuple[tuple[str, str, int], ...] = ()
     undeclared_in_words: str = ""
 
 
-@once_for_a_run
+@cached_per_run
 def grids(run: Run) -> list[Grid]:
     """Return a grid for each subject and accelerator, in the order of the run."""
     rows = cell_table(run).to_dict("records")
@@ -160,11 +163,11 @@ def _grid(subject: str, accelerator: str, cells: Sequence[GridCell]) -> Grid:
     )
 
 
-def _row(configuration: Configuration, cells: Sequence[GridCell], topologies: Sequence[tuple[int, int]]) -> Row:
+def _row(configuration: Configuration, cells: Sequence[GridCell], topologies: Sequence[tuple[int, int]]) -> GridRow:
     squares: dict[tuple[int, int], list[GridCell]] = {}
     for cell in cells:
         squares.setdefault(cell.topology, []).append(cell)
-    return Row(
+    return GridRow(
         configuration.backend,
         configuration.precision,
         _mark(cells),
@@ -172,10 +175,10 @@ def _row(configuration: Configuration, cells: Sequence[GridCell], topologies: Se
     )
 
 
-def _square(configuration: Configuration, topology: tuple[int, int], cells: Sequence[GridCell]) -> Square:
+def _square(configuration: Configuration, topology: tuple[int, int], cells: Sequence[GridCell]) -> GridSquare:
     nodes, gpus = topology
     whole = replace(configuration, several_devices=nodes * gpus > 1, several_nodes=nodes > 1)
-    return Square(
+    return GridSquare(
         nodes,
         gpus,
         _mark(cells),
@@ -224,7 +227,7 @@ def _kind(finding: Result) -> str:
 
 
 def _anchors(cells: Iterable[str]) -> list[str]:
-    """Return a name for each cell that can stand in an address, no two alike."""
+    """Return a unique anchor for each cell, of characters that are valid in a URL."""
     seen: dict[str, int] = {}
     anchors = []
     for cell in cells:

@@ -1,4 +1,4 @@
-"""The support table: what a user would type, and whether the evidence of this run says that it is right."""
+"""The support table: what a user would type, and whether this run shows that it works; trainers side by side."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ import pandas as pd
 from harness.core.backend import BACKENDS, columns
 from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
-from harness.report.tables.cells import DECLINED, MISSING, cell_table
-from harness.report.tables.summary import devices
-from harness.report.tables.undeclared import undeclared_kinds, unsupported
+from harness.report.tables.cells import DECLINED, MISSING, cell_table, undeclared_kinds, unsupported
+from harness.report.tables.run_summary import backend_in_words, devices
 from harness.results.records import KNOWN, UNEXPECTED_PASS
 from harness.results.run import Run
 
 REFERENCE: Final = "reference"
 """The subject whose configurations are written as the old documentation wrote them."""
 
+ROW_COLUMNS: Final = ("Backend", "Nodes × gpus", "Precision")
 FACT_COLUMNS: Final = ("Command", "Cells passed", "Deviates", "Worst × noise", "Devices")
 
 MARKS: Final = {
     "Y": "every cell behind the row passed",
-    "C": "contract: not everywhere what one device computes, but exactly what the backend promises",
-    "K": "known: what went wrong was expected to, and the reasons stand below",
-    "N": "at least one check failed that nobody expected to fail",
-    "X": "unexpected pass: something was expected to fail and did not, so what is expected is out of date",
-    "?": "nothing failed, but at least one cell gave no verdict "
-    "(it errored, crashed, ran out of time, was skipped, or is missing)",
-    "-": "the subject says that it does not do this",
+    "C": "contract: differs from one device, and matches exactly what the backend specifies",
+    "K": "known: only expected failures, whose reasons are listed below",
+    "N": "at least one check failed unexpectedly",
+    "X": "unexpected pass: an expected failure did not occur, so the list of expected failures is out of date",
+    "?": "nothing failed, but at least one cell has no verdict "
+    "(it raised an error, crashed, timed out, was skipped, or is missing)",
+    "-": "the subject does not declare this configuration",
 }
 
 IN_A_WORD: Final = {
     "Y": "passed",
-    "C": "as the contract says",
-    "K": "known to fail",
+    "C": "matches the contract",
+    "K": "failed as expected",
     "N": "failed",
     "X": "unexpected pass",
     "?": "no verdict",
@@ -65,9 +65,9 @@ def rare_columns() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a user would type, with the numbers of gpus and nodes left open. A row of the table.
+    """What a user would type, with the numbers of gpus and nodes left open: a row of the table.
 
-    Every cell has exactly one configuration, also one with a backend or a precision not known here.
+    Every cell has exactly one configuration, also with an unknown backend or precision.
     """
 
     subject: str
@@ -90,7 +90,7 @@ class Configuration:
         return described
 
     def command(self, gpus: set[int], nodes: set[int]) -> str:
-        """Return what to type, given the numbers of ``gpus`` per node and of ``nodes`` among the cells."""
+        """Return what to type, given the numbers of ``gpus`` per node and of ``nodes`` of the cells."""
         return self._trainer_call() if self.subject == REFERENCE else self._in_words(gpus, nodes)
 
     def _trainer_call(self) -> str:
@@ -123,10 +123,10 @@ def _how_many(numbers: set[int], letter: str, noun: str) -> str:
 
 
 def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
-    """Return the mark for cells that ended so; ``MARKS`` says what each means.
+    """Return the mark for cells with these outcomes; ``MARKS`` explains each.
 
-    Unsupported cells are left out of the judgement, unless there are no others.
-    ``has_failed``: a check failed in a cell whose own outcome is a worse one, and nobody expected it.
+    Unsupported cells do not count, unless there are no others.
+    ``has_failed``: a check failed unexpectedly in a cell whose own outcome is a worse one.
     """
     judged = {outcome for outcome in outcomes if outcome != Outcome.UNSUPPORTED.value}
     if has_failed or Outcome.FAILED.value in judged:
@@ -145,10 +145,10 @@ def mark(outcomes: Iterable[str], *, has_failed: bool = False) -> str:
 def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
     """Return one row a configuration; columns are ``support_columns``, less the rare ones that no row needs.
 
-    Configurations of which a subject declares no cell share one row, its last one, unless ``every`` is to have its own.
+    Configurations of which a subject declares no cell share its last row; with ``every``, each has a row of its own.
 
-    The columns that describe the row's configuration hold its mark, the others are empty.
-    ``Cells passed`` is ``passed/tried``, and says how many cells are known not to, and how many were not tried.
+    The columns that apply to the row's configuration hold its mark, the others are empty.
+    ``Cells passed`` is ``passed/tried``, with the numbers of cells that failed as expected or were not tried.
     ``Worst × noise`` is the largest error in multiples of rounding noise, NaN where nothing was measured.
     """
     groups = configurations(cell_table(run))
@@ -168,7 +168,7 @@ def support_table(run: Run, *, every: bool = False) -> pd.DataFrame:
 
 
 def configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
-    """Return the cells of each configuration, in the order in which the plan has them."""
+    """Return the cells of each configuration, in the order of the plan."""
     several_nodes = cells["num_nodes"] > 1
     cells = cells.assign(several_nodes=several_nodes, several_devices=several_nodes | (cells["gpus"] > 1))
     return {
@@ -178,7 +178,7 @@ def configurations(cells: pd.DataFrame) -> dict[Configuration, pd.DataFrame]:
 
 
 def is_undeclared(cells: pd.DataFrame) -> bool:
-    """Say whether a subject declares none of these cells."""
+    """Return whether a subject declares none of these cells."""
     return bool((cells["outcome"] == Outcome.UNSUPPORTED.value).all())
 
 
@@ -188,7 +188,7 @@ def _folded(
     declared: Sequence[Configuration],
     groups: Mapping[Configuration, pd.DataFrame],
 ) -> dict[str, str | int | float]:
-    """Return the row of what a subject does not declare, marked where a column describes nothing that it does."""
+    """Return the row of what a subject does not declare, marked in columns that no declared configuration has."""
     described = {name for one in undeclared for name in one.described_by()}
     described -= {name for one in declared for name in one.described_by()}
     cells = pd.concat([groups[one] for one in undeclared])
@@ -219,7 +219,7 @@ def _row(run: Run, configuration: Configuration, cells: pd.DataFrame) -> dict[st
 
 
 def passed_of_tried(outcomes: Iterable[str]) -> tuple[int, int]:
-    """Return how many cells passed, and how many were tried."""
+    """Return how many cells passed, and how many were trained."""
     tried = [outcome for outcome in outcomes if outcome not in NOT_TRIED]
     return tried.count(Outcome.PASSED.value), len(tried)
 
@@ -227,12 +227,12 @@ def passed_of_tried(outcomes: Iterable[str]) -> tuple[int, int]:
 def _share(outcomes: Counter[str]) -> str:
     passed, tried = passed_of_tried(outcomes.elements())
     share = f"{passed}/{tried}"
-    besides = ", ".join(f"{outcomes[name]} {name}" for name in (KNOWN, *NOT_TRIED) if outcomes[name])
-    return f"{share} ({besides})" if besides else share
+    others = ", ".join(f"{outcomes[name]} {name}" for name in (KNOWN, *NOT_TRIED) if outcomes[name])
+    return f"{share} ({others})" if others else share
 
 
 def reading_order(configuration: Configuration) -> tuple[int, str, bool, bool, int, str, str]:
-    """Return what sorts a subject's configurations: simple ones first, as in the old table; unknown names last."""
+    """Return the sorting key of a subject's configurations: simple ones first, unknown names last."""
     backends, precision = list(BACKENDS), configuration.precision
     return (
         backends.index(configuration.backend) if configuration.backend in backends else len(backends),
@@ -243,3 +243,35 @@ def reading_order(configuration: Configuration) -> tuple[int, str, bool, bool, i
         precision,
         configuration.accelerator,
     )
+
+
+def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
+    """Return a table with ``ROW_COLUMNS`` and a column for each subject, None where the run has only one.
+
+    An entry is the mark of the subject's cells with ``passed/tried``; empty where the run has no such cell of the
+    subject. Rows of which no subject declares a cell are left out, unless ``every``.
+    """
+    cells = configurations(cell_table(run))
+    subjects = list(dict.fromkeys(one.subject for one in cells))
+    if len(subjects) < 2:
+        return None
+    rows: dict[tuple[str, str, str], dict[str, str]] = {}
+    for one in sorted(cells, key=reading_order):
+        devices = "n×k" if one.several_nodes else "1×k" if one.several_devices else "1×1"
+        row = rows.setdefault((backend_in_words(one.backend), devices, one.precision), {})
+        row[one.subject] = _mark_and_share(cells[one])
+    table: pd.DataFrame = pd.DataFrame(
+        [
+            (*named, *(row.get(subject, "") for subject in subjects))
+            for named, row in rows.items()
+            if every or set(row.values()) != {"-"}
+        ],
+        columns=[*ROW_COLUMNS, *subjects],
+    )
+    return table
+
+
+def _mark_and_share(cells: pd.DataFrame) -> str:
+    passed, tried = passed_of_tried(cells["outcome"])
+    shown = mark(cells["outcome"], has_failed=bool(cells["has_failed"].any()))
+    return f"{shown} {passed}/{tried}" if tried else shown
