@@ -1,18 +1,19 @@
-"""A report format costs one function of a run, and a line where reports are written."""
+"""A report format costs one module with a ``FORMAT``, and one line in ``FORMATS``."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
+from harness.cli.main import main
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.machine.fingerprint import Fingerprint
-from harness.report import write
+from harness.report.formats import FORMATS, ReportFormat, write_report
 from harness.report.tables.cells import cell_table
-from harness.results.atomic import write_text
 from harness.results.header_footer import Footer, Header
 from harness.results.records import Result
-from harness.results.run import read_run
 from harness.results.run_writer import RunWriter
 
 
@@ -37,17 +38,19 @@ def recorded(cell_of, tmp_path):
     return writer.path
 
 
-def test_it_stands_beside_the_others(recorded, monkeypatch):
-    others = write.write_report
-
-    def with_tap(path):
-        table = others(path)
-        write_text(path / "report.tap", as_tap(read_run(path)))
-        return table
-
-    monkeypatch.setattr(write, "write_report", with_tap)
-    write.write_report(recorded)
+def test_it_is_written_beside_the_others(recorded, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules[__name__], "FORMAT", ReportFormat("TAP", as_tap, {"report.tap": as_tap}), raising=False
+    )
+    monkeypatch.setitem(FORMATS, "tap", f"{__name__}:FORMAT")
+    write_report(recorded)
     assert (recorded / "report.md").exists()
-    assert (
-        recorded / "report.tap"
-    ).read_text() == "1..2\nok 1 - simulated-mlp-none-1x1-32\nnot ok 2 - simulated-mlp-ddp-1x2-32\n"
+    expected = "1..2\nok 1 - simulated-mlp-none-1x1-32\nnot ok 2 - simulated-mlp-ddp-1x2-32\n"
+    assert (recorded / "report.tap").read_text() == expected
+
+
+def test_the_command_shows_it(recorded, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules[__name__], "FORMAT", ReportFormat("TAP", as_tap), raising=False)
+    monkeypatch.setitem(FORMATS, "tap", f"{__name__}:FORMAT")
+    assert main(["report", str(recorded), "--format", "tap"]) == 0
+    assert capsys.readouterr().out.startswith("1..2\nok 1 - ")
