@@ -3,6 +3,8 @@
 They are subjects like any other, so the conformance suite can check that they compute the right thing.
 """
 
+# ruff: noqa: D102 (what a forward does is said by its class)
+
 from __future__ import annotations
 
 import copy
