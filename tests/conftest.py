@@ -22,7 +22,7 @@ NIGHTLY = HERE / "nightly.txt"
 TOGETHER = {
     "slurm": "a cluster",
     "hosts": "hosts",
-    "compare": "measurements",
+    "comparison": "measurements",
     "performance": "measurements",
     "judge/test_checkpoint.py": "ranks of suites/detection",
     "judge/test_follow.py": "ranks of suites/detection",
