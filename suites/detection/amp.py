@@ -341,3 +341,17 @@ class AutocastIgnored(BaseTrainer):
     def loss(self, outputs, batch):
         with torch.autocast("cpu", enabled=False):
             return super().loss(outputs, batch)
+
+
+@known_bad(
+    "amp",
+    on={
+        **failing("gradients", "mlp/none/1x1", "lm-tokens/ddp/1x2", "cnn-batchnorm/ddp/1x2", precisions=["64"]),
+        **failing("gradients", "linear-exact/ddp/1x3", precisions=["64"]),
+    },
+)
+class LossInFloat32(BaseTrainer):
+    """Asked for float64, the model's outputs are cast to float32 before the loss."""
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs.float(), batch)

@@ -139,6 +139,13 @@ class Counterfactuals:
 
     def in_precision(self, index: int, precision: Precision) -> Tensors:
         """Return the step's gradient computed in another precision."""
-        oracle = Oracle(self.workload, self.cell.topology.devices, precision)
+        return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision))
+
+    def with_loss_in(self, index: int, dtype: torch.dtype) -> Tensors:
+        """Return the step's gradient where the model's outputs are cast to ``dtype`` before the loss is computed."""
+        precision = self.cell.arithmetic
+        return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision, dtype))
+
+    def _gradient(self, index: int, oracle: Oracle) -> Tensors:
         self.analysis.load_step(oracle, self.analysis.steps[index])
         return oracle.gradient(self.layout(index))

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from harness.core.precision import Precision
 from harness.evidence.trace import Step, Tensors
@@ -40,9 +41,13 @@ class Oracle:
     """Computes a workload's gradient for a layout, in one precision.
 
     ``devices`` is the number of devices of the cell, which fixes the data. Without ``precision`` all is float64.
+    With ``loss_dtype`` the model's floating-point outputs are cast to it before the loss is computed.
     """
 
-    def __init__(self, workload: Problem, devices: int, precision: Precision | None = None) -> None:
+    def __init__(
+        self, workload: Problem, devices: int, precision: Precision | None = None, loss_dtype: torch.dtype | None = None
+    ) -> None:
+        self.loss_dtype = loss_dtype
         self.dtype: torch.dtype = getattr(torch, precision.storage) if precision else torch.float64
         self.autocast: torch.dtype | None = (
             getattr(torch, precision.autocast) if precision and precision.autocast else None
@@ -165,7 +170,7 @@ class Oracle:
         with self._autocast():
             outputs = [self.forward(share) for share in group]
             batch = self._batch([i for share in group for i in share])
-            return self.workload.loss(gather(outputs), batch)
+            return self.workload.loss(_cast(gather(outputs), self.loss_dtype), batch)
 
     def _batch(self, drawn: Sequence[int]) -> Batch:
         return self.data.batch(list(map(sample_of, drawn)))
@@ -255,6 +260,12 @@ def clipped(gradient: Tensors, norm: float | None) -> Tensors:
     length = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g.double()) for g in gradient.values()]))
     factor = min(1.0, norm / (float(length) + 1e-6))
     return {name: value * factor for name, value in gradient.items()}
+
+
+def _cast(outputs: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None:
+        return outputs
+    return tree_map(lambda o: o.to(dtype) if isinstance(o, Tensor) and o.is_floating_point() else o, outputs)
 
 
 def gather(outputs: Sequence[Any]) -> Any:

@@ -92,9 +92,11 @@ def _lower_precision(case: GradientCase) -> Gradients:
     Otherwise predict that lower precision's gradient. Weights and activations are rounded the same way on every
     device, but sums are not added in the same order, so the bits cannot be predicted. Random errors of that size are
     further from the prediction than from what is right. A gradient whose entries are all float32 numbers was computed
-    in float32.
+    in float32. Where only the loss was computed in float32, from outputs in float64, each entry can be predicted.
     """
     storage = case.counterfactuals.cell.arithmetic
+    if storage.storage == "float64":
+        yield case.counterfactuals.with_loss_in(case.index, torch.float32)
     right = case.expected.contract
     error = total_distance(case.observed, right)
     for precision in _below(storage):
