@@ -211,7 +211,7 @@ def events(data: bytes) -> None:
 def a_launch() -> bytes:
     """Return what a fork server says of a launch: a rank of each node ends well, what is below one does not."""
     place, child = {"launch": 1, "rank": 0, "at": 1.0}, {"pid": 7, "as": 1, "trace": None, "steps": 2, "failed": False}
-    child |= {"idle": False, "killed": False, "out_of_memory": True, "unwritten": None}
+    child |= {"idle": False, "killed": False, "orphaned": False, "out_of_memory": True, "unwritten": None}
     end = {"event": "exit", "code": -9, "steps": 2, "evidence": True, "out_of_memory": False}
     said: list[dict[str, object]] = [
         {"event": "left", **place, **child, "trace": 1},

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.machine.doctor.probes import probes, run_probes
-
 UNFIT = 1
 """Exit code if the machine has a problem."""
 
@@ -36,6 +34,7 @@ def doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.text import Text
 
+    from harness.machine.doctor.probes import probes, run_probes
     from harness.report.text import printable
 
     console = Console(highlight=False, soft_wrap=True)

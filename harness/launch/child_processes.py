@@ -10,6 +10,9 @@ CHILD_EXIT_TIMEOUT_S = 15.0
 """Time for a trainer to notice that one of its ranks is gone, and to end once all have written their evidence."""
 
 
+_OF_CHILD = ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "orphaned", "at")
+
+
 @dataclass(frozen=True)
 class ChildEnd:
     """How a process below a node's first one ended.
@@ -17,7 +20,7 @@ class ChildEnd:
     ``rank`` is the rank that it was, or most probably was; None where that is unknown. ``evidence`` is the rank whose
     evidence it wrote, and ``failed`` says that this holds an error. ``idle``: it was no rank. ``late``: it was ended
     with the launch, or with the first process of its node. ``unwritten`` says why its evidence could not be written.
-    ``code`` is None where its exit code is unknown.
+    ``code`` is None where its exit code is unknown. ``orphaned``: the first process of its node had exited before it.
     """
 
     pid: int
@@ -30,6 +33,7 @@ class ChildEnd:
     out_of_memory: bool
     unwritten: str | None
     at: float
+    orphaned: bool
     code: int | None = None
 
     @property
@@ -56,7 +60,8 @@ class Children:
             self._bad = self._bad or event["failed"]
         elif event["event"] == "gone":
             values = {
-                name: event[name] for name in ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "at")
+                name: event[name]
+                for name in ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "orphaned", "at")
             }
             end = ChildEnd(rank=event["as"], evidence=event["trace"], late=late or event["killed"], **values)
             self._ends.setdefault(event["rank"], []).append(end)
@@ -79,4 +84,9 @@ class Children:
 
     def of(self, first: int) -> tuple[ChildEnd, ...]:
         """Return how the children of a node ended, in that order."""
-        return tuple(replace(end, code=self._codes.get(end.pid)) for end in self._ends.get(first, ()))
+        return tuple(map(self._with_code, self._ends.get(first, ())))
+
+    def _with_code(self, end: ChildEnd) -> ChildEnd:
+        code = self._codes.get(end.pid)
+        # Nobody waited for it, and the process that should have was gone: it ended because of that.
+        return replace(end, code=code, late=end.late or (end.orphaned and code is None and end.evidence is None))

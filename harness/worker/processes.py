@@ -37,6 +37,12 @@ def is_stopped(pid: int) -> bool:
     return bool(fields) and fields[0] in ("T", "t")
 
 
+def has_exited(pid: int) -> bool:
+    """Return whether a process has exited, also if nobody has waited for it yet; False where that is unknown."""
+    fields = _stat(pid)
+    return sys.platform == "linux" and (not fields or fields[0] in ("Z", "X"))
+
+
 def cpu_seconds(pid: int) -> float:
     """Return the processor time that a process and the children it has waited for have used; 0 where unknown."""
     fields = _stat(pid)

@@ -30,6 +30,7 @@ from harness.worker.processes import (
     adopt,
     die_with,
     end_all,
+    has_exited,
     is_stopped,
     present,
     signal_session,
@@ -259,6 +260,7 @@ class Server:
                 "idle": child.idle,
                 "steps": child.steps,
                 "killed": child.killed,
+                "orphaned": ended and has_exited(child.below),
                 "unwritten": child.unwritten,
                 "out_of_memory": above.out_of_memory,
             }

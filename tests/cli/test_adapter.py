@@ -79,7 +79,7 @@ WRONG = {
     "each trained in a world of 1": lambda rank: rank_of(rank, step_of(rank), world_size=1),
     "was never called with a batch": lambda rank: rank_of(rank, step_of(rank, micro_batches=(MicroBatch(((),)),))),
     "neither called nor changed": lambda rank: rank_of(rank, step_of(rank, micro_batches=()), final=BEGIN),
-    "handed no gradient of job.model()": lambda rank: rank_of(rank, step_of(rank, gradients={}), final=BEGIN),
+    "it gets no gradient of job.model()": lambda rank: rank_of(rank, step_of(rank, gradients={}), final=BEGIN),
     "the parameters of a copy": lambda rank: rank_of(rank, step_of(rank, after=BEGIN), final=BEGIN),
     "neither flattened nor copied": lambda rank: rank_of(rank, step_of(rank, gradients={})),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 import harness.engine.rejudge
 from harness.cli.main import main
@@ -31,7 +32,16 @@ PLACES = [
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory, warm_pool, cell_of):
+def judged_in_one_thread():
+    """Judge in one thread, as a session does: a sum's last digit depends on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory, warm_pool, cell_of, judged_in_one_thread):
     """Return a run with the traces of all of its cells, as ``--keep-traces`` leaves it."""
     cells = [cell_of(workload, "ddp", place, precision, subject=name) for name, workload, place, precision in PLACES]
     header = Header.of(cells, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
@@ -46,7 +56,7 @@ def recorded(tmp_path_factory, warm_pool, cell_of):
 
 
 @pytest.fixture
-def run(recorded, one_thread):
+def run(recorded):
     return recorded
 
 

@@ -81,7 +81,7 @@ def test_trouble_comes_with_what_to_do(asked: Callable[..., None], capsys: pytes
     assert main(["doctor"]) == 1
     assert (
         capsys.readouterr().out
-        == "ok python: 3.11\n!! disk: full to the brim; make room\nTo be done before a run: 1 (see !!).\n"
+        == "ok python: 3.11\n!! disk: full to the brim; make room\nProblems to solve first: 1 (see !!).\n"
     )
 
 

@@ -54,7 +54,7 @@ class Other:
 
 HOLD = """
 import sys, tempfile
-from harness.launch.local.devices import devices_of
+from harness.launch.this_machine import devices_of
 from harness.machine.lease import exclusive_lease, shared_lease
 tempfile.tempdir = sys.argv[2]
 notify = lambda text: print(text, flush=True)

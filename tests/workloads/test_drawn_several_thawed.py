@@ -87,7 +87,7 @@ def test_an_evaluation_does_not_count():
 def test_the_oracle_begins_where_the_step_began(seen):
     workload = WORKLOADS["thawed"]
     oracle = Oracle(workload, 2)
-    oracle._begun = {"seen": torch.tensor(seen)}
+    oracle._buffers = {"seen": torch.tensor(seen)}
     layout = (((tuple(range(12)),), (tuple(range(12, 24)),)),)
     for _ in range(4):  # however often it is asked
         assert ("late.weight" in oracle.gradient(layout)) == (seen >= workload.steps_per_epoch)
