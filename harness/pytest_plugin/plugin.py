@@ -180,7 +180,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if SESSION in config.stash and not config.option.show_unsupported:
         from harness.pytest_plugin.undeclared_cells import deselect_undeclared
 
-        deselect_undeclared(config, config.stash[SESSION], items)
+        deselect_undeclared(config, config.stash[SESSION], items, CELL_FIXTURES)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

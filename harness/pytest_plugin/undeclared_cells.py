@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.pytest_plugin.conformance_case import ConformanceCase
-from harness.pytest_plugin.plugin import CELL_FIXTURES
 from harness.pytest_plugin.terminal_summary import nothing_to_run
 from harness.results.json_lines import record_of
 from harness.results.records import Result
@@ -22,8 +21,13 @@ if TYPE_CHECKING:
 _UNDECLARED = "plumbline-undeclared"
 
 
-def deselect_undeclared(config: pytest.Config, session: Session, items: list[pytest.Item]) -> None:
-    """Deselect the tests of cells that their subjects do not declare, except those named by their id."""
+def deselect_undeclared(
+    config: pytest.Config, session: Session, items: list[pytest.Item], fixtures: Sequence[str]
+) -> None:
+    """Deselect the tests of cells that their subjects do not declare, except those named by their id.
+
+    ``fixtures`` are the names of those that hold a planned cell.
+    """
     named = {argument.rpartition("[")[2].removesuffix("]") for argument in config.args if "[" in argument}
     kept: list[pytest.Item] = []
     deselected: list[pytest.Item] = []
@@ -31,7 +35,7 @@ def deselect_undeclared(config: pytest.Config, session: Session, items: list[pyt
     for item in items:
         callspec = getattr(item, "callspec", None)
         parameters = callspec.params if callspec else {}
-        planned = next((parameters[name] for name in CELL_FIXTURES if name in parameters), None)
+        planned = next((parameters[name] for name in fixtures if name in parameters), None)
         if planned is None or planned.refusal is None or planned.cell.id in named:
             kept.append(item)
             continue

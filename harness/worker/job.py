@@ -83,12 +83,6 @@ class Job:
         self.checkpoint_dir, self.resume = assignment.checkpoint_dir, assignment.resume
         self.stop_after_step = assignment.stop_after_step
 
-    def __reduce__(self) -> Any:
-        """Travel to a process that the subject starts: there it is that process's job, which joins the recording."""
-        from harness.worker.rank import current_job
-
-        return current_job, ()
-
     def model(self) -> nn.Module:
         """Return a new model on the cpu with the job's seeded weights; ``forward(batch: dict) -> Tensor``."""
         model = self._workload.model(self._dtype)

@@ -9,6 +9,7 @@ evidence as that of the rank which it was.
 from __future__ import annotations
 
 import atexit
+import copyreg
 import faulthandler
 import json
 import multiprocessing
@@ -65,6 +66,13 @@ def lead(assignment: Assignment, address: Address) -> NodeMember:
     _current = NodeMember(assignment, address, os.getpid())
     _current.watch_forks()
     return _current
+
+
+def _recorder_of_this_process() -> ChildRecorder:
+    return current_member().recorder
+
+
+copyreg.pickle(ChildRecorder, lambda recorder: (_recorder_of_this_process, (), recorder.model))
 
 
 class NodeMember:

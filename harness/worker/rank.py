@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import faulthandler
 import os
 import signal
@@ -37,6 +38,10 @@ def current_job() -> Job:
         RuntimeError: this process was started neither by Plumbline nor by a subject under test.
     """
     return _current or current_member().job
+
+
+# A job travels to a process that the subject starts: there it is that process's own, which joins the recording.
+copyreg.pickle(Job, lambda _: (current_job, ()))
 
 
 def run(

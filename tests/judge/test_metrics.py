@@ -9,8 +9,8 @@ import pytest
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Evaluation, Logged, Trace
 from harness.judge.checks.metrics import metrics
+from harness.judge.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossMode, LossTable, mean
 from harness.judge.findings import Vacuous
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, LossMode, LossTable, mean
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 from harness.workloads.basics import Mlp, Uneven

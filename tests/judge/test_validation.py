@@ -10,7 +10,7 @@ from harness.core.outcome import Outcome
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Evaluation, MicroBatch, RankTrace, Step, Trace
 from harness.judge.checks.validation import validation
-from harness.judge.oracle.epochs import evaluations_due
+from harness.judge.positions import evaluations_due
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.subjects.load import load
 from harness.workloads import WORKLOADS

@@ -10,10 +10,10 @@ import torch
 from harness.core.precision import Precision
 from harness.evidence.trace import Tensors
 from harness.judge.causes.combinations import fit, flat, total_distance
-from harness.judge.oracle.epochs import evaluations_due
 from harness.judge.oracle.layout import Layout, draws
 from harness.judge.oracle.noise import length, norm
 from harness.judge.oracle.oracle import Oracle, mean_gradient
+from harness.judge.positions import evaluations_due
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Columns
 

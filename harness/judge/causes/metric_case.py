@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from harness.judge.causes.hypothesis import Hypothesis
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, Report, mean
+from harness.judge.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, Report, mean
 
 Values = Iterable[float]
 """What a hypothesis about a metric predicts."""

@@ -9,7 +9,7 @@ from harness.core.finding import UNEXPLAINED, Finding
 from harness.judge.causes.hypothesis import Evidence, Match
 from harness.judge.causes.metric_case import MetricCase, MetricHypothesis
 from harness.judge.causes.registry import explain
-from harness.judge.oracle.expected_metrics import TRAINING, LossTable, Report
+from harness.judge.expected_metrics import TRAINING, LossTable, Report
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from harness.judge.causes.metric_case import (
     plain_mean,
     sample_count,
 )
-from harness.judge.oracle.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchShares, LossMode, mean, total
+from harness.judge.expected_metrics import HELD_OUT, RIGHT, TRAINING, BatchShares, LossMode, mean, total
 
 DIGITS = range(1, 7)
 """Numbers of decimals to which people round what they log."""

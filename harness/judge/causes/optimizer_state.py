@@ -18,7 +18,7 @@ from harness.evidence.trace import RankTrace
 from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, most_specific
 from harness.judge.interrupted_training import Interruption
 from harness.judge.oracle.oracle import Optimizers, Oracle
-from harness.judge.oracle.update_replay import Intervention, replay
+from harness.judge.update_replay import Intervention, replay
 
 Errors = dict[str, float]
 """The largest error of each parameter, in × noise, over all resumed steps."""

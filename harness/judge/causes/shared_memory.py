@@ -17,8 +17,8 @@ from torch import Tensor
 from harness.evidence.trace import RankTrace, Tensors
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
 from harness.judge.oracle.oracle import Oracle
-from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis, same
+from harness.judge.update_replay import weights_after
 
 _NEAR = 0.01
 """A weight moved k times by its update if it is this near to that, as a part of one update."""

@@ -14,8 +14,8 @@ from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.causes.shared_memory import SHARED_MEMORY
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.oracle import Oracle
-from harness.judge.oracle.update_replay import weights_after
 from harness.judge.trace_analysis import TraceAnalysis
+from harness.judge.update_replay import weights_after
 
 KNOWN_TO = 1e-3
 """Rounding of the weights limits how well an update is known, as a part of its length."""

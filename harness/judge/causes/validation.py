@@ -7,7 +7,8 @@ from functools import cached_property
 
 from harness.evidence.trace import Evaluation
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
-from harness.judge.oracle.epochs import Position, evaluations_due, position_of
+from harness.judge.oracle.epochs import Position
+from harness.judge.positions import evaluations_due, position_of
 
 Positions = list[tuple[Position, ...]]
 """Where evaluations happen: for each of them all positions that mean the same, such as before and after a step."""

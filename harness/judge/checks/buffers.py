@@ -9,9 +9,9 @@ import torch
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.judge.buffer_replay import buffer_errors, changed, must_change
 from harness.judge.checks.own_buffers import own_buffers
 from harness.judge.findings import Vacuous, error_at, failed, from_deviation
-from harness.judge.oracle.buffer_replay import buffer_errors, changed, must_change
 from harness.judge.oracle.noise import Deviation, larger, limit
 from harness.judge.trace_analysis import TraceAnalysis, same
 

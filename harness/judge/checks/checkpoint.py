@@ -24,8 +24,8 @@ from harness.judge.checks.update import update
 from harness.judge.findings import Vacuous, error_at, failed, from_deviation, with_parameters
 from harness.judge.interrupted_training import Interruption, saving_cell
 from harness.judge.oracle.noise import Deviation, distance, in_noise, largest, limit
-from harness.judge.oracle.update_replay import replay
 from harness.judge.trace_analysis import TraceAnalysis, same
+from harness.judge.update_replay import replay
 
 PartCheck = Callable[[Interruption], Finding | None]
 

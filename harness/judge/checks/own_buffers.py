@@ -11,8 +11,7 @@ import torch
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Tensors
-from harness.judge.findings import Vacuous, error_at, failed, from_deviation
-from harness.judge.oracle.buffer_replay import (
+from harness.judge.buffer_replay import (
     buffer_error,
     buffer_errors,
     buffers_after,
@@ -20,6 +19,7 @@ from harness.judge.oracle.buffer_replay import (
     must_change,
     own_shares,
 )
+from harness.judge.findings import Vacuous, error_at, failed, from_deviation
 from harness.judge.oracle.noise import Deviation, larger, limit
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, same
 

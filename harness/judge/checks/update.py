@@ -11,8 +11,8 @@ from harness.judge.causes import explain
 from harness.judge.causes.update import update_case
 from harness.judge.findings import Vacuous, compare_with_one, with_parameters
 from harness.judge.oracle.noise import Deviation, largest, limit
-from harness.judge.oracle.update_replay import replay
 from harness.judge.trace_analysis import TraceAnalysis, same
+from harness.judge.update_replay import replay
 
 
 def update(analysis: TraceAnalysis) -> Finding:

@@ -7,7 +7,8 @@ from harness.evidence.trace import Evaluation
 from harness.judge.causes import explain
 from harness.judge.causes.validation import EvaluationCase
 from harness.judge.findings import failed, passed
-from harness.judge.oracle.epochs import Position, evaluations_due, position_of
+from harness.judge.oracle.epochs import Position
+from harness.judge.positions import evaluations_due, position_of
 from harness.judge.trace_analysis import TraceAnalysis
 
 

@@ -4,34 +4,67 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from harness.evidence.trace import Tensors
 from harness.judge.oracle.layout import Layout, one_device_layout, shuffled
 from harness.judge.oracle.noise import distance, limit, rounding_unit
 from harness.judge.oracle.oracle import Oracle
-
-if TYPE_CHECKING:
-    from harness.judge.trace_analysis import TraceAnalysis
+from harness.workloads import Problem
 
 TRAINING_RUNS = 4
 """Whole trainings in the cell's precision that measure the noise; each costs as much as the cell itself."""
 
 
+class RecordedTraining(Protocol):
+    """What is needed of a trace: the job's weights, the subject's samples at each step, and oracles to train with."""
+
+    workload: Problem
+    epsilon: float
+    compute_epsilon: float
+
+    @property
+    def start(self) -> Tensors:
+        """The job's initial weights."""
+
+    @property
+    def steps_taken(self) -> Sequence[Any]:
+        """The steps that no rank skipped."""
+
+    @property
+    def layouts(self) -> Mapping[int, Layout]:
+        """Who computed what at each step taken, by step index."""
+
+    @property
+    def is_one_device(self) -> bool:
+        """Whether the contract is what one device computes."""
+
+    @property
+    def oracle(self) -> Oracle:
+        """Float64, one device."""
+
+    @property
+    def cell_oracle(self) -> Oracle:
+        """The cell's own precision, one device."""
+
+    def load_inputs(self, oracle: Oracle, step: Any) -> None:
+        """Give an oracle what a step's forwards depend on besides the weights."""
+
+
 class FullTraining:
     """One device's trainings with the samples that the subject used; each is run once, and only if it is needed."""
 
-    def __init__(self, analysis: TraceAnalysis) -> None:
-        self._analysis = analysis
+    def __init__(self, recorded: RecordedTraining) -> None:
+        self._recorded = recorded
         self.limit = limit(TRAINING_RUNS)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
         """The contract's layout of each step; one device's where that is the same: one pass, not many."""
-        layouts = tuple(self._analysis.layouts.values())
-        return tuple(map(one_device_layout, layouts)) if self._analysis.is_one_device else layouts
+        layouts = tuple(self._recorded.layouts.values())
+        return tuple(map(one_device_layout, layouts)) if self._recorded.is_one_device else layouts
 
     @cached_property
     def contract(self) -> Tensors:
@@ -41,18 +74,18 @@ class FullTraining:
     @cached_property
     def noise(self) -> dict[str, float]:
         """The difference between final weights that rounding alone explains, by name."""
-        analysis = self._analysis
-        rng = random.Random(analysis.workload.seed)
+        recorded = self._recorded
+        rng = random.Random(recorded.workload.seed)
         runs = [
-            self._train(analysis.cell_oracle, [shuffled(layout, rng) for layout in self.layouts])
+            self._train(recorded.cell_oracle, [shuffled(layout, rng) for layout in self.layouts])
             for _ in range(TRAINING_RUNS)
         ]
         noise = {}
         for name, exact in self.contract.items():
             # At least one rounding of the weights, and in 16 bits one of the distance that they moved: small dyadic
             # numbers may need none in every order that was tried, and one in another.
-            moved = exact - analysis.start[name].double()
-            unit = rounding_unit([exact], analysis.epsilon) + rounding_unit([moved], analysis.compute_epsilon)
+            moved = exact - recorded.start[name].double()
+            unit = rounding_unit([exact], recorded.epsilon) + rounding_unit([moved], recorded.compute_epsilon)
             errors = [distance(run[name], exact) for run in runs]
             # A run that overflowed in float16 measures no rounding.
             noise[name] = max([unit, *(error for error in errors if math.isfinite(error))])
@@ -60,14 +93,14 @@ class FullTraining:
 
     def end(self, layouts: Sequence[Layout]) -> Tensors:
         """Return the final weights in float64, where each step has its layout."""
-        return self._train(self._analysis.oracle, layouts)
+        return self._train(self._recorded.oracle, layouts)
 
     def _train(self, oracle: Oracle, layouts: Sequence[Layout]) -> Tensors:
-        oracle.load(self._analysis.start)
+        oracle.load(self._recorded.start)
         optimizer = oracle.optimizer()
         schedule = oracle.schedule(optimizer)
-        for step, layout in zip(self._analysis.steps_taken, layouts, strict=True):
-            self._analysis.load_inputs(oracle, step)
+        for step, layout in zip(self._recorded.steps_taken, layouts, strict=True):
+            self._recorded.load_inputs(oracle, step)
             for names in step.ranks[0].turns or (tuple(oracle.parameters),):
                 gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)
                 oracle.set_gradients({name: gradient[name] for name in names if name in gradient})

@@ -13,7 +13,7 @@ from torch import Tensor
 from harness.core.cell import Cell
 from harness.evidence.trace import Step, Tensors
 from harness.judge.oracle.oracle import Optimizers, Oracle
-from harness.judge.oracle.update_replay import weights_after
+from harness.judge.update_replay import weights_after
 from harness.workloads import Problem
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed
@@ -15,7 +14,8 @@ from harness.worker.recording.recorder import Recorder
 class ChildRecorder(Recorder):
     """A recorder that learns its rank from the process group, and that can be pickled and sent to a child.
 
-    A pickled model brings its hooks along: where they are unpickled, they are those of that process's own recorder.
+    A pickled model brings its hooks along: where they are unpickled, they are those of that process's own recorder
+    (:mod:`harness.worker.node_member` says how it is pickled).
     """
 
     def __init__(self, sketch_above: int, report: Callable[..., None]) -> None:
@@ -23,8 +23,10 @@ class ChildRecorder(Recorder):
         self.rank: int | None = None
         self._report = report
 
-    def __reduce__(self) -> Any:
-        return _recorder_of_this_process, (), self._model
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that is recorded, and that carries the recorder's hooks."""
+        return self._model
 
     def __setstate__(self, model: nn.Module) -> None:
         # It has no parameters yet: it is being unpickled itself, and holds the hook that brought us here.
@@ -48,12 +50,6 @@ class ChildRecorder(Recorder):
             if rank != self.rank:
                 self.rank = rank
                 self._report(rank=rank)
-
-
-def _recorder_of_this_process() -> ChildRecorder:
-    from harness.worker.node_member import current_member
-
-    return current_member().recorder
 
 
 class _Counter:

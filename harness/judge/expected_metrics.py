@@ -16,10 +16,11 @@ from functools import cached_property
 import torch
 
 from harness.evidence.trace import Evaluation, Tensors
-from harness.judge.oracle.epochs import Position, position_of, rank_layout
+from harness.judge.oracle.epochs import Position
 from harness.judge.oracle.layout import Layout, samples, shuffled
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit
 from harness.judge.oracle.oracle import Oracle
+from harness.judge.positions import position_of, rank_layout
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Columns
 

@@ -1,0 +1,38 @@
+"""Where in a training evaluations and reports fall: after how many steps, and micro-batches of the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.judge.oracle.epochs import Position
+from harness.judge.oracle.layout import Layout, contract_layout, with_unique_draws
+from harness.judge.trace_analysis import TraceAnalysis
+
+
+def evaluations_due(analysis: TraceAnalysis) -> Iterator[tuple[Position, ...]]:
+    """Yield the positions, alternatives to each other, at which each evaluation is due that the workload asks for."""
+    every, epochs = analysis.workload.validate_every, analysis.epochs
+    if every is None:
+        return
+    for epoch in range(epochs.count):
+        for batches in range(every, epochs.batches + 1, every):
+            positions = epochs.after_batch(epoch, batches)
+            if positions[0] <= (analysis.steps_due, 0):
+                yield positions
+
+
+def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: int) -> Position:
+    """Return a recorded position in the workload's micro-batches; a loss for each device records more of them."""
+    if not micro_batches or step >= len(analysis.steps):
+        return step, micro_batches
+    recorded = len(analysis.steps[step].ranks[rank].micro_batches)
+    return step, -(-micro_batches * len(rank_layout(analysis, step, rank)) // max(recorded, 1))
+
+
+def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
+    """Return who computed what in a step, also in a skipped one: all ranks, or these, if they had samples."""
+    steps = with_unique_draws(analysis.steps[step].ranks)
+    spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
+    chosen = [steps[rank] for rank in ranks] or analysis.with_a_loss(steps)
+    layout = contract_layout(chosen, spread, analysis.workload.accumulate)
+    return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))
