@@ -23,7 +23,7 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
         for rank, step in enumerate(global_step.ranks):
             used = list(step.learning_rates)
             if rates_differ(used, expected):
-                message = f"learning rates are {used} where the workload has {expected}"
+                message = f"learning rates are {_listed(used)} where the workload has {_listed(expected)}"
                 finding = failed("learning-rate", message, family="optimizer", step=global_step.index, rank=rank)
                 return explain(finding, LearningRateCase(analysis, rank))
         analysis.oracle.set_gradients({})
@@ -37,3 +37,8 @@ def rates_differ(used: Sequence[float], expected: Sequence[float]) -> bool:
     return len(used) != len(expected) or any(
         abs(u - e) > PRECISION * abs(e) for u, e in zip(used, expected, strict=True)
     )
+
+
+def _listed(rates: Sequence[float]) -> str:
+    """Return rates with the digits that are compared."""
+    return ", ".join(f"{rate:.13g}" for rate in rates) or "none"
