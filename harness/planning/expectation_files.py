@@ -86,7 +86,7 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class Pattern(_Strict):
+class CellPattern(_Strict):
     """Which cells: for each coordinate a name, or several, ``*`` and ``?`` included; what is left out is any.
 
     ``topology`` is nodes × gpus of each, as in a cell's id: ``1x3``.
@@ -124,7 +124,7 @@ class Entry(_Strict):
     code causes the failure and the subject's file cannot avoid it.
     """
 
-    cell: Pattern = Pattern()
+    cell: CellPattern = CellPattern()
     check: Annotated[Checks, Field(min_length=1)]
     outcome: Annotated[Outcome, AfterValidator(_is_bad)] = Outcome.FAILED
     cause: Names | None = None
