@@ -120,8 +120,10 @@ def check_report_dir(report_dir: Path) -> None:
             "Move it away or name another directory with --report-dir."
         )
     if not os.access(nearest, os.W_OK | os.X_OK):
+        read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
+        reason = "is on a read-only file system" if read_only else "is not writable"
         raise ReportDirUnusable(
-            f"Nothing can be written to the report directory {report_dir}: {nearest} is not writable. "
+            f"Nothing can be written to the report directory {report_dir}: {nearest} {reason}. "
             "Make it writable or name another with --report-dir."
         )
 
