@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from harness.core.precision import PRECISIONS
 from harness.report.tables.measured import Measured, bounds, measured_cells
 from harness.results.run import Run
 
@@ -88,6 +89,11 @@ def _all_but_precision(cell: Measured) -> tuple[object, ...]:
     return cell.subject, cell.workload, cell.topology, cell.backend, cell.accelerator
 
 
+def _is_16_bit(cell: Measured) -> bool:
+    precision = PRECISIONS.get(cell.precision)
+    return precision is not None and precision.is_16_bit
+
+
 _QUESTIONS: Final = (
     _Question(
         "ddp is faster than dp",
@@ -102,7 +108,7 @@ _QUESTIONS: Final = (
         "16-bit halves the memory",
         "peak of allocated memory in 16-bit over that in 32-bit",
         "memory_allocated_peak",
-        lambda cell: cell.precision in ("16", "bf16"),
+        _is_16_bit,
         lambda cell: cell.precision == "32",
         _all_but_precision,
         _below(0.5),
@@ -111,7 +117,7 @@ _QUESTIONS: Final = (
         "16-bit is faster on tensor cores",
         "throughput in 16-bit over that in 32-bit",
         "throughput",
-        lambda cell: cell.precision in ("16", "bf16"),
+        _is_16_bit,
         lambda cell: cell.precision == "32",
         _all_but_precision,
         _above(1.0),
