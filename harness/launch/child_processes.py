@@ -10,7 +10,8 @@ CHILD_EXIT_TIMEOUT_S = 15.0
 """Time for a trainer to notice that one of its ranks is gone, and to end once all have written their evidence."""
 
 
-_OF_CHILD = ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "orphaned", "at")
+_SAME_NAMES = ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "orphaned", "at")
+"""The fields of an event about a child's end that a ``ChildEnd`` has under the same name."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +60,7 @@ class Children:
             self._evidence.setdefault(event["rank"], set()).add(event["trace"])
             self._bad = self._bad or event["failed"]
         elif event["event"] == "gone":
-            values = {
-                name: event[name]
-                for name in ("pid", "steps", "failed", "idle", "out_of_memory", "unwritten", "orphaned", "at")
-            }
+            values = {name: event[name] for name in _SAME_NAMES}
             end = ChildEnd(rank=event["as"], evidence=event["trace"], late=late or event["killed"], **values)
             self._ends.setdefault(event["rank"], []).append(end)
             self._bad = self._bad or end.is_bad
