@@ -55,6 +55,8 @@ class _Judged:
         return judged
 
     def _add(self, one: Noted) -> None:
+        if one.step.skipped:
+            return
         if one.facts["why"]:
             self.why[one.facts["why"]].update()
             return
@@ -65,7 +67,7 @@ class _Judged:
             for number, error, noise, *_ in one.facts["parameters"]
         ]
         doubt = _doubt(one)
-        if doubt and any(not deviation.x_noise <= limit() for deviation, _ in rows):
+        if doubt and not _repeats(one):
             self.why[doubt].update()
         else:
             self.errors += rows
@@ -81,6 +83,11 @@ def _doubt(one: Noted) -> str:
     if one.facts["shared"]:
         return "the parameters lie in memory that other processes share, and may change during the step"
     return ""
+
+
+def _repeats(one: Noted) -> bool:
+    """Return whether a copy of the optimizer made the same step, but for a few roundings."""
+    return all(in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"])
 
 
 def _compared(steps: _Judged) -> Finding:
@@ -108,7 +115,7 @@ class UpdateCase(CountedCase):
 
     @cached_property
     def rows(self) -> list[list[float]]:
-        """Number, error, noise, length due, length made and scalar product of each parameter."""
+        """Number, error, noise, length due, length made, scalar product and more of each parameter."""
         rows: list[list[float]] = self.one.facts["parameters"]
         return rows
 

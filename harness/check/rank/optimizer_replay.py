@@ -55,6 +55,27 @@ def local(tensor: Tensor) -> Tensor:
     return shard if isinstance(shard, Tensor) else tensor
 
 
+def stepping(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer whose step changes weights: of ZeroRedundancyOptimizer the one inside, with its share."""
+    inner = getattr(optimizer, "optim", None)
+    is_zero = type(optimizer).__name__ == "ZeroRedundancyOptimizer" and isinstance(inner, Optimizer)
+    return inner if is_zero else optimizer  # type: ignore[return-value]
+
+
+def groups_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups with which the optimizer that changes weights is going to step.
+
+    A wrapper hands its options, such as the learning rate, to the one inside only within the step.
+    """
+    inner = stepping(optimizer)
+    if inner is optimizer:
+        return optimizer.param_groups
+    return [
+        {**own, **{key: value for key, value in outer.items() if key != "params"}}
+        for own, outer in zip(inner.param_groups, optimizer.param_groups, strict=True)
+    ]
+
+
 def require_replayable(optimizer: Optimizer) -> None:
     """Refuse optimizers whose step is not a function of each parameter's own weights, gradient and state.
 

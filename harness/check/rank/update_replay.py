@@ -13,27 +13,42 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts, segment
 from harness.check.rank.observer import Observer
-from harness.check.rank.optimizer_replay import Guard, NotReplayable, is_of_torch, local, replayed, require_replayable
+from harness.check.rank.optimizer_replay import (
+    Guard,
+    NotReplayable,
+    groups_of,
+    is_of_torch,
+    local,
+    replayed,
+    require_replayable,
+    stepping,
+)
 from harness.check.rank.shared_memory import shared_places
 from harness.evidence.projection import fingerprint
 
 
 @dataclass(eq=False)
 class _Due:
-    """One parameter before its step: weights, the segment of the right update, its noise and one rounding of it."""
+    """One parameter before its step: weights, segments of the right update and of the native one, noise, one rounding."""
 
     before: Tensor
     update: Tensor
+    native: Tensor
     noise: float
+    unit: float
 
 
 @dataclass(eq=False)
 class _Pending:
-    """An optimizer between the beginning and the end of a step. ``why`` it cannot be judged, "" if it can."""
+    """An optimizer between the beginning and the end of a step. ``why`` it cannot be judged, "" if it can.
+
+    ``own``: the numbers of the parameters that this rank's step is about: all of them, but for shares of ranks.
+    """
 
     optimizer: Optimizer
     why: str = ""
     prints: list[int] = field(default_factory=list)
+    own: set[int] = field(default_factory=set)
     due: dict[int, _Due] = field(default_factory=dict)
     unjudged: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     outside: list[int] = field(default_factory=list)
@@ -47,14 +62,15 @@ class UpdateReplay(Observer):
     ``why``: why the step as a whole cannot be judged, "" if it can.
     ``hooks``: whether the script has hooks of its own on the step, which may change weights and gradients.
     ``parameters``: for each one judged its number, the error, the noise, the lengths of the update that was due and of
-    the one that was made, and their scalar product. Lengths of large parameters are those of projections.
+    the one that was made, their scalar product, the distance from the replay in the parameter's own precision, and the
+    size of one rounding. Lengths of large parameters are those of projections.
     ``unjudged``: numbers of parameters by the reason.
     ``outside``: parameters that changed since this optimizer's last step ended.
     ``shared``: places in shared memory, by parameter.
     ``rounded``: whether some weights are not right and all are bfloat16 numbers, although no parameter has that dtype.
 
-    Memory: a copy of the weights, and one parameter with its state in float64. Of nested steps (wrappers, SAM,
-    ZeroRedundancyOptimizer) the innermost is judged.
+    Memory: a copy of the weights, and one parameter with its state in float64. Of nested steps the innermost is
+    judged; of ZeroRedundancyOptimizer the step of the optimizer inside, with this rank's share.
     """
 
     name = "update"
@@ -86,7 +102,7 @@ class UpdateReplay(Observer):
         if len(last) == len(pending.prints):
             pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
         try:
-            require_replayable(optimizer)
+            require_replayable(stepping(optimizer))
             _replay(pending)
         except NotReplayable as error:
             pending.why = str(error)
@@ -103,10 +119,10 @@ class UpdateReplay(Observer):
         places = shared_places(map(local, parameters))
         rows = [] if skipped or pending.why else _compared(pending, parameters, prints)
         return {
-            "class": type(optimizer).__name__,
-            "of_torch": is_of_torch(optimizer),
+            "class": type(stepping(optimizer)).__name__,
+            "of_torch": is_of_torch(stepping(optimizer)),
             "why": "the GradScaler skipped it" if skipped else pending.why,
-            "hooks": bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks),
+            "hooks": _has_hooks(optimizer) or _has_hooks(stepping(optimizer)),
             "count": len(parameters),
             "parameters": rows,
             "unjudged": dict(pending.unjudged),
@@ -131,13 +147,15 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _replay(pending: _Pending) -> None:
     """Replay the step of every parameter that has a gradient, one after the other."""
-    optimizer = pending.optimizer
+    optimizer = stepping(pending.optimizer)
+    parameters = parameters_of(pending.optimizer)
+    numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
     guard = Guard(optimizer)
-    overlapping = _overlapping(parameters_of(optimizer))
-    number = -1
-    for group in optimizer.param_groups:
+    overlapping = _overlapping(parameters)
+    for group in groups_of(pending.optimizer):
         for parameter in group["params"]:
-            number += 1
+            number = numbers[id(parameter)]
+            pending.own.add(number)
             if parameter.grad is None or not local(parameter).numel():
                 continue
             if number in overlapping:
@@ -154,22 +172,30 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
     update = _wide(after.exact) - _wide(before)
     rounded = torch.linalg.vector_norm(_wide(after.native) - _wide(after.exact))
     unit = torch.linalg.vector_norm(_wide(before).abs() + update.abs()) * torch.finfo(before.dtype).eps / 2
-    return _Due(before, segment(update), max(float(rounded), float(unit)))
+    native = _wide(after.native) - _wide(before)
+    return _Due(before, segment(update), segment(native), max(float(rounded), float(unit)), float(unit))
 
 
 def _compared(pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int]) -> list[list[float]]:
-    """Return number, error, noise, length due, length made and scalar product of each parameter that was judged."""
+    """Return the rows of all parameters that are judged."""
     unjudged = {number for numbers in pending.unjudged.values() for number in numbers}
     rows: list[list[float]] = []
     for number, parameter in enumerate(parameters):
         due = pending.due.pop(number, None)
         if due is not None and due.before.shape == local(parameter).shape:
             made = segment(_wide(local(parameter.detach())) - _wide(due.before))
-            lengths = (float(vector.norm()) for vector in (due.update, made))
-            rows.append([number, float((made - due.update).norm()), due.noise, *lengths, float(made @ due.update)])
-        elif due is None and number not in unjudged and prints[number] != pending.prints[number]:
-            rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0])  # it moved without a gradient, by how much is not known
+            lengths = [float(vector.norm()) for vector in (made - due.update, due.update, made, made - due.native)]
+            error, right, moved, repeated = lengths
+            rows.append([number, error, due.noise, right, moved, float(made @ due.update), repeated, due.unit])
+        elif due is None and number in pending.own - unjudged and prints[number] != pending.prints[number]:
+            rows.append(
+                [number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
+            )  # it moved without a gradient, by how much is not known
     return rows
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class PrecisionUsed(WrappingObserver):
     """Notes what is in force; the script's own settings are not changed.
 
     Facts of a step: ``parameters`` and ``gradients``: entries by dtype; ``devices``: the parameters' kinds of device.
-    ``autocast``: how often since the optimizer's last step autocast was entered with gradients enabled, by device and dtype (``off`` where it
-    was entered to disable it).
+    ``autocast``: how often since the optimizer's last step autocast was entered with gradients enabled, by device and
+    dtype (``off`` where it was entered to disable it).
     Facts of a backward pass: ``autocast``: those in force when it began, although backward passes should run outside.
     Facts of the process: ``flags`` of torch, and ``hooks``: names of communication hooks of DistributedDataParallel.
     """
