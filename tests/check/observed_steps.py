@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -159,7 +160,7 @@ def small_model(*sizes: int) -> nn.Sequential:
     """A network of linear layers, in float32."""
     torch.manual_seed(1)
     given = sizes or (6, 9, 4)
-    layers = [nn.Linear(before, after) for before, after in zip(given, given[1:], strict=False)]
+    layers = [nn.Linear(before, after) for before, after in pairwise(given)]
     return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
 
 

@@ -46,7 +46,7 @@ class Replayed:
 
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's class is one of torch.optim's own."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from harness.evidence.projection import fingerprint
 
 @dataclass(eq=False)
 class _Due:
-    """One parameter before its step: weights, segments of the right update and of the native one, noise, one rounding."""
+    """One parameter before its step: weights, segments of the right and the native update, noise, one rounding."""
 
     before: Tensor
     update: Tensor
@@ -188,9 +188,7 @@ def _compared(pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[
             error, right, moved, repeated = lengths
             rows.append([number, error, due.noise, right, moved, float(made @ due.update), repeated, due.unit])
         elif due is None and number in pending.own - unjudged and prints[number] != pending.prints[number]:
-            rows.append(
-                [number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-            )  # it moved without a gradient, by how much is not known
+            rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # by how much is not known
     return rows
 
 
