@@ -43,7 +43,8 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
         return finding  # the losses had the weight 1 in total before
     return _not_judged(
         finding,
-        f"the script multiplies gradients by its own code ({finding.cause}); whether its loss asks for that is not known",
+        f"the script multiplies gradients by its own code ({finding.cause}); whether its loss asks for that is "
+        "not known",
     )
 
 
