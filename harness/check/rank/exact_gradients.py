@@ -99,7 +99,7 @@ class _Step:
         if call.module in self._noise and apart <= agreement.SPREAD * self._noise[call.module]:
             return
         native = self._in_native(call)
-        if not agreement.reproduces(call.outputs, native.outputs, exact.outputs):
+        if not agreement.reproduces(call.outputs, native.outputs, exact.outputs, call.eps):
             raise CannotReplayError(f"{call.name}: {NOT_REPEATABLE}")
         self._noise[call.module] = max(self._noise.get(call.module, 0.0), apart)
 
