@@ -22,6 +22,7 @@ from harness.check.rank.clipping import Clipping
 from harness.check.rank.learning_rate import LearningRate
 from harness.check.rank.loss_scale import LossScale
 from harness.check.rank.observer import Observer
+from harness.check.rank.optimizer_replay import local
 from harness.check.rank.precision_used import PrecisionUsed
 from harness.check.rank.update_replay import UpdateReplay, parameters_of
 
@@ -68,7 +69,7 @@ class Watch:
     def _prepare(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
         self._received = torch.cat(
-            [segment(p.grad.to_dense()) if p.grad is not None else torch.full((min(p.numel(), 64),), math.nan).double()
+            [torch.full((min(p.numel(), 64),), math.nan).double() if p.grad is None else segment(local(p.grad).to_dense())
              for p in parameters]
         )  # fmt: skip
         for one in OBSERVERS:

@@ -159,7 +159,7 @@ def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
 
 def _scaled(case: UpdateCase) -> Iterator[Match]:
     if case.is_multiple:
-        yield Match(figures={"factor": f"{case.factor:.6g}"})
+        yield Match(figures={"factor": f"{case.factor:.4g}"})
 
 
 HYPOTHESES = (
