@@ -68,10 +68,7 @@ class Watch:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
-        self._received = torch.cat(
-            [torch.full((min(p.numel(), 64),), math.nan).double() if p.grad is None else segment(local(p.grad).to_dense())
-             for p in parameters]
-        )  # fmt: skip
+        self._received = torch.cat([_received(parameter) for parameter in parameters])
         for one in OBSERVERS:
             one.before_step(optimizer)
 
@@ -92,6 +89,12 @@ class Watch:
     def rank(self, rank: int = 0, world_size: int = 1) -> RecordedRank:
         facts = {one.name: noted for one in OBSERVERS if (noted := one.final_facts()) is not None}
         return RecordedRank(rank, world_size, tuple(self.steps), facts)
+
+
+def _received(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return torch.full((min(parameter.numel(), 64),), math.nan, dtype=torch.float64)
+    return segment(local(parameter.grad).to_dense())
 
 
 @contextmanager
