@@ -52,10 +52,21 @@ class Watch:
         facts = {one.name: noted for one in OBSERVERS if (noted := one.backward_ends(number)) is not None}
         self._passes.append(BackwardPass(number, torch.zeros(0), scale=LOSS_SCALE.scale, facts=facts))
 
-    def before(self, optimizer: Optimizer, *_: Any) -> None:
+    def before(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> tuple[Any, Any] | None:
         self._nested += 1
-        if self._nested == 1:
+        if self._nested > 1:
+            return None
+        closure = args[1] if len(args) > 1 else (kwargs or {}).get("closure")
+        if closure is None:
             self._prepare(optimizer)
+            return None
+
+        def followed() -> Any:
+            loss = closure()
+            self._prepare(optimizer)
+            return loss
+
+        return (optimizer, followed, *args[2:]), {k: v for k, v in (kwargs or {}).items() if k != "closure"}
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         self._nested -= 1
@@ -102,7 +113,11 @@ def watching() -> Iterator[Watch]:
     watch = Watch()
     backward = torch.autograd.backward
     torch.autograd.backward = lambda *args, **kwargs: watch.backward(backward, *args, **kwargs)
-    handles = [register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after)]
+    outside = torch._compile._disable_dynamo
+    handles = [
+        register_optimizer_step_pre_hook(outside(lambda *args: watch.before(*args))),
+        register_optimizer_step_post_hook(outside(lambda *args: watch.after(*args))),
+    ]
     LOSS_SCALE.on_skipped = watch.skipped
     for one in OBSERVERS:
         one.start()

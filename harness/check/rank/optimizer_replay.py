@@ -116,9 +116,11 @@ class Guard:
     """Keeps the replay of a class that is not torch's own away from the training's tensors and from other ranks."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._protected = {_place(tensor) for tensor in _tensors_of(optimizer)} - {0}
+        self._protected = {memory(tensor) for tensor in _tensors_of(optimizer)} - {0}
 
-        self._devices = [place for place in {tensor.device for tensor in _parameters(optimizer)} if place.type != "cpu"]
+        self._devices = [
+            device for device in {tensor.device for tensor in _parameters(optimizer)} if device.type != "cpu"
+        ]
 
     @contextmanager
     def around(self, optimizer: Optimizer) -> Iterator[None]:
@@ -141,7 +143,7 @@ class _NoTouch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotReplayable("its step communicates with other ranks")
         if func not in _COPIES:
             for leaf in tree_leaves((args, kwargs or {})):
-                if isinstance(leaf, Tensor) and _place(leaf) in self._protected:
+                if isinstance(leaf, Tensor) and memory(leaf) in self._protected:
                     raise NotReplayable("its step uses tensors other than its parameter's own")
         return func(*args, **(kwargs or {}))
 
@@ -247,7 +249,7 @@ def _tensors(values: Any) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _place(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, 0 where it has none of its own (sparse tensors, wrappers)."""
     try:
         return local(tensor).untyped_storage().data_ptr()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch._compile
 import torch.distributed
 from torch import Tensor
 from torch.optim.optimizer import (
@@ -55,9 +56,11 @@ class TrainingRecorder:
     def install(self) -> None:
         """Follow every optimizer that the script makes."""
         self._gradients.install()
+        disable: Any = torch._compile._disable_dynamo
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            # Where a script compiles its step, the hooks stay outside of the graph.
+            register_optimizer_step_pre_hook(disable(lambda *args: self._before_step(*args))),
+            register_optimizer_step_post_hook(disable(lambda *args: self._after_step(*args))),
         ]
         optimizer_class: Any = Optimizer
         add = optimizer_class.add_param_group

@@ -19,6 +19,7 @@ from harness.check.rank.optimizer_replay import (
     groups_of,
     is_of_torch,
     local,
+    memory,
     replayed,
     require_replayable,
     stepping,
@@ -97,7 +98,7 @@ class UpdateReplay(Observer):
         pending = _Pending(optimizer)
         self._open.append(pending)
         parameters = parameters_of(optimizer)
-        pending.prints = [fingerprint(_real(one)) for one in parameters]
+        pending.prints = list(map(weights_print, parameters))
         last = self._prints.get(optimizer, pending.prints)
         if len(last) == len(pending.prints):
             pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
@@ -114,7 +115,7 @@ class UpdateReplay(Observer):
         if pending is None:
             return None
         parameters = parameters_of(optimizer)
-        prints = [fingerprint(_real(one)) for one in parameters]
+        prints = list(map(weights_print, parameters))
         self._prints[optimizer] = prints
         places = shared_places(map(local, parameters))
         rows = [] if skipped or pending.why else _compared(pending, parameters, prints)
@@ -143,6 +144,15 @@ class UpdateReplay(Observer):
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return an optimizer's parameters in the order of its groups, which numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def weights_print(parameter: Tensor) -> int:
+    """Return the fingerprint of what this rank holds of a parameter; 0 of tensors that do not show their bits."""
+    try:
+        own = _real(parameter)
+        return fingerprint(own.view(torch.uint8) if own.element_size() == 1 else own)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0
 
 
 def _replay(pending: _Pending) -> None:
@@ -223,9 +233,10 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
     ranges = []
     for number, parameter in enumerate(parameters):
         own = local(parameter)
-        if own.numel():
+        if own.numel() and (start := memory(own)):
             last = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
-            ranges.append((own.data_ptr(), own.data_ptr() + (last + 1) * own.element_size(), number))
+            start += int(own.storage_offset()) * own.element_size()
+            ranges.append((start, start + (last + 1) * own.element_size(), number))
     ranges.sort()
     found: set[int] = set()
     end, holder = 0, -1
