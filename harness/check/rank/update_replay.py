@@ -180,10 +180,14 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
     after = replayed(optimizer, group, parameter, guard)
     before = local(parameter.detach()).clone()
     update = _wide(after.exact) - _wide(before)
-    rounded = torch.linalg.vector_norm(_wide(after.native) - _wide(after.exact))
+    noise = max(
+        float(torch.linalg.vector_norm(_wide(rough) - _wide(after.exact)))
+        for rough in (after.native, after.traced)
+        if rough is not None
+    )
     unit = torch.linalg.vector_norm(_wide(before).abs() + update.abs()) * torch.finfo(before.dtype).eps / 2
     native = _wide(after.native) - _wide(before)
-    return _Due(before, segment(update), segment(native), max(float(rounded), float(unit)), float(unit))
+    return _Due(before, segment(update), segment(native), max(noise, float(unit)), float(unit))
 
 
 def _compared(pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int]) -> list[list[float]]:
