@@ -86,8 +86,10 @@ def _doubt(one: Noted) -> str:
 
 
 def _repeats(one: Noted) -> bool:
-    """Return whether a copy of the optimizer made the same step, but for a few roundings."""
-    return all(in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"])
+    """Return whether the step is the replay's and, of other classes, that of a copy in its own precision, but for rounding."""
+    return all(
+        in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"]
+    )
 
 
 def _compared(steps: _Judged) -> Finding:
