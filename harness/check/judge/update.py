@@ -86,7 +86,7 @@ def _doubt(one: Noted) -> str:
 
 
 def _repeats(one: Noted) -> bool:
-    """Return whether the step is the replay's and, of other classes, that of a copy in its own precision, but for rounding."""
+    """Return whether the step is the replay's and, of other classes, that of a copy in its own precision."""
     return all(
         in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"]
     )

@@ -204,7 +204,8 @@ class TrainingRecorder:
             return
         self._nested -= 1
         if self._nested == 0:
-            self._guarded(lambda: self._complete(optimizer, skipped=False))
+            skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
+            self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
     def _on_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Take down gradients before they are clipped."""
