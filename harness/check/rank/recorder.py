@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch._compile
 import torch.distributed
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -76,9 +77,11 @@ class TrainingRecorder:
     def install(self) -> None:
         """Follow every optimizer that the script makes."""
         self._gradients.install()
+        disable: Any = torch._compile._disable_dynamo
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            # Where a script compiles its step, the hooks stay outside of the graph.
+            register_optimizer_step_pre_hook(disable(lambda *args: self._before_step(*args))),
+            register_optimizer_step_post_hook(disable(lambda *args: self._after_step(*args))),
         ]
         optimizer_class: Any = Optimizer
         add = optimizer_class.add_param_group
@@ -202,7 +205,8 @@ class TrainingRecorder:
             return
         self._nested -= 1
         if self._nested == 0:
-            self._guarded(lambda: self._complete(optimizer, skipped=False))
+            skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
+            self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
     def _on_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Take down gradients before they are clipped."""
