@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.judge.accusation import accuse
 from harness.check.judge.rank_layout import RankLayout, rank_layout
 from harness.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
 from harness.check.judge.sampler_passes import (
@@ -18,7 +19,7 @@ from harness.check.judge.sampler_passes import (
 )
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 
 CHANCE = math.log(1e-8)
 """Logarithm of the probability below which equal rows are no chance."""
@@ -63,17 +64,18 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
         return passed(CHECK, f"{observed}; {innocent}")
     sampler = next(sampler_passes(by_number[ranks[0]]), None)
     if sampler is None or not sampler["distributed"]:
-        return failed(
+        return accuse(
             CHECK,
-            f"{observed}: they do the same work {len(ranks)} times. Is there a DistributedSampler, or a seed that "
-            "differs between ranks?",
+            f"{observed}, and do the same work {len(ranks)} times",
+            "is there a DistributedSampler, or a seed that differs between ranks?",
             cause="no-sampler" if len(ranks) == training.world_size else "ranks-alike",
             family="data",
         )
     settings = f"rank {sampler.get('rank')} of {sampler.get('num_replicas')}"
-    return failed(
+    return accuse(
         CHECK,
-        f"{observed}: the sampler is made for {settings} on each of them. Does it get the rank, not the local rank?",
+        f"{observed}, and their samplers are made for {settings}",
+        "does the sampler get the rank, not the local rank?",
         cause="ranks-alike",
         family="data",
     )
@@ -143,10 +145,11 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
     shared, chance = _shared_rows(training)
     if chance > CHANCE:
         return None
-    return failed(
+    return accuse(
         CHECK,
         f"each rank goes through the whole data set in an order of its own: {shared} rows were used on several ranks "
-        "within an epoch. Is there a DistributedSampler?",
+        "within an epoch",
+        "is there a DistributedSampler?",
         cause="no-sampler",
         family="data",
     )
@@ -159,22 +162,28 @@ def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
     probability w! / ((w - m)! w^m).
     """
     world, shared, chance = training.world_size, 0, 0.0
-    by_epoch: dict[tuple[int, int], list[Counter[int]]] = {}
-    for rank in training.ranks:
-        own: dict[tuple[int, int], Counter[int]] = {}
-        for forward in forwards_of(rank, "batches"):
-            fetched = forward["fetched"]
-            if fetched is not None and forward.get("hashes") and forward["module"] == 0:
-                own.setdefault((fetched["loader"], fetched["pass"]), Counter()).update(forward["hashes"])
-        for epoch, rows in own.items():
-            by_epoch.setdefault(epoch, []).append(rows)
-    for ranks in by_epoch.values():
+    for ranks in _rows_by_epoch(training):
         if any(times > 1 for rows in ranks for times in rows.values()):
             return 0, 0.0
         for copies in Counter(row for rows in ranks for row in rows).values():
             shared += copies > 1
             chance += math.lgamma(world + 1) - math.lgamma(world - copies + 1) - copies * math.log(world)
     return shared, chance
+
+
+def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
+    """Return the rows that each rank used, for each pass through a loader; those without a loader are one epoch."""
+    by_epoch: dict[tuple[int, int] | None, list[Counter[int]]] = {}
+    for rank in training.ranks:
+        own: dict[tuple[int, int] | None, Counter[int]] = {}
+        for forward in forwards_of(rank, "batches"):
+            fetched = forward["fetched"]
+            epoch = None if fetched is None else (fetched["loader"], fetched["pass"])
+            if forward.get("hashes") and forward["module"] == 0:
+                own.setdefault(epoch, Counter()).update(forward["hashes"])
+        for epoch, rows in own.items():
+            by_epoch.setdefault(epoch, []).append(rows)
+    return list(by_epoch.values())
 
 
 def _information(training: RecordedTraining) -> Finding | None:
@@ -190,9 +199,9 @@ def _information(training: RecordedTraining) -> Finding | None:
         parts.append(f"ranks ran {min(counts)} to {max(counts)} forwards")
     elif len(set(rows)) > 1:
         parts.append(f"ranks used {min(rows)} to {max(rows)} rows")
-    used = [{row for one in own for row in one["hashes"]} for own in forwards]
-    common = sum(times > 1 for times in Counter(row for own in used for row in own).values())
-    parts.append(f"{common} rows were used on several ranks" if common else "no row was used on two ranks")
+    copies = [Counter(row for rows in ranks for row in rows) for ranks in _rows_by_epoch(training)]
+    common = sum(times > 1 for epoch in copies for times in epoch.values())
+    parts.append(f"{common} rows were used on several ranks" if common else "no row was used on two ranks in an epoch")
     if any(_repeats_an_epoch(own) for own in forwards):
         parts.append("an epoch has the order of the one before")
     return passed(CHECK, f"{'; '.join(parts)} ({sum(rows)} rows in the recorded steps)")
