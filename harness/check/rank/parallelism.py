@@ -89,10 +89,11 @@ class ParallelismObserver(Observer):
     def before_step(self, optimizer: Optimizer) -> None:
         """Stop counting."""
         self._counting = False
-        self._entries = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._entries = sum(p.numel() for p in parameters if p.grad is not None)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return how many entries were reduced by hand, by the size of the group, and how many parameters have."""
+        """Return how many entries were reduced by hand, by the group's size, and how many the gradients have."""
         if not self._reduced:
             return None
         return {"reduced": {str(size): count for size, count in self._reduced.items()}, "entries": self._entries}
