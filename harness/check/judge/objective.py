@@ -12,6 +12,7 @@ import torch
 from harness.check.evidence import BackwardPass, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.rank_layout import rank_layout
+from harness.check.judge.recorded_passes import passes_of
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.findings import passed
@@ -94,7 +95,8 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     ranks = training.ranks if averaged else training.ranks[:1]
     objectives = list(step_objectives(ranks))
     if not objectives:
-        yield Finding(CHECK, Outcome.SKIPPED, f"it is not known what was optimised: {_UNKNOWN}")
+        counted = _tokens(ranks)
+        yield Finding(CHECK, Outcome.SKIPPED, f"it is not known what was optimised: {_UNKNOWN}{counted}")
         return
     yield _divided_wrongly(objectives) or passed(CHECK, _information(objectives))
 
@@ -119,6 +121,23 @@ def _factor(steps: Sequence[RecordedStep]) -> float:
     calls = steps[0].facts.get("clipping", {}).get("calls", ())
     clipping = math.prod(call["factor"] for call in calls)
     return float(received @ mean) / square / clipping if square and clipping else math.nan
+
+
+def _tokens(ranks: Sequence[RecordedRank]) -> str:
+    """Return what the numbers of labels say about a loss that is written by hand, "" where they were not counted."""
+    counts = [
+        sum(tokens)
+        for rank in ranks
+        for one in passes_of(rank)
+        if (tokens := one.facts.get("objective", {}).get("tokens"))
+    ]
+    if not counts or not min(counts):
+        return ""
+    ratio = max(counts) / min(counts)
+    return (
+        f"; micro-batches have {min(counts)} to {max(counts)} labels: if each one's loss is a mean of its own, a token "
+        f"counts up to {ratio:.3g} × as much as another"
+    )
 
 
 def _shares(step: RecordedStep) -> list[Share] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from harness.check.evidence import Facts, RecordedRank, RecordedTraining
 from harness.check.judge.accusation import accuse
@@ -87,11 +87,11 @@ def _innocent(
     """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
     if not layout.is_data_parallel:
         return f"whether they are meant to is not known: {layout.reason}"
-    batches = {forward["order"]: forward for forward in forwards}
-    if len(batches) == 1:
-        return "it is one batch, which may be meant to be the same everywhere, as in a benchmark"
-    if _chance(list(batches.values())) > CHANCE:
-        return "too few rows differ from each other to tell whether the data are meant to repeat"
+    batches = {forward["order"] for forward in forwards}
+    if 2 * len(batches) <= len(forwards) or len(batches) == 1:
+        return "they are the same batches again and again, which may be meant to be everywhere, as in a benchmark"
+    if _chance(_different_rows(forwards)) > CHANCE:
+        return "too few rows differ from each other to tell whether the data repeat themselves"
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
         return "but their targets differ"
@@ -100,23 +100,24 @@ def _innocent(
     return None
 
 
-def _chance(batches: Sequence[Facts]) -> float:
-    """Return the logarithm of the largest probability that independent draws look like this.
+def _different_rows(batches: Iterable[Facts]) -> int:
+    """Return how many rows the first batches have up to the first row that comes again."""
+    seen: set[int] = set()
+    for batch in batches:
+        rows = set(batch["hashes"])
+        if batch["distinct"] < batch["rows"] or rows & seen:
+            break
+        seen |= rows
+    return len(seen)
 
-    Let two rows be equal with probability q. Then n rows of one rank equal those of another, place by place, and of the
-    pairs within a rank k are equal and m are not, with probability at most q^(n + k) (1 - q)^m; it is largest at
-    q = (n + k) / (n + k + m). Equal rows of a data set that repeats itself are thus no evidence.
+
+def _chance(rows: int) -> float:
+    """Return the logarithm of the largest probability that two ranks draw the same different rows in the same order.
+
+    From n values, each as likely as the others, that is n! (1/n)^(2n); from other values it is less. Data that repeat
+    themselves thus are no evidence.
     """
-    rows = sum(batch["rows"] for batch in batches)
-    if any(batch["distinct"] < 0.9 * batch["rows"] for batch in batches):
-        return 0.0
-    kept = Counter(row for batch in batches for row in batch["hashes"])
-    count = kept.total()
-    equal = sum(times * (times - 1) // 2 for times in kept.values())
-    other = count * (count - 1) // 2 - equal
-    hits = min(rows, count) + equal
-    chance: float = hits * math.log(hits / (hits + other))
-    return chance + (other * math.log(other / (hits + other)) if other else 0.0)
+    return math.lgamma(rows + 1) - 2 * rows * math.log(rows) if rows else 0.0
 
 
 def _targets(rank: RecordedRank) -> tuple[str, ...]:
