@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ class LocalGradients:
     of it. What ``torch.autograd.grad`` computes does not reach ``.grad``, and does not count.
     """
 
-    def __init__(self, begins: Callable[[Pass], None], ends: Callable[[Pass], None]) -> None:
+    def __init__(self, begins: Callable[[Pass, Sequence[Tensor]], None], ends: Callable[[Pass], None]) -> None:
         self._begins = begins
         self._ends = ends
         self._handles: dict[int, Any] = {}
@@ -50,7 +50,7 @@ class LocalGradients:
         def followed_backward(*args: Any, **kwargs: Any) -> Any:
             if is_paused() or self._apart:
                 return backward(*args, **kwargs)
-            self._enter()
+            self._enter(_roots(args, kwargs))
             try:
                 return backward(*args, **kwargs)
             finally:
@@ -80,12 +80,12 @@ class LocalGradients:
         self._handles.clear()
         self._leaves.clear()
 
-    def _enter(self) -> None:
+    def _enter(self, roots: Sequence[Tensor]) -> None:
         self._depth += 1
         if self._depth == 1:
             self.current = Pass(self._count)
             self._count += 1
-            self._begins(self.current)
+            self._begins(self.current, roots)
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -100,3 +100,10 @@ class LocalGradients:
         arrived = segment(gradient.to_dense() if gradient.is_sparse else gradient)
         before = self.current.local.get(leaf)
         self.current.local[leaf] = arrived if before is None else before + arrived
+
+
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """Return the tensors at which a call of ``torch.autograd.backward`` begins."""
+    given = args[0] if args else kwargs.get("tensors", ())
+    given = given if isinstance(given, (tuple, list)) else (given,)
+    return [one for one in given if isinstance(one, Tensor)]

@@ -32,3 +32,7 @@ class ParameterNames:
             name = self._names.get(id(parameter), f"{type(optimizer).__name__} parameter {place}")
             made.append(name if name not in made else f"{name} ({place})")
         return made
+
+    def of_one(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, its shape where no module that was called holds it."""
+        return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
