@@ -42,7 +42,7 @@ class Observed:
 
         def arrived(place: int) -> Callable[[Tensor], None]:
             def note(gradient: Tensor) -> None:
-                local[place] = segment(gradient)
+                local[place] = segment(_own(gradient))
 
             return note
 
@@ -52,7 +52,7 @@ class Observed:
         loss.backward()
         for hook in hooks:
             hook.remove()
-        vector = torch.cat([local.get(i, torch.zeros_like(segment(p))) for i, p in enumerate(parameters)])
+        vector = torch.cat([local.get(i, torch.zeros_like(segment(_own(p)))) for i, p in enumerate(parameters)])
         facts = {o.name: made for o in self.observers if (made := o.backward_ends(self.count)) is not None}
         self.passes.append(BackwardPass(self.count, vector, facts=facts))
         self.count += 1
@@ -68,7 +68,7 @@ class Observed:
             made = {o.name: o.after_step(optimizer, skipped=False) for o in self.observers}
         facts: Facts = {name: noted for name, noted in made.items() if noted is not None}
         number = self.numbers[id(optimizer)] = self.numbers.get(id(optimizer), -1) + 1
-        names = [Parameter(f"p{i}", tuple(p.shape), "float32") for i, p in enumerate(parameters)]
+        names = [Parameter(f"p{i}", tuple(_own(p).shape), "float32") for i, p in enumerate(parameters)]
         place = list(self.numbers).index(id(optimizer))
         self.steps.append(RecordedStep(place, number, tuple(names), received, tuple(self.passes), facts=facts))
         self.passes = []
@@ -88,4 +88,10 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _received(parameter: Tensor) -> Tensor:
-    return segment(parameter).fill_(torch.nan) if parameter.grad is None else segment(parameter.grad)
+    own = segment(_own(parameter if parameter.grad is None else parameter.grad))
+    return own.fill_(torch.nan) if parameter.grad is None else own
+
+
+def _own(tensor: Any) -> Tensor:
+    """Return the part of a distributed tensor that this rank has."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

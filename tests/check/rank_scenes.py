@@ -11,9 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # before torch 2.6
+    from torch.distributed._composable.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -133,8 +140,26 @@ def right_evaluated_on_training_data(recorder: Observed, rank: int) -> None:
             model(inputs)
 
 
+def right_sharded(recorder: Observed, rank: int) -> None:
+    data = _data()
+    model = _sharded(recorder)
+    _fit(recorder, model, DataLoader(data, 4, sampler=_sampler(data, rank)))
+
+
+def right_tensor_parallel(recorder: Observed, rank: int) -> None:
+    """All ranks see the same rows, and each has a part of the weights."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = parallelize_module(_model(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    recorder.follow(model)
+    _fit(recorder, model, DataLoader(_data(), 4))
+
+
 def no_sampler(recorder: Observed, rank: int) -> None:
     _fit(recorder, _wrapped(recorder, _model()), DataLoader(_data(), 4))
+
+
+def sharded_without_sampler(recorder: Observed, rank: int) -> None:
+    _fit(recorder, _sharded(recorder), DataLoader(_data(), 4))
 
 
 def same_rank(recorder: Observed, rank: int) -> None:
@@ -207,6 +232,14 @@ def own_statistics(recorder: Observed, rank: int) -> None:
     data = _data()
     model = _wrapped(recorder, _model(norm=True), broadcast_buffers=False)
     _fit(recorder, model, DataLoader(data, 4, sampler=_sampler(data, rank)))
+
+
+def _sharded(recorder: Observed) -> nn.Module:
+    model = _model()
+    for part in (model[0], model[2], model):
+        fully_shard(part)
+    recorder.follow(model)
+    return model
 
 
 def _averaging(model: nn.Module) -> Callable[[], None]:

@@ -28,10 +28,12 @@ SCENES = Path(__file__).with_name("rank_scenes.py")
 RIGHT = (
     "right", "right_accumulation", "right_by_hand", "right_alone", "right_benchmark", "right_few_tokens",
     "right_two_losses", "right_evaluated_on_training_data", "own_statistics",
+    "right_sharded", "right_tensor_parallel",
 )  # fmt: skip
 
 WRONG = {
     "no_sampler": ("samples", "no-sampler"),
+    "sharded_without_sampler": ("samples", "no-sampler"),
     "same_rank": ("samples", "ranks-alike"),
     "seeds_differ": ("samples", "shards-overlap"),
     "whole_data": ("samples", "no-sampler"),

@@ -90,7 +90,8 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: what was optimised, or a division by the number of micro-batches that is missing or double."""
     if not any(step.passes for rank in training.ranks for step in rank.steps):
         return
-    averaged = rank_layout(training).is_data_parallel
+    layout = rank_layout(training)
+    averaged = layout.is_data_parallel and not layout.is_sharded
     # Ranks whose gradients are not averaged, as far as is known, have objectives of their own: the first one's is told.
     ranks = training.ranks if averaged else training.ranks[:1]
     objectives = list(step_objectives(ranks))
@@ -115,10 +116,14 @@ def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
 
 def _factor(steps: Sequence[RecordedStep]) -> float:
     """Return by what the mean over ranks of the local gradients was multiplied, apart from clipping by norm."""
+    if any(one.local.shape != steps[0].received.shape for step in steps for one in step.passes):
+        return math.nan  # shards of unequal sizes
     local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(steps[0].received))
     mean, received = local / len(steps), steps[0].received.nan_to_num()
     square = float(mean @ mean)
     calls = steps[0].facts.get("clipping", {}).get("calls", ())
+    if any(call.get("kept") for call in calls):
+        return math.nan  # only some of the passes were clipped
     clipping = math.prod(call["factor"] for call in calls)
     return float(received @ mean) / square / clipping if square and clipping else math.nan
 

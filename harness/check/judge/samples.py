@@ -44,12 +44,18 @@ def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
         yield information
 
 
+def _forwards(rank: RecordedRank) -> list[Facts]:
+    """Return the forwards of a rank, without those in evaluation mode where there are others."""
+    forwards = forwards_of(rank, "batches")
+    return [one for one in forwards if one["training"]] or forwards
+
+
 def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
     """Return the ranks in groups with the same rows, in the same order, in all forwards that they recorded."""
     groups: dict[tuple[str, ...], list[int]] = {}
-    shortest = min(len(forwards_of(rank, "batches")) for rank in training.ranks)
+    shortest = min(len(_forwards(rank)) for rank in training.ranks)
     for rank in training.ranks:
-        orders = tuple(forward.get("order", "") for forward in forwards_of(rank, "batches")[:shortest])
+        orders = tuple(forward.get("order", "") for forward in _forwards(rank)[:shortest])
         if any(orders):
             groups.setdefault(orders, []).append(rank.rank)
     return list(groups.values())
@@ -57,7 +63,7 @@ def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
 
 def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> Finding:
     by_number = {rank.rank: rank for rank in training.ranks}
-    forwards = [forward for forward in forwards_of(by_number[ranks[0]], "batches") if "order" in forward]
+    forwards = [forward for forward in _forwards(by_number[ranks[0]]) if "order" in forward]
     who = name_ranks(ranks, training.world_size)
     observed = f"{who} use the same rows in all {len(forwards)} recorded forwards"
     if (innocent := _innocent(training, layout, [by_number[rank] for rank in ranks], forwards)) is not None:
@@ -95,8 +101,10 @@ def _innocent(
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
         return "but their targets differ"
-    if not _random(ranks) and not _gradients_alike(ranks):
-        return "but they compute different gradients from them"
+    # Shards of gradients cannot be compared between ranks; the same inputs with the same targets are enough there.
+    alike = bool(*targets) if layout.is_sharded else _random(ranks) or _gradients_alike(ranks)
+    if not alike:
+        return "but whether they do the same work with them is not known"
     return None
 
 
@@ -177,7 +185,7 @@ def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
     by_epoch: dict[tuple[int, int] | None, list[Counter[int]]] = {}
     for rank in training.ranks:
         own: dict[tuple[int, int] | None, Counter[int]] = {}
-        for forward in forwards_of(rank, "batches"):
+        for forward in _forwards(rank):
             fetched = forward["fetched"]
             epoch = None if fetched is None else (fetched["loader"], fetched["pass"])
             if forward.get("hashes") and forward["module"] == 0:
@@ -188,7 +196,7 @@ def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
 
 
 def _information(training: RecordedTraining) -> Finding | None:
-    forwards = [[one for one in forwards_of(rank, "batches") if "order" in one] for rank in training.ranks]
+    forwards = [[one for one in _forwards(rank) if "order" in one] for rank in training.ranks]
     if not any(forwards):
         return Finding(CHECK, Outcome.SKIPPED, "not judged: no tensor went into a tracked module")
     if training.world_size == 1 or len(training.ranks) < training.world_size:

@@ -43,7 +43,7 @@ class BufferObserver(Observer):
         broadcast = _broadcast(wrapper, module)
         buffers = dict(inner.named_buffers())
         if broadcast:  # of those that it knows: others may be left out on purpose, or be younger
-            known = {id(buffer) for buffer in wrapper.modules_buffers}
+            known = {id(buffer) for buffer in getattr(wrapper, "modules_buffers", ())}
             buffers = {name: value for name, value in buffers.items() if id(value) in known}
         if buffers:
             self._forwards.append(
