@@ -35,8 +35,7 @@ class LocalGradients:
     def __init__(self, begins: Callable[[Pass, Sequence[Tensor]], None], ends: Callable[[Pass], None]) -> None:
         self._begins = begins
         self._ends = ends
-        self._handles: dict[int, Any] = {}
-        self._leaves: dict[int, Tensor] = {}
+        self._handles: dict[int, tuple[Tensor, Any]] = {}
         self._depth = 0
         self._apart = 0
         self._count = 0
@@ -65,20 +64,25 @@ class LocalGradients:
 
         autograd.backward, autograd.grad = followed_backward, followed_grad
 
-    def follow(self, leaves: Iterable[Tensor]) -> None:
-        """Hook into leaves that are not followed yet and require a gradient."""
-        for leaf in leaves:
-            if id(leaf) not in self._handles and leaf.requires_grad and leaf.is_leaf:
-                self._leaves[id(leaf)] = leaf
+    def follow(self, leaves: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Hook into leaves that are not followed yet and require a gradient.
+
+        Args:
+            leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
+        """
+        for parameter, leaf in leaves:
+            known = self._handles.get(id(parameter))
+            if leaf.requires_grad and leaf.is_leaf and (known is None or known[0] is not leaf):
+                if known is not None:
+                    known[1].remove()
                 register: Any = leaf.register_hook
-                self._handles[id(leaf)] = register(partial(self._arrived, id(leaf)))
+                self._handles[id(parameter)] = leaf, register(partial(self._arrived, id(parameter)))
 
     def stop(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles.values():
+        for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self._leaves.clear()
 
     def _enter(self, roots: Sequence[Tensor]) -> None:
         self._depth += 1

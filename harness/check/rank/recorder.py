@@ -27,6 +27,7 @@ from harness.check.rank.observer import Observer
 from harness.check.rank.parameter_names import ParameterNames
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
+from harness.check.rank.sharding import arrival_leaves, whole
 from harness.check.rank.tracked_calls import TrackedCalls
 from harness.check.rank.unwrapping import unwrapped
 
@@ -147,8 +148,9 @@ class TrainingRecorder:
     def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
         self._unclipped.clear()
         self._calls.pass_begins(one.number, roots)
-        for optimizer in self._optimizers:
-            self._gradients.follow(_parameters(optimizer))
+        leaves = {id(one): (one, one) for optimizer in self._optimizers for one in _parameters(optimizer)}
+        leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
+        self._gradients.follow(leaves.values())
         for observer in self._observers:
             observer.backward_begins(one.number)
 
@@ -309,6 +311,7 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _kept(gradient: Tensor) -> Tensor:
+    gradient = whole(gradient)
     return segment(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
