@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.check.evidence import Facts, RecordedTraining
 from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding
 from harness.judge.findings import passed
@@ -15,6 +16,7 @@ CHECK = "buffers"
 
 def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a failure for running statistics that hold NaN, and one finding about the ranks' buffers."""
+    yield from failed_observers(training, "buffers", CHECK)
     lost = _not_a_number(training)
     if lost is not None:
         yield lost

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.check.evidence import RecordedTraining
 from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
 from harness.core.finding import Finding
@@ -16,6 +17,7 @@ CHECK = "initial-weights"
 
 def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding about the weights before each optimizer's first recorded step, and about frozen ones."""
+    yield from failed_observers(training, "weights", CHECK)
     layout = rank_layout(training)
     if training.world_size == 1:
         return

@@ -11,6 +11,7 @@ import torch
 
 from harness.check.evidence import BackwardPass, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_passes import passes_of
 from harness.core.finding import Finding
@@ -88,6 +89,7 @@ class StepObjective:
 
 def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: what was optimised, or a division by the number of micro-batches that is missing or double."""
+    yield from failed_observers(training, "objective", CHECK)
     if not any(step.passes for rank in training.ranks for step in rank.steps):
         return
     layout = rank_layout(training)

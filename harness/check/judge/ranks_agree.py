@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from harness.check.evidence import RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
 from harness.core.finding import Finding
@@ -17,6 +18,7 @@ CHECK = "ranks-agree"
 
 def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: the first step after which ranks differ that began it with the same weights, or none does."""
+    yield from failed_observers(training, "weights", CHECK)
     if training.world_size == 1:
         return
     layout = rank_layout(training)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from harness.check.evidence import Facts, RecordedRank, RecordedTraining
 from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import RankLayout, rank_layout
 from harness.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
 from harness.check.judge.sampler_passes import (
@@ -30,6 +31,7 @@ ALIKE = 0.1
 
 def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one failure, or what is known about the rows that the ranks used."""
+    yield from failed_observers(training, "batches", CHECK)
     layout = rank_layout(training)
     finding = same_order_again(training)
     if finding is None and layout.is_data_parallel:
