@@ -49,7 +49,13 @@ REWRITTEN_SCRIPTS = (
     two("fsdp2", "FSDP2: blocks in shards, accumulation, clipping"),
     Script("hsdp", f"{FOUR} hsdp.py", "HSDP on a 2 × 2 mesh, bf16 parameters", ranks=4),
     two("zero_redundancy", "ZeroRedundancyOptimizer"),
-    two("deepspeed_zero", "DeepSpeed ZeRO 2, accumulation, clipping", needs=("deepspeed",)),
+    Script(
+        "deepspeed-zero",
+        "deepspeed --num_accelerators 2 deepspeed_zero.py",
+        "DeepSpeed ZeRO 2, accumulation, clipping",
+        needs=("deepspeed",),
+        ranks=2,
+    ),
     Script(
         "srun-ddp",
         "srun --nodes 2 --ntasks-per-node 1 python srun_ddp.py",

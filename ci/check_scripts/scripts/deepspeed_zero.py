@@ -1,6 +1,6 @@
 """DeepSpeed on the CPU: ZeRO stage 2, accumulation over two batches, clipping, its own engine in place of the loop.
 
-torchrun --standalone --nproc-per-node 2 deepspeed_zero.py
+deepspeed --num_accelerators 2 deepspeed_zero.py
 """
 
 import os

@@ -49,3 +49,4 @@ def resnet18(weights=None, pretrained=False, num_classes=1000, **options):
 
 
 resnet34 = resnet50 = resnet18
+vgg16 = VGG16_Weights = None  # torchmetrics imports them
