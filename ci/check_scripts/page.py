@@ -20,7 +20,7 @@ LONGEST = 160
 
 @dataclass(frozen=True)
 class Checked:
-    """A script, run twice plainly and once under check; ``why_not`` says why it could not be run."""
+    """A script, run plainly and under check, and plainly again where the losses differ; ``why_not`` says why it could not be run."""
 
     script: Script
     first: Ran | None = None
@@ -30,19 +30,16 @@ class Checked:
     why_not: str = ""
 
     @property
-    def repeats(self) -> bool:
-        """Whether two plain runs have the same losses."""
-        return bool(self.first and self.second and self.first.losses and self.first.losses == self.second.losses)
-
-    @property
     def losses(self) -> str:
-        """Whether a run under check has the losses of a plain one."""
-        if not self.repeats:
+        """Whether the losses under check are those of a plain run."""
+        if self.first is None or not self.first.losses:
+            return "none"
+        if self.recorded is not None and self.recorded.losses == self.first.losses:
+            return "the same"
+        repeats = self.second is not None and self.second.losses == self.first.losses
+        if not repeats:
             return "differ without it too"
-        if self.recorded is None:
-            return "repeat"
-        assert self.first is not None
-        return "the same" if self.recorded.losses == self.first.losses else "**DIFFER**"
+        return "repeat" if self.recorded is None else "**DIFFER**"
 
     @property
     def is_as_it_should_be(self) -> bool:
@@ -69,9 +66,9 @@ class Checked:
     @property
     def slower(self) -> str:
         """The time under check over that of a plain run, of whole processes."""
-        if self.first is None or self.second is None or self.recorded is None:
+        if self.first is None or self.recorded is None:
             return "–"
-        return f"{self.recorded.seconds / min(self.first.seconds, self.second.seconds):.1f}"
+        return f"{self.recorded.seconds / self.first.seconds:.1f}"
 
     def line(self) -> str:
         """Return one line for the terminal."""
@@ -160,7 +157,7 @@ def script_table(ran: Sequence[Checked]) -> list[str]:
         f"{len(ran)} scripts, {len(unmodified)} of them published and unmodified. As it should be: {right}. Losses bit "
         f"for bit the same with and without check: {same}.",
         "",
-        "`time` is that of the whole command under check over that of the fastest of two plain runs, start-up, replay "
+        "`time` is that of the whole command under check over that of a plain run, start-up, replay "
         "and judging included, on a machine that did other work too.",
         "",
         "| script | source | ranks | covers | verdict | × noise | covered | losses | time |",

@@ -257,7 +257,9 @@ PUBLISHED = (
         environment={},
         steps=9,
     ),
-    accelerated("complete_nlp_example.py", "everything of Accelerate in one script", "--output_dir out"),
+    accelerated(
+        "complete_nlp_example.py", "everything of Accelerate in one script", "--output_dir out", data=(*BERT, "glue")
+    ),
     lightning(
         "fabric/image_classifier",
         "fabric run --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py --epochs 1 --batch-size 8",
@@ -276,7 +278,8 @@ PUBLISHED = (
     lightning("pytorch/bug_report", "python bug_report_model.py", "Lightning, one step only", steps=1),
     lightning(
         "pytorch/basics",
-        "python autoencoder.py fit --trainer.accelerator cpu",
+        "python autoencoder.py --trainer.accelerator cpu --trainer.max_epochs 1 --trainer.limit_train_batches 5 "
+        "--trainer.limit_val_batches 1 --trainer.limit_test_batches 1 --trainer.limit_predict_batches 1",
         "LightningCLI",
         needs=(*PICTURES, "jsonargparse"),
         environment={"CHECK_SCRIPTS_SAMPLES": "60000"},

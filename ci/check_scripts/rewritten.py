@@ -51,7 +51,7 @@ REWRITTEN_SCRIPTS = (
     two("zero_redundancy", "ZeroRedundancyOptimizer"),
     Script(
         "deepspeed-zero",
-        "deepspeed --num_accelerators 2 deepspeed_zero.py",
+        "deepspeed --num_accelerators 2 --master_port 29617 deepspeed_zero.py",
         "DeepSpeed ZeRO 2, accumulation, clipping",
         needs=("deepspeed",),
         ranks=2,

@@ -23,7 +23,7 @@ LAUNCHERS = {
     "python": [],
     "torchrun": ["-m", "torch.distributed.run"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
-    "fabric": ["-m", "lightning.fabric.cli"],
+    "fabric": ["-c", "from lightning.fabric.cli import _main; _main()"],
     "deepspeed": ["-m", "deepspeed.launcher.runner"],
 }
 """Commands that users type, and the modules behind them: an interpreter may have the module without the command."""
