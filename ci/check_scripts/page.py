@@ -20,7 +20,10 @@ LONGEST = 160
 
 @dataclass(frozen=True)
 class Checked:
-    """A script, run plainly and under check, and plainly again where the losses differ; ``why_not`` says why it could not be run."""
+    """A script that was run plainly, under check, and plainly again where the losses differ.
+
+    ``why_not`` says why it could not be run.
+    """
 
     script: Script
     first: Ran | None = None
