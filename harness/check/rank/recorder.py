@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +28,9 @@ from harness.check.rank.pause import is_paused, paused
 
 T = TypeVar("T")
 
+END_TIMEOUT_S = 60.0
+"""How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
+
 
 class TrainingRecorder:
     """Follows the optimizers of this process from step ``after`` on, for as many steps as are asked for.
@@ -47,6 +51,7 @@ class TrainingRecorder:
         self._recording = False
         self._finished = False
         self._error = ""
+        self._began = 0.0
         self._pending: RecordedStep | None = None
         self._handles: list[Any] = []
         self._pid = os.getpid()
@@ -76,8 +81,18 @@ class TrainingRecorder:
         self._stop()
         self._finished = True
 
+    @property
+    def progress(self) -> dict[str, object]:
+        """What came of recording, for a process that leaves no steps: counts, and the recorder's own error."""
+        return {
+            "optimizers": len(self._optimizers),
+            "passes": self._gradients.count,
+            "steps": sum(number + 1 for number in self._steps.values()),
+            "error": self._error,
+        }
+
     def finish(self) -> None:
-        """Write what concerns the whole process, at its end."""
+        """Write what concerns the whole process: after its last recorded step, so that it stays if the process dies."""
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
@@ -97,6 +112,7 @@ class TrainingRecorder:
     def _start(self) -> None:
         if not self._recording and not self._finished:
             self._recording = True
+            self._began = time.monotonic()
             for observer in self._observers:
                 observer.start()
 
@@ -218,12 +234,13 @@ class TrainingRecorder:
             for one in self._optimizers
             if id(one) in self._steps
         ):
-            self._stop()
+            self.finish()
             if self._options.stop:
                 self._end_process()
 
     def _end_process(self) -> None:
-        self.finish()
+        """End the process with all others of its group: those that are behind may still need it."""
+        self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * (time.monotonic() - self._began))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
