@@ -9,16 +9,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 
-from harness.check.coverage import Coverage, coverage_of
-from harness.check.evidence import RecordedTraining
-from harness.check.judge.judge import judge
 from harness.check.options import RecordingOptions, write_options
 from harness.check.process_notes import PythonProcess, read_processes
-from harness.check.read import read_trainings
 from harness.check.running import CommandEnd, CommandError, run_command
-from harness.core.finding import Finding, in_reading_order
+
+if TYPE_CHECKING:
+    from harness.check.judging import CheckedTraining
 
 ENVIRONMENT = "PLUMBLINE_CHECK"
 """The variable that names the folder of a check; processes below the command inherit it."""
@@ -27,15 +28,6 @@ START_FOLDER = Path(__file__).parent / "path"
 
 LEAST_ROOM = 16 * 2**20
 """Bytes that the temporary folder must have left: with less, evidence may be missing."""
-
-
-@dataclass(frozen=True)
-class CheckedTraining:
-    """One training of a command and what was found in it, in reading order."""
-
-    training: RecordedTraining
-    findings: list[Finding]
-    coverage: Coverage
 
 
 @dataclass(frozen=True)
@@ -68,20 +60,20 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
     """
     with _folder() as folder:
         write_options(folder, options)
+        # Importing torch takes a second or more: the command runs meanwhile.
+        loading = Thread(target=import_module, args=("harness.check.judging",), daemon=True)
+        loading.start()
         end = run_command(
             command, environment(str(folder)), ENVIRONMENT, time_limit, leaves_nothing=options.stop or options.dry_run
         )
         full = folder.parent if shutil.disk_usage(folder).free < LEAST_ROOM else None
+        loading.join()
+        from harness.check.judging import judged_trainings
+
         begun = time.monotonic()
-        trainings = [_judged(one) for one in read_trainings(folder)]
+        trainings = judged_trainings(folder)
         took = time.monotonic() - begun
-        return CheckedCommand(
-            tuple(command), options, end, read_processes(folder), trainings, took, time_limit, full
-        )
-
-
-def _judged(training: RecordedTraining) -> CheckedTraining:
-    return CheckedTraining(training, in_reading_order(judge(training)), coverage_of(training))
+        return CheckedCommand(tuple(command), options, end, read_processes(folder), trainings, took, time_limit, full)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from harness.check.evidence import RecordedRank, RecordedTraining
 class Description:
     """A training in figures and names. What no process noted is left out.
 
-    ``steps`` counts those of the optimizer that has most of them, on the rank that has most; ``passes`` are the smallest
-    and the largest number of backward passes of a step. ``optimizers`` are classes, one for each optimizer of a
-    rank; ``precision`` are dtypes of parameters and autocast; ``wrappers`` are the classes around the model.
+    ``steps`` counts those of the optimizer that has most of them, on the rank that has most; ``passes`` are the
+    smallest and the largest number of backward passes of a step. ``optimizers`` are classes, one for each optimizer of
+    a rank; ``precision`` are dtypes of parameters and autocast; ``wrappers`` are the classes around the model.
     """
 
     ranks: int

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.check.command import CheckedCommand, CheckedTraining
+from harness.check.command import CheckedCommand
 from harness.check.description import describe
+from harness.check.judging import CheckedTraining
 from harness.check.process_notes import PythonProcess
 from harness.check.running import EndedBy
 from harness.report.text import counted, in_words, shortened

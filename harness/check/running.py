@@ -7,7 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
@@ -124,8 +124,6 @@ def _ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals) -> Non
 
 def _kill(process: subprocess.Popen[bytes], tag: str, value: str) -> None:
     """End what is left of a command: its session, and launchers' ranks, which have sessions of their own."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     end_tagged(value, tag)

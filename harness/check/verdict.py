@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.check.command import CheckedCommand, CheckedTraining
+from harness.check.command import CheckedCommand
 from harness.check.description import describe
 from harness.check.judge.gradients import CHECK as GRADIENTS
+from harness.check.judging import CheckedTraining
 from harness.check.obstacles import incidents, why_nothing_was_recorded
 from harness.check.running import EndedBy
 from harness.core.exit_codes import TROUBLE

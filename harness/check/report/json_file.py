@@ -7,9 +7,10 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from harness.check.command import CheckedCommand, CheckedTraining
+from harness.check.command import CheckedCommand
 from harness.check.coverage import Coverage
 from harness.check.description import describe
+from harness.check.judging import CheckedTraining
 from harness.check.verdict import Verdict, answer_of, sentence_on
 from harness.core.finding import Finding
 

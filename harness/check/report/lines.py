@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.check.command import CheckedCommand, CheckedTraining
+from harness.check.command import CheckedCommand
 from harness.check.coverage import NO_REPLAY, Coverage
 from harness.check.description import describe
+from harness.check.judging import CheckedTraining
 from harness.check.running import EndedBy
 from harness.check.verdict import accusations, is_accusation
 from harness.core.finding import Finding
@@ -96,18 +97,25 @@ def coverage_lines(coverage: Coverage) -> Iterator[str]:
 def percent(share: float) -> str:
     """Return a share in percent; only what is everything or nothing is rounded to that."""
     if share in (0, 1):
-        return f"{share:.0%}"
+        return f"{100 * share:.0f} %"
     return f"{min(max(100 * share, 0.1), 99.9):.1f} %".replace(".0 %", " %")
 
 
 def ran(checked: CheckedCommand) -> str:
     """Return the command, how it ended, and how long that and judging took."""
+    return f"{shortened(shlex.join(checked.command), 300)}: {script_end(checked)}, {durations(checked)}"
+
+
+def script_end(checked: CheckedCommand) -> str:
+    """Return how the script ended, for example ``exit code 0``."""
     end = checked.end
-    how = f"exit code {end.exit_code}" if end.exit_code >= 0 else end.in_words
-    if end.by is EndedBy.ITSELF and checked.options.stop and checked.trainings:
-        how += ", ended by --stop"
-    times = f"{in_words(end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"
-    return f"{shortened(shlex.join(checked.command), 300)}: {how} after {times}"
+    stopped = end.by is EndedBy.ITSELF and checked.options.stop and checked.trainings
+    return end.in_words + (" (ended by --stop)" if stopped else "")
+
+
+def durations(checked: CheckedCommand) -> str:
+    """Return how long the command ran, and how long judging took."""
+    return f"{in_words(checked.end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"
 
 
 def _named(names: tuple[str, ...]) -> str:

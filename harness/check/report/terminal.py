@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.check.command import CheckedCommand, CheckedTraining
+from harness.check.command import CheckedCommand
+from harness.check.judging import CheckedTraining
 from harness.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
 from harness.check.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from harness.core.finding import Finding
