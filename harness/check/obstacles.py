@@ -18,6 +18,8 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     """Return why a command left no optimizer step."""
     if checked.full_folder is not None:
         return f"there is no room left in {checked.full_folder}: make room, or name another folder with TMPDIR"
+    if not checked.processes and checked.end.has_failed:
+        return f"the command failed before it started Python: {checked.end.in_words}"
     if not checked.processes:
         return (
             "no Python process of the command has loaded the recorder: a container, a cleared environment or Python's "
@@ -38,17 +40,24 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
 
 def incidents(checked: CheckedCommand) -> Iterator[str]:
     """Yield what else went wrong, the command's own failure first."""
-    if checked.end.by is not EndedBy.ITSELF:
-        yield f"the command was ended {_by(checked)}, after {in_words(checked.end.seconds, 's')}"
-    elif checked.end.has_failed:
-        raised = [one for one in checked.processes if one.raised]
-        yield f"the command failed: {checked.end.in_words}{_reason(raised)}"
+    if early := early_end(checked):
+        yield early
     if checked.end.out_of_memory:
         yield MEMORY
     for one in checked.trainings:
         yield from _of_training(checked, one)
     if checked.trainings and checked.full_folder is not None:
         yield f"there is no room left in {checked.full_folder}: evidence may be missing"
+
+
+def early_end(checked: CheckedCommand) -> str:
+    """Return that the command failed, or who ended it; "" where it ended well."""
+    if checked.end.by is not EndedBy.ITSELF:
+        return f"the command was ended {_by(checked)}, after {in_words(checked.end.seconds, 's')}"
+    if checked.end.has_failed:
+        early = [one for one in checked.processes if one.raised or (one.torch and not one.ended)]
+        return f"the command failed: {checked.end.in_words}{_reason(early)}"
+    return ""
 
 
 def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> str:

@@ -49,7 +49,10 @@ def verdict_of(checked: CheckedCommand) -> Verdict:
         sentence = sentence_on(checked.trainings[answers.index(answer)])
         if len(answers) > 1:
             sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
-    return Verdict(answer, sentence, tuple(incidents(checked)), _exit_code(answer, checked))
+    also = list(incidents(checked))
+    if answer is Answer.RIGHT and checked.end.has_failed:
+        sentence = f"{also.pop(0)}; until then {sentence}"
+    return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked))
 
 
 def answer_of(one: CheckedTraining) -> Answer:

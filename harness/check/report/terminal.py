@@ -47,8 +47,9 @@ def _training(one: CheckedTraining) -> Iterator[RenderableType]:
     wrong = next(accusations(one), None)
     if wrong is not None:
         yield _first(wrong)
-    yield Text()
-    yield _questions(lines_of(one))
+    if lines := lines_of(one):
+        yield Text()
+        yield _questions(lines)
     yield Text()
     yield _indented(training_line(one))
     for line in coverage_lines(one.coverage):
