@@ -30,6 +30,11 @@ def segment(tensor: Tensor) -> Tensor:
     return project(tensor, SEGMENT).sum(0)
 
 
+def length(tensor: Tensor) -> int:
+    """Return the number of entries of a parameter's segment."""
+    return min(tensor.numel(), SEGMENT)
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``)."""
@@ -78,6 +83,7 @@ class RecordedStep:
 
     ``optimizer`` counts the optimizers of the process, ``number`` the steps of this one, from 0. ``received`` is the
     vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
+    ``unclipped`` is the same before a clipping function was called, after the last backward pass; None without a call.
     ``passes`` has the backward passes since its previous step that belong to it; ``other_passes`` those that left
     gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler skipped the step.
     ``facts`` has what observers noted.
@@ -91,6 +97,7 @@ class RecordedStep:
     other_passes: tuple[BackwardPass, ...] = ()
     skipped: bool = False
     facts: Facts = field(default_factory=dict)
+    unclipped: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,9 @@ class ReceivedGradient:
 
     @cached_property
     def received(self) -> Tensor:
-        """What the optimizer received; a parameter without a gradient counts as zero."""
-        return self.step.received.nan_to_num(nan=0.0)
+        """What the optimizer received, before it was clipped; a parameter without a gradient counts as zero."""
+        given = self.step.received if self.step.unclipped is None else self.step.unclipped
+        return torch.where(given.isnan(), 0.0, given)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -182,13 +183,14 @@ class ReceivedGradient:
     def times_noise(self, combination: Combination, factor: float) -> float | None:
         """Return the error of all covered parameters together, in multiples of the noise; None without any noise.
 
-        Noise is the distance between the local gradients and the exact ones, combined in the same way; where there are
-        no exact ones, the bound on rounding.
+        Noise is the distance between the local gradients and the exact ones, combined in the same way, and a rounding
+        for each addition on the way to the optimizer, which are taken to be independent.
         """
-        value, exact, bound = self.value(combination), self.exact(combination), self.bound(combination)
+        value, exact = self.value(combination), self.exact(combination)
         target = value if exact is None else torch.where(exact.isnan(), value, exact)
         error = self.norms(self.received - factor * target)
-        noise = factor * (self.norms(value - target) + bound)
+        additions = sum(len(step.passes) for step in self.ranks.values())
+        noise = factor * torch.hypot(self.norms(value - target), additions**0.5 * self.units * self.norms(value))
         total = float((noise * self.covered).norm())
         return float((error * self.covered).norm()) / total if total else None
 

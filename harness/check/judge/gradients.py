@@ -48,9 +48,7 @@ def received_gradients(training: RecordedTraining) -> Iterator[ReceivedGradient]
             return
         for rank, step in ranks.items():
             if not step.skipped:
-                clipped = any(one.facts.get("clipping") for one in ranks.values())
-                before = previous.get((rank, step.optimizer))
-                yield ReceivedGradient(place, rank, ranks, before, free_factor=clipped)
+                yield ReceivedGradient(place, rank, ranks, previous.get((rank, step.optimizer)))
             previous[rank, step.optimizer] = step
 
 

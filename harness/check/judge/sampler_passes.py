@@ -71,8 +71,8 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
             return failed(
                 CHECK,
                 f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: shards "
-                "are cut out of different orders, so samples are drawn twice in an epoch and others never. Give all ranks' "
-                "samplers one seed",
+                "are cut out of different orders, so samples are drawn twice in an epoch and others never. Give all "
+                "ranks' samplers one seed",
                 cause="shards-overlap",
                 family="data",
                 rank=right,

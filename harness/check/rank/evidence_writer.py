@@ -38,6 +38,8 @@ class EvidenceWriter:
             OSError: the file cannot be written.
         """
         tensors = {"received": step.received}
+        if step.unclipped is not None:
+            tensors["unclipped"] = step.unclipped
         values = {
             "rank": rank,
             "world_size": world_size,

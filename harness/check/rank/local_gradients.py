@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -32,11 +32,10 @@ class LocalGradients:
     of it. What ``torch.autograd.grad`` computes does not reach ``.grad``, and does not count.
     """
 
-    def __init__(self, begins: Callable[[Pass], None], ends: Callable[[Pass], None]) -> None:
+    def __init__(self, begins: Callable[[Pass, Sequence[Tensor]], None], ends: Callable[[Pass], None]) -> None:
         self._begins = begins
         self._ends = ends
-        self._handles: dict[int, Any] = {}
-        self._leaves: dict[int, Tensor] = {}
+        self._handles: dict[int, tuple[Tensor, Any]] = {}
         self._depth = 0
         self._apart = 0
         self._count = 0
@@ -50,7 +49,7 @@ class LocalGradients:
         def followed_backward(*args: Any, **kwargs: Any) -> Any:
             if is_paused() or self._apart:
                 return backward(*args, **kwargs)
-            self._enter()
+            self._enter(_roots(args, kwargs))
             try:
                 return backward(*args, **kwargs)
             finally:
@@ -70,27 +69,32 @@ class LocalGradients:
         """The number of backward passes so far."""
         return self._count
 
-    def follow(self, leaves: Iterable[Tensor]) -> None:
-        """Hook into leaves that are not followed yet and require a gradient."""
-        for leaf in leaves:
-            if id(leaf) not in self._handles and leaf.requires_grad and leaf.is_leaf:
-                self._leaves[id(leaf)] = leaf
+    def follow(self, leaves: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Hook into leaves that are not followed yet and require a gradient.
+
+        Args:
+            leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
+        """
+        for parameter, leaf in leaves:
+            known = self._handles.get(id(parameter))
+            if leaf.requires_grad and leaf.is_leaf and (known is None or known[0] is not leaf):
+                if known is not None:
+                    known[1].remove()
                 register: Any = leaf.register_hook
-                self._handles[id(leaf)] = register(partial(self._arrived, id(leaf)))
+                self._handles[id(parameter)] = leaf, register(partial(self._arrived, id(parameter)))
 
     def stop(self) -> None:
         """Remove all hooks."""
-        for handle in self._handles.values():
+        for _, handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self._leaves.clear()
 
-    def _enter(self) -> None:
+    def _enter(self, roots: Sequence[Tensor]) -> None:
         self._depth += 1
         if self._depth == 1:
             self.current = Pass(self._count)
             self._count += 1
-            self._begins(self.current)
+            self._begins(self.current, roots)
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -105,3 +109,10 @@ class LocalGradients:
         arrived = segment(gradient.to_dense() if gradient.is_sparse else gradient)
         before = self.current.local.get(leaf)
         self.current.local[leaf] = arrived if before is None else before + arrived
+
+
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """Return the tensors at which a call of ``torch.autograd.backward`` begins."""
+    given = args[0] if args else kwargs.get("tensors", ())
+    given = given if isinstance(given, (tuple, list)) else (given,)
+    return [one for one in given if isinstance(one, Tensor)]

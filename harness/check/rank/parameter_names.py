@@ -7,19 +7,22 @@ from torch.optim.optimizer import Optimizer
 
 
 class ParameterNames:
-    """Knows a parameter's name by the outermost module that holds it; the module's class is added where two differ."""
+    """Knows a parameter's name by the outermost module that holds it; further modules' classes are put in front.
+
+    ``roots`` are these modules.
+    """
 
     def __init__(self) -> None:
-        self._roots: list[nn.Module] = []
+        self.roots: list[nn.Module] = []
         self._names: dict[int, str] = {}
         self._kept: list[Tensor] = []  # an id is a parameter's only as long as it lives
 
     def add(self, root: nn.Module) -> None:
         """Learn the names of a module's parameters."""
-        if any(known is root for known in self._roots):
+        if any(known is root for known in self.roots):
             return
-        self._roots.append(root)
-        prefix = "" if len(self._roots) == 1 else f"{type(root).__name__}."
+        self.roots.append(root)
+        prefix = "" if len(self.roots) == 1 else f"{type(root).__name__}."
         for name, parameter in root.named_parameters():
             if id(parameter) not in self._names:
                 self._names[id(parameter)] = prefix + name
@@ -32,3 +35,7 @@ class ParameterNames:
             name = self._names.get(id(parameter), f"{type(optimizer).__name__} parameter {place}")
             made.append(name if name not in made else f"{name} ({place})")
         return made
+
+    def of_one(self, parameter: Tensor) -> str:
+        """Return the name of a parameter, its shape where no module that was called holds it."""
+        return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")

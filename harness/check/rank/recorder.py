@@ -10,21 +10,27 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedStep, segment
+from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedStep, length, segment
 from harness.check.options import RecordingOptions
+from harness.check.rank.clipping import Clipping
 from harness.check.rank.evidence_writer import EvidenceWriter
+from harness.check.rank.exact_gradients import ExactGradients
 from harness.check.rank.local_gradients import LocalGradients, Pass
+from harness.check.rank.loss_scale import LossScale
 from harness.check.rank.observer import Observer
 from harness.check.rank.parameter_names import ParameterNames
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
+from harness.check.rank.sharding import arrival_leaves, whole
+from harness.check.rank.tracked_calls import TrackedCalls
+from harness.check.rank.unwrapping import unwrapped
 
 T = TypeVar("T")
 
@@ -38,11 +44,25 @@ class TrainingRecorder:
     Recording ends early at the first error of its own: the script never sees it.
     """
 
-    def __init__(self, options: RecordingOptions, writer: EvidenceWriter, observers: Sequence[Observer] = ()) -> None:
+    def __init__(
+        self,
+        options: RecordingOptions,
+        writer: EvidenceWriter,
+        loss_scale: LossScale,
+        clipping: Clipping,
+        others: Sequence[Observer] = (),
+    ) -> None:
         self._options = options
         self._writer = writer
-        self._observers = observers
+        self._observers = (loss_scale, clipping, *others)
+        self._loss_scale = loss_scale
+        loss_scale.on_skipped = self._on_skipped
+        clipping.on_clipping = self._on_clipping
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
+        self._calls = TrackedCalls(self._current_pass, self._forward_begins)
+        self._exact = ExactGradients(self._calls, segment)
+        self._uncovered: dict[str, str] = {}
+        self._unclipped: dict[int, Tensor] = {}
         self._windows = PassWindows()
         self._names = ParameterNames()
         self._optimizers: list[Optimizer] = []
@@ -99,7 +119,8 @@ class TrainingRecorder:
         self._stop()
         if self._writer.has_steps:
             try:
-                self._writer.write_end(self._world[0], self._facts(Observer.final_facts), self._error)
+                facts = {**self._facts(lambda observer: observer.final_facts()), "uncovered": self._uncovered}
+                self._writer.write_end(self._world[0], facts, self._error)
             except OSError as error:
                 print(f"plumbline check: the evidence cannot be written: {error}", file=sys.stderr)
 
@@ -113,6 +134,7 @@ class TrainingRecorder:
         if not self._recording and not self._finished:
             self._recording = True
             self._began = time.monotonic()
+            self._calls.start()
             for observer in self._observers:
                 observer.start()
 
@@ -120,19 +142,31 @@ class TrainingRecorder:
         if self._recording:
             self._recording = False
             self._gradients.stop()
+            self._calls.stop()
             for observer in self._observers:
                 self._guarded(observer.stop)
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _pass_begins(self, one: Pass) -> None:
-        if self._recording:
-            self._guarded(lambda: self._begin_pass(one))
+    def _current_pass(self) -> int | None:
+        return None if self._gradients.current is None else self._gradients.current.number
 
-    def _begin_pass(self, one: Pass) -> None:
-        for optimizer in self._optimizers:
-            self._gradients.follow(_parameters(optimizer))
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._names.add(unwrapped(module))
+        for observer in self._observers:
+            observer.forward_begins(module, args, kwargs)
+
+    def _pass_begins(self, one: Pass, roots: Sequence[Tensor]) -> None:
+        if self._recording:
+            self._guarded(lambda: self._begin_pass(one, roots))
+
+    def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
+        self._unclipped.clear()
+        self._calls.pass_begins(one.number, roots)
+        leaves = {id(one): (one, one) for optimizer in self._optimizers for one in _parameters(optimizer)}
+        leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
+        self._gradients.follow(leaves.values())
         for observer in self._observers:
             observer.backward_begins(one.number)
 
@@ -145,6 +179,7 @@ class TrainingRecorder:
             facts = observer.backward_ends(one.number)
             if facts is not None:
                 one.facts[observer.name] = facts
+        one.scale = self._loss_scale.scale
         if one.local:
             self._windows.add(one)
 
@@ -184,7 +219,17 @@ class TrainingRecorder:
         if self._nested == 0:
             self._guarded(lambda: self._complete(optimizer, skipped=False))
 
-    def on_skipped(self, optimizer: Optimizer) -> None:
+    def _on_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """Take down gradients before they are clipped."""
+        if not self._recording:
+            return
+        scales = {id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in _parameters(opt)}
+        with torch.no_grad(), paused():
+            for one in parameters:
+                if one.grad is not None and id(one) not in self._unclipped:
+                    self._unclipped[id(one)] = _kept(one.grad) / scales.get(id(one), 1.0)
+
+    def _on_skipped(self, optimizer: Optimizer) -> None:
         """Note that the GradScaler skipped an optimizer's step."""
         self._guarded(lambda: self._skip(optimizer))
 
@@ -200,8 +245,11 @@ class TrainingRecorder:
         parameters = list(_parameters(optimizer))
         names = self._names.of(optimizer, parameters)
         own, others = self._windows.take(self._optimizers.index(optimizer))
+        unclipped, self._unclipped = self._unclipped, {}
         with torch.no_grad(), paused():
-            received = torch.cat([_received(optimizer, parameter) for parameter in parameters])
+            gradients = [_received(optimizer, parameter) for parameter in parameters]
+            received = torch.cat(gradients)
+            self._replay([*own, *others])
             for observer in self._observers:
                 observer.before_step(optimizer)
         self._pending = RecordedStep(
@@ -214,7 +262,18 @@ class TrainingRecorder:
             received,
             tuple(_vector(one, parameters) for one in own),
             tuple(_vector(one, parameters) for one in others),
+            unclipped=_unclipped(unclipped, parameters, gradients),
         )
+
+    def _replay(self, passes: Sequence[Pass]) -> None:
+        """Compute what arrived in these passes again, in float64; passes without calls to replay have no exact part."""
+        exact = self._exact.compute()
+        for one in passes:
+            found = exact.get(one.number)
+            if found is not None:
+                one.exact = {id(parameter): gradient for parameter, gradient in found.gradients.items()}
+                for parameter, reason in found.uncovered.items():
+                    self._uncovered.setdefault(self._names.of_one(parameter), reason)
 
     def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:
         pending, self._pending = self._pending, None
@@ -268,26 +327,35 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def _kept(gradient: Tensor) -> Tensor:
+    gradient = whole(gradient)
+    return segment(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
 def _received(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     """Return the segment of the gradient with which an optimizer steps, NaN where there is none."""
     if parameter.grad is None:
-        return torch.full_like(segment(torch.empty_like(parameter)), torch.nan)
-    gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+        return torch.full((length(parameter),), torch.nan, dtype=torch.float64)
     scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
-    return segment(gradient) if scale is None else segment(gradient) / float(scale)
+    return _kept(parameter.grad) if scale is None else _kept(parameter.grad) / float(scale)
+
+
+def _unclipped(before: dict[int, Tensor], parameters: Sequence[Tensor], received: Sequence[Tensor]) -> Tensor | None:
+    """Return the vector of gradients before they were clipped, None where none of them was."""
+    if not any(id(parameter) in before for parameter in parameters):
+        return None
+    return torch.cat([before.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
 
 
 def _vector(one: Pass, parameters: Sequence[Tensor]) -> BackwardPass:
-    def joined(parts: dict[int, Tensor]) -> Tensor:
-        return torch.cat(
-            [
-                parts[id(p)] if id(p) in parts else torch.zeros(segment(p).numel(), dtype=torch.float64)
-                for p in parameters
-            ]
-        )
-
-    exact = None if one.exact is None else joined(one.exact)
-    return BackwardPass(one.number, joined(one.local), exact, one.scale, one.facts)
+    zeros = {id(p): torch.zeros(length(p), dtype=torch.float64) for p in parameters}
+    local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
+    if one.exact is None:
+        return BackwardPass(one.number, local, None, one.scale, one.facts)
+    # Where something arrived of which no replay knows, there is no exact gradient.
+    unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
+    exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
+    return BackwardPass(one.number, local, exact, one.scale, one.facts)
 
 
 def _world() -> tuple[int, int]:
