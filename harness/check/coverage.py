@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from harness.check.evidence import BackwardPass, RecordedStep, RecordedTraining, segments
+from harness.check.evidence import RecordedStep, RecordedTraining, segments
 
 NO_REPLAY = "its backward passes were not computed again in float64"
 NO_GRADIENT = "no gradient arrived at it in the recorded steps"
@@ -53,7 +52,7 @@ def coverage_of(training: RecordedTraining) -> Coverage:
     arrived: set[tuple[int, str]] = set()
     for rank in training.ranks:
         for step in rank.steps:
-            for name, size, reason, reached in _parameters(step):
+            for name, size, reason, reached in _parameters(step, rank.facts.get("uncovered") or {}):
                 key = (step.optimizer, name)
                 entries[key] = max(size, entries.get(key, 0))
                 if reached:
@@ -77,22 +76,16 @@ def _by_reason(why: Mapping[tuple[int, str], str], entries: Mapping[tuple[int, s
         yield Uncovered(reason, tuple(name for _, name in keys), sum(entries[key] for key in keys))
 
 
-def _parameters(step: RecordedStep) -> Iterator[tuple[str, int, str, bool]]:
+def _parameters(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[str, int, str, bool]]:
     """Yield each parameter's name and size, why it was not replayed ("" if it was), and whether a gradient arrived."""
-    passes = [(one, *_parts(one, step)) for one in step.passes]
+    local = [segments(one.local, step.parameters) for one in step.passes]
+    exact = [None if one.exact is None else segments(one.exact, step.parameters) for one in step.passes]
     for parameter in step.parameters:
         name = parameter.name
-        reached = [one for one in passes if bool((one[1][name] != 0).any())]
-        reasons = [_why(one, exact, name) for one, _, exact in reached]
-        yield name, parameter.entries, next(filter(None, reasons), ""), bool(reached)
+        reached = [place for place, one in enumerate(local) if bool((one[name] != 0).any())]
+        replayed = all(_is_known(exact[place], name) for place in reached)
+        yield name, parameter.entries, "" if replayed else reasons.get(name, NO_REPLAY), bool(reached)
 
 
-def _parts(one: BackwardPass, step: RecordedStep) -> tuple[dict[str, Tensor], dict[str, Tensor] | None]:
-    exact = None if one.exact is None else segments(one.exact, step.parameters)
-    return segments(one.local, step.parameters), exact
-
-
-def _why(one: BackwardPass, exact: Mapping[str, Tensor] | None, name: str) -> str:
-    if exact is not None and not bool(torch.isnan(exact[name]).any()):
-        return ""
-    return str(one.facts.get("uncovered", {}).get(name, NO_REPLAY))
+def _is_known(exact: Mapping[str, Tensor] | None, name: str) -> bool:
+    return exact is not None and not bool(exact[name].isnan().any())

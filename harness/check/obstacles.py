@@ -34,13 +34,13 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     if checked.end.by is not EndedBy.ITSELF:
         return f"no optimizer step was complete when the command was ended {_by(checked)}"
     if checked.end.has_failed:
-        return f"the script ended before its first optimizer step was complete{_reason(early)}"
+        return f"the script failed before its first optimizer step: {checked.end.in_words}{_reason(early)}"
     return _without_a_step(checked, trained)
 
 
 def incidents(checked: CheckedCommand) -> Iterator[str]:
     """Yield what else went wrong, the command's own failure first."""
-    if early := early_end(checked):
+    if checked.trainings and (early := early_end(checked)):
         yield early
     if checked.end.out_of_memory:
         yield MEMORY
@@ -64,7 +64,7 @@ def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> st
     if checked.end.by is not EndedBy.ITSELF:
         return f"no process had imported torch when the command was ended {_by(checked)}"
     if checked.end.has_failed:
-        return f"the script ended before it imported torch{_reason(early)}"
+        return f"the script failed before it imported torch: {checked.end.in_words}{_reason(early)}"
     return "no process of the command imports torch: is this the command that starts the training?"
 
 
@@ -116,7 +116,7 @@ def _reason(processes: Sequence[PythonProcess]) -> str:
         return ""
     who = "" if one.rank is None else f"on rank {one.rank}: "
     if one.raised:
-        return f" ({who}{one.raised})"
+        return f" ({who}{shortened(one.raised, 200)})"
     return f" ({who}process {one.pid} was killed)"
 
 

@@ -19,12 +19,15 @@ from harness.report.text import counted, digits, in_words, shortened
 
 MOST_NAMES = 3
 
+INFORMATIVE = ("objective", "precision")
+"""Questions whose answer, where nothing is wrong, says what the script does, not that it is right."""
+
 
 class Sign(str, Enum):
     """What became of a question; the value is shown."""
 
     WRONG = "wrong"
-    RIGHT = "right"
+    RIGHT = "ok"
     INFORMATION = "note"
     NOT_JUDGED = "not judged"
 
@@ -47,7 +50,7 @@ def lines_of(one: CheckedTraining) -> list[Line]:
 
 def _line(finding: Finding) -> Line:
     text = finding.message.removeprefix("not judged: ")
-    if finding.error_x_noise is not None:
+    if finding.error_x_noise is not None and "× noise" not in text:
         text += f" ({digits(finding.error_x_noise)} × noise)"
     if is_accusation(finding) and finding.consequence_of is not None:
         text = f"follows from {finding.consequence_of}: {text}"
@@ -58,7 +61,7 @@ def _sign(finding: Finding) -> Sign:
     if is_accusation(finding):
         return Sign.WRONG
     if finding.outcome is Outcome.PASSED:
-        return Sign.RIGHT if finding.limit_x_noise is not None else Sign.INFORMATION
+        return Sign.INFORMATION if finding.check in INFORMATIVE else Sign.RIGHT
     return Sign.NOT_JUDGED
 
 

@@ -19,8 +19,8 @@ from harness.core.finding import Finding
 from harness.report.html.environment import page_environment
 
 _KIND: Final = {"right": "good", "wrong": "bad", "not judged": "unclear"}
-_SIGN: Final = {"right": "good", "wrong": "bad", "not judged": "open", "note": "none"}
-_MARK: Final = {"right": "✓", "wrong": "✗", "not judged": "?", "note": "i"}
+_SIGN: Final = {"ok": "good", "right": "good", "wrong": "bad", "not judged": "open", "note": "none"}
+_MARK: Final = {"ok": "✓", "right": "✓", "wrong": "✗", "not judged": "?", "note": "i"}
 
 
 @dataclass(frozen=True)
