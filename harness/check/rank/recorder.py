@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +35,9 @@ from harness.check.rank.tracked_calls import TrackedCalls
 from harness.check.rank.unwrapping import unwrapped
 
 T = TypeVar("T")
+
+END_TIMEOUT_S = 60.0
+"""How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
 
 
 class TrainingRecorder:
@@ -69,6 +73,7 @@ class TrainingRecorder:
         self._recording = False
         self._finished = False
         self._error = ""
+        self._began = 0.0
         self._pending: RecordedStep | None = None
         self._handles: list[Any] = []
         self._pid = os.getpid()
@@ -100,8 +105,18 @@ class TrainingRecorder:
         self._stop()
         self._finished = True
 
+    @property
+    def progress(self) -> dict[str, object]:
+        """What came of recording, for a process that leaves no steps: counts, and the recorder's own error."""
+        return {
+            "optimizers": len(self._optimizers),
+            "passes": self._gradients.count,
+            "steps": sum(number + 1 for number in self._steps.values()),
+            "error": self._error,
+        }
+
     def finish(self) -> None:
-        """Write what concerns the whole process, at its end."""
+        """Write what concerns the whole process: after its last recorded step, so that it stays if the process dies."""
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
@@ -122,6 +137,7 @@ class TrainingRecorder:
     def _start(self) -> None:
         if not self._recording and not self._finished:
             self._recording = True
+            self._began = time.monotonic()
             self._calls.start()
             for observer in self._observers:
                 observer.start()
@@ -285,12 +301,13 @@ class TrainingRecorder:
             for one in self._optimizers
             if id(one) in self._steps
         ):
-            self._stop()
+            self.finish()
             if self._options.stop:
                 self._end_process()
 
     def _end_process(self) -> None:
-        self.finish()
+        """End the process with all others of its group: those that are behind may still need it."""
+        self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * (time.monotonic() - self._began))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
