@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.core.errors import TraceError
-from harness.evidence.rank_file import write_rank
+from harness.evidence.rank_file import flatten, write_rank
 from harness.evidence.read import read_rank, read_trace
 from harness.evidence.tensor_store import FOLDER, TensorStore, load
 from harness.evidence.trace import RankTrace, StoredTensor
@@ -130,10 +130,24 @@ def test_a_store_that_is_not_whole_is_refused(damage, store, tmp_path):
         load(store.folder, stored)
 
 
-@pytest.mark.parametrize("dtype", ["../../float32", "int64", "nn"])
-def test_a_type_that_no_store_has_is_refused(dtype, store):
-    with pytest.raises(TraceError, match="is no tensor of"):
-        load(store.folder, StoredTensor(1, (100,), dtype))
+@pytest.mark.parametrize(
+    "reference",
+    [
+        [1, [100], "../../float32"], [1, [100], "int64"], [1, [100], "nn"], [1, [100], []], [1, [-1, -100], "float32"],
+        [1, [10**30], "float32"], [1, [3] * 300, "float32"], [1, [], "float32"], [1, [0], "float32"], [1, [None], "nn"],
+        ["", [1], "float32"], [1, 1, "float32"], [1], None,
+    ],
+)  # fmt: skip
+def test_a_reference_that_cannot_be_right_is_refused(reference, store, tmp_path, monkeypatch):
+    store.keep(torch.randn(100))
+    (tmp_path / FOLDER / "0000000000000001--float32").write_bytes(bytes(4))
+    (tmp_path / FOLDER / "0000000000000001-0-float32").write_bytes(b"")
+    rank = flatten(RankTrace(0, 1, ()))[0] | {"final": "own", "stored": {"0/final/weight": reference}}
+    monkeypatch.setattr("harness.evidence.rank_file.flatten", lambda trace: (rank, {}))
+    write_rank(str(tmp_path / "rank-0.safetensors"), RankTrace(0, 1, ()))
+    (tmp_path / "rank-0.log").touch()
+    with pytest.raises(TraceError, match=r"is not (a )?whole"):
+        read_trace(tmp_path)
 
 
 def test_a_store_that_cannot_be_written_disturbs_no_training_and_leaves_no_evidence(tmp_path):
