@@ -1,4 +1,4 @@
-"""A linear projection of a large tensor to a few numbers.
+"""Linear sketches of tensors: a random projection, the norm, and a fingerprint of the bits.
 
 A tensor x of n entries is read as rows of C columns, and P x has ROWS numbers a column: each is a sum over the rows,
 weighted with fixed numbers that follow from an integer hash. So P x is the same on every device and in every version
@@ -11,19 +11,28 @@ its leading and its trailing bits, for the same reason. Needs torch and nothing 
 
 from __future__ import annotations
 
+import math
+import threading
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from harness.evidence.fingerprint import scrambled
-from harness.evidence.scratch_memory import groups, padded
-
 ROWS = 8
 """Numbers for each column: an error in a column changes them."""
 
+NUMBERS = 512
+"""Numbers that a sketch has at most: they determine a norm to 6 %, and take 4 KiB."""
+
 CHUNK = 1024
 """Rows that share one matrix of weights; chunks differ by a factor for each number."""
+
+GROUP = 2**18
+"""Entries read at once on a cpu: they fit into its cache. A multiple of every chunk's size."""
+
+GROUP_ON_DEVICE = 2**22
+"""The same on an accelerator, where many small launches would cost more than the memory does."""
 
 _SCALE = 2.0**-15
 """Makes a projection as long as what it projects on average, to a thousandth: a power of two, which rounds nothing."""
@@ -31,26 +40,124 @@ _SCALE = 2.0**-15
 _LEAST_WEIGHT, _LEAST_FACTOR = 65, 85
 """Weights are between 65 and 128, factors between 85 and 148: 8 × their mean squares is nearly 4¹⁵."""
 
+_WORDS = 1024
 
-def project(tensor: Tensor, numbers: int) -> Tensor:
-    """Return P x, float64 on the cpu, of one row, or of two that add up where the tensor is float64.
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A linear sketch of one tensor: the projection of a difference is the difference of the projections.
+
+    ``values`` is the projection, float64, on the cpu, as long on average as the tensor is: one row, and for a float64
+    tensor two that add up, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm, not finite where
+    an entry is not. ``fingerprint`` is a hash of the bits: equal tensors of one shape and dtype have the same one, and
+    two that differ do so with a probability of 2⁻⁶⁴ only.
+    """
+
+    values: Tensor
+    norm: float
+    fingerprint: int
+
+
+def sketch(tensor: Tensor, numbers: int = NUMBERS) -> Sketch:
+    """Return the sketch of a dense tensor of floating-point numbers; it is computed where the tensor lies.
 
     Args:
-        tensor: dense, floating-point, of any shape and strides; it is read where it lies.
-        numbers: the length of a row: a power of two, from 8 to 2048.
+        tensor: of any shape and strides.
+        numbers: a power of two, from 8 to 2048.
     """
-    columns = numbers // ROWS
-    rows = max(1, min(CHUNK, -(-tensor.numel() // columns)))  # all of them where one chunk is enough
-    chunk = rows * columns
-    weights = _row_weights(str(tensor.device))[:, :rows]
-    sums = torch.zeros(1 + (tensor.dtype == torch.float64), ROWS, columns, dtype=torch.float64, device=tensor.device)
-    for start, part in groups(tensor):
-        wide = padded("wide", part.numel(), chunk, torch.float64, part.device)
-        wide[: part.numel()].copy_(part)
-        factors = _chunk_factors(start // chunk, wide.numel() // chunk, columns, wide.device)
-        for place, half in enumerate(_halves(wide, part.dtype)):
-            sums[place] += (torch.matmul(weights, half.view(-1, rows, columns)) * factors).sum(0)
-    return (sums * _SCALE).flatten(1).cpu()
+    reading = _Reading(tensor, numbers // ROWS)
+    for start in reading.starts:
+        reading.take(start)
+    return Sketch(reading.projection(), reading.norm(), reading.fingerprint())
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Return the sketch's fingerprint alone, which is cheaper."""
+    reading = _Reading(tensor, 0)
+    for start in reading.starts:
+        reading.take(start)
+    return reading.fingerprint()
+
+
+def project(tensor: Tensor, numbers: int = NUMBERS) -> Tensor:
+    """Return P x alone, as it stands in a sketch."""
+    return sketch(tensor, numbers).values
+
+
+class _Reading:
+    """One pass over a tensor, a group of entries at a time. ``columns`` is 0 where only bits are of interest."""
+
+    def __init__(self, tensor: Tensor, columns: int) -> None:
+        self.flat = tensor.detach().reshape(-1)
+        self.columns = columns
+        self.count = self.flat.numel()
+        device = self.flat.device
+        group = max(1, min(GROUP if device.type == "cpu" else GROUP_ON_DEVICE, self.count))
+        self.starts = range(0, self.count, group)
+        # Bits are read as int64 words, in rows of _WORDS; what is left over is zeros, which count for nothing.
+        self.bits = _scratch("bits", _multiple(group, 8 * _WORDS), self.flat.dtype, device)
+        self.words: list[Tensor] = []
+        if columns:
+            # All rows where one chunk is enough.
+            self.rows = max(1, min(CHUNK, -(-self.count // columns)))
+            self.wide = _scratch("wide", _multiple(group, self.rows * columns), torch.float64, device)
+            halves = 2 if self.flat.dtype == torch.float64 else 1
+            self.sums = torch.zeros(halves, ROWS, columns, dtype=torch.float64, device=device)
+            self.square = torch.zeros((), dtype=torch.float64, device=device)
+
+    def take(self, start: int) -> None:
+        """Read the group that begins at ``start``."""
+        part = self.flat[start : start + self.starts.step]
+        size = part.numel()
+        bits = _filled(self.bits, size, 8 * _WORDS)
+        # + 0 turns -0.0 into 0.0: what is equal has equal bits.
+        torch.add(part, 0, out=bits[:size])
+        self.words.append(_row_sums(bits))
+        if self.columns:
+            chunk = self.rows * self.columns
+            wide = _filled(self.wide, size, chunk)
+            wide[:size].copy_(bits[:size])
+            self.square += torch.dot(wide, wide)
+            factors = _chunk_factors(start // chunk, wide.numel() // chunk, self.columns, wide.device)
+            weights = row_weights(wide.device)[:, : self.rows]
+            for place, half in enumerate(_halves(wide, self.flat.dtype)):
+                self.sums[place] += (torch.matmul(weights, half.view(-1, self.rows, self.columns)) * factors).sum(0)
+
+    def projection(self) -> Tensor:
+        return (self.sums * _SCALE).flatten(1).cpu()
+
+    def norm(self) -> float:
+        return math.sqrt(float(self.square))
+
+    def fingerprint(self) -> int:
+        rows = torch.cat(self.words) if self.words else torch.zeros(0, dtype=torch.int64)
+        places = torch.arange(1, rows.numel() + 1, device=rows.device)
+        return int(_scrambled(rows + _scrambled(places)).sum()) ^ self.count
+
+
+class _Memory(threading.local):
+    """Buffers of this thread, by use, dtype and device: new memory costs more than what is done in it."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+
+_MEMORY = _Memory()
+
+
+def _scratch(use: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return memory that holds anything, and is used again for the next tensor."""
+    key = use, dtype, device
+    if key not in _MEMORY.buffers or _MEMORY.buffers[key].numel() < size:
+        _MEMORY.buffers[key] = torch.empty(size, dtype=dtype, device=device)
+    return _MEMORY.buffers[key][:size]
+
+
+def _filled(buffer: Tensor, size: int, unit: int) -> Tensor:
+    """Return the beginning of a buffer, whole units, of which all after the first ``size`` entries is zero."""
+    used = buffer[: _multiple(size, unit)]
+    used[size:].zero_()
+    return used
 
 
 def _halves(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -62,9 +169,26 @@ def _halves(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     return leading, wide - leading
 
 
+def _row_sums(bits: Tensor) -> Tensor:
+    """Return a number for each row of words, in which every word's place counts.
+
+    A product with an odd number is one to one; folding its upper half into the lower one makes sign bits, of which
+    two would otherwise cancel, count like all others.
+    """
+    given = bits.view(torch.int64).view(-1, _WORDS)
+    products, shifted = (_scratch(use, given.numel(), torch.int64, bits.device).view_as(given) for use in ("*", ">>"))
+    torch.mul(given, _word_weights(bits.device), out=products)
+    torch.bitwise_right_shift(products, 29, out=shifted)
+    return products.bitwise_xor_(shifted).sum(1)
+
+
+def row_weights(device: torch.device) -> Tensor:
+    """Return the weights (ROWS, CHUNK) of the rows of a chunk."""
+    return _row_weights(str(device))
+
+
 @lru_cache(maxsize=16)
 def _row_weights(device: str) -> Tensor:
-    """Return the weights (ROWS, CHUNK) of the rows of a chunk."""
     return _integers(torch.arange(ROWS * CHUNK, device=device), _LEAST_WEIGHT).view(ROWS, CHUNK)
 
 
@@ -80,5 +204,26 @@ def _chunk_factors(first: int, chunks: int, columns: int, device: torch.device) 
 
 def _integers(places: Tensor, least: int) -> Tensor:
     """Return a random integer for each place, as float64: its size is one of 64 from ``least`` on, of either sign."""
-    random = scrambled(places)
+    random = _scrambled(places)
     return ((random & 63) + least).double() * ((random >> 6 & 1) * 2 - 1)
+
+
+@lru_cache(maxsize=16)
+def _weights_of_words(device: str) -> Tensor:
+    return _scrambled(torch.arange(_WORDS, device=device) + 2**41) | 1
+
+
+def _word_weights(device: torch.device) -> Tensor:
+    return _weights_of_words(str(device))
+
+
+def _scrambled(numbers: Tensor) -> Tensor:
+    """Return a well-mixed int64 for each int64: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    mixed = numbers * -7046029254386353131  # 2⁶⁴ / golden ratio
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return mixed ^ (mixed >> 31 & (1 << 33) - 1)
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.core.errors import TraceError
-from harness.evidence.fingerprint import fingerprint
+from harness.evidence.projection import fingerprint
 from harness.evidence.trace import StoredTensor
 
 FOLDER = "tensors"

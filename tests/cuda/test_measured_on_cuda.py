@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from harness.benchmark.timed_launch import TimedLaunch
-from harness.evidence.fingerprint import fingerprint
-from harness.evidence.projection import project
+from harness.evidence.projection import fingerprint, sketch
 from harness.evidence.tensor_store import TensorStore, load
 from harness.launch.settings import Settings
 from harness.worker.timing.device_clock import clock_of
@@ -82,9 +81,9 @@ def test_the_memory_of_a_device_is_its_peak():
 def test_what_a_tensor_is_known_by_on_a_device_is_that_on_the_cpu(dtype, size, tmp_path):
     there = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
     here = there.to("cuda")
-    assert fingerprint(there) == fingerprint(here)
-    torch.testing.assert_close(
-        project(there, 64), project(here, 64), rtol=1e-12, atol=1e-12 * float(there.double().norm())
-    )
+    one, other = sketch(there), sketch(here)
+    assert fingerprint(there) == fingerprint(here) == one.fingerprint == other.fingerprint
+    torch.testing.assert_close(one.values, other.values, rtol=1e-12, atol=1e-12 * one.norm)
+    assert one.norm == pytest.approx(other.norm, rel=1e-12)
     stored = TensorStore(str(tmp_path), 0).keep(here)
     assert torch.equal(load(str(tmp_path), stored), there)

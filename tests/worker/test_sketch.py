@@ -1,4 +1,4 @@
-"""A projection is linear, as long as what it stands for, and the same everywhere."""
+"""A sketch is linear, as long as what it stands for, the same everywhere, and tells any two tensors apart."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.evidence import scratch_memory
-from harness.evidence.projection import CHUNK, project
+from harness.evidence import projection as sketches
+from harness.evidence.projection import CHUNK, fingerprint, project, sketch
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BORDERS = [1, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 5000]
@@ -30,7 +30,7 @@ def _one_thread(one_thread):
 
 @settings(deadline=None, max_examples=30)
 @given(sizes, seeds, numbers, st.floats(-1e3, 1e3))
-def test_the_projection_of_a_sum_is_the_sum_of_the_projections(size, seed, numbers, factor):
+def test_the_sketch_of_a_sum_is_the_sum_of_the_sketches(size, seed, numbers, factor):
     left, right = drawn(size, seed).double(), drawn(size, seed + 1).double()
     whole = project(left + factor * right, numbers).sum(0)
     parts = project(left, numbers).sum(0) + factor * project(right, numbers).sum(0)
@@ -49,7 +49,7 @@ def test_what_is_far_apart_does_not_meet(first, second, seed, numbers):
     assert float(project(tensor, numbers).norm()) > 0.02 * length
 
 
-def test_a_projection_is_as_long_as_the_tensor_on_average():
+def test_a_sketch_is_as_long_as_the_tensor_on_average():
     tensors = [drawn(3000, seed) * (torch.arange(3000) % (seed % 7 + 1) == 0) for seed in range(200)]
     squares = [float(project(t, 16).norm() / t.norm()) ** 2 for t in tensors]
     assert sum(squares) / len(squares) == pytest.approx(1, abs=0.1)
@@ -57,46 +57,77 @@ def test_a_projection_is_as_long_as_the_tensor_on_average():
 
 @settings(deadline=None, max_examples=30)
 @given(sizes, seeds, st.sampled_from(FLOATS), numbers)
-def test_every_precision_is_projected_as_what_it_is(size, seed, dtype, numbers):
+def test_every_precision_is_sketched_as_what_it_is(size, seed, dtype, numbers):
     tensor = drawn(size, seed, dtype)
-    made, length = project(tensor, numbers), float(tensor.double().norm())
+    made = sketch(tensor, numbers)
+    assert made.norm == pytest.approx(float(tensor.double().norm()), rel=1e-12)
     exact = project(tensor.double(), numbers).sum(0)
-    torch.testing.assert_close(made.sum(0), exact, rtol=1e-13, atol=1e-13 * (1 + length))
-    assert made.shape == (2 if dtype == torch.float64 else 1, numbers)
+    torch.testing.assert_close(made.values.sum(0), exact, rtol=1e-13, atol=1e-13 * (1 + made.norm))
+    assert made.values.shape == (2 if dtype == torch.float64 else 1, numbers)
 
 
-def test_strides_do_not_count():
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 3000), seeds, st.sampled_from(FLOATS), st.data())
+def test_fingerprints_are_equal_where_tensors_are_and_nowhere_else(size, seed, dtype, data):
+    tensor = drawn(size, seed, dtype)
+    assert fingerprint(tensor.clone()) == fingerprint(tensor)
+    other = tensor.clone()
+    places = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=4, unique=True))
+    change = data.draw(st.sampled_from(["sign", "zero", "next", "rotate"]))
+    if change == "sign":
+        other[places] *= -1
+    elif change == "zero":
+        other[places] = 0
+    elif change == "next":
+        other[places] = torch.nextafter(other[places], torch.full_like(other[places], math.inf))
+    else:
+        other[places] = other[places].roll(1)
+    assert (fingerprint(other) == fingerprint(tensor)) == torch.equal(other, tensor)
+
+
+def test_a_negative_zero_is_a_zero():
+    assert fingerprint(torch.tensor([-0.0, 1.0])) == fingerprint(torch.tensor([0.0, 1.0]))
+
+
+def test_the_order_of_the_entries_counts_and_strides_do_not():
     matrix = drawn(600, 1).view(20, 30)
+    assert fingerprint(matrix.T) == fingerprint(matrix.T.contiguous()) != fingerprint(matrix)
     torch.testing.assert_close(project(matrix.T, 16), project(matrix.T.contiguous(), 16), rtol=0, atol=0)
+    wider = torch.zeros(20, 31)
+    wider[:, 1:] = matrix
+    assert fingerprint(wider[:, 1:]) == fingerprint(matrix)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1,), (2, 3, 4)])
-def test_every_shape_has_a_projection(shape):
-    made = project(torch.ones(shape), 8)
-    assert made.shape == (1, 8)
-    assert bool(made.any()) == (math.prod(shape) > 0)
+def test_every_shape_has_a_sketch(shape):
+    made = sketch(torch.ones(shape), 8)
+    assert made.values.shape == (1, 8)
+    assert made.norm == pytest.approx(math.sqrt(math.prod(shape)))
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_shows(value):
     tensor = torch.ones(3000)
     tensor[1234] = value
-    assert not bool(project(tensor, 8).isfinite().all())
+    assert not math.isfinite(sketch(tensor, 8).norm)
 
 
 def test_groups_are_only_a_matter_of_caches(monkeypatch):
     tensor = drawn(300_000, 3)
-    whole = project(tensor, 16)
-    monkeypatch.setattr(scratch_memory, "GROUP", 8 * CHUNK)
-    torch.testing.assert_close(project(tensor, 16), whole, rtol=1e-13, atol=1e-10)
+    whole = sketch(tensor, 16)
+    monkeypatch.setattr(sketches, "GROUP", 8 * CHUNK)
+    pieces = sketch(tensor, 16)
+    assert pieces.fingerprint == whole.fingerprint
+    torch.testing.assert_close(pieces.values, whole.values, rtol=1e-13, atol=1e-10)
 
 
 def test_nobody_elses_random_numbers_are_drawn():
     before = torch.get_rng_state()
-    project(drawn(100, 0), 8)
+    sketch(drawn(100, 0), 8)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+FINGERPRINT = -5602373422304065782
 VALUES = [
     4.2938232421875, 23.042449951171875, -58.610321044921875, -26.029754638671875,
     15.3526611328125, 41.30859375, 70.8720703125, 19.9481201171875,
@@ -104,5 +135,6 @@ VALUES = [
 
 
 def test_the_weights_are_the_same_in_every_version():
-    """Ranks of several versions may project tensors that are compared."""
+    """These numbers are in recorded evidence: another hash could not read it."""
+    assert sketch(torch.arange(40, dtype=torch.float32), 8).fingerprint == FINGERPRINT
     assert project(torch.arange(40, dtype=torch.float32), 8).flatten().tolist() == VALUES
