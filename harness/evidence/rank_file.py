@@ -54,7 +54,15 @@ def write_rank(path: str, trace: RankTrace) -> None:
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
     """
-    values, tensors = flatten(trace)
+    write_file(path, *flatten(trace))
+
+
+def write_file(path: str, values: dict[str, Any], tensors: Tensors) -> None:
+    """Write JSON values and tensors to ``path``, whole or not at all.
+
+    Raises:
+        OSError: the file cannot be written, for example because the disk is full.
+    """
     header: dict[str, object] = {"__metadata__": {CHECKSUM: NO_CHECKSUM, "plumbline": json.dumps(values)}}
     chunks: list[bytes] = []
     offset = 0

@@ -65,18 +65,26 @@ def read_rank(path: Path) -> RankTrace:
         TraceError: the file is missing, truncated or not a trace; the message names it.
     """
     try:
-        content = path.read_bytes()
-        _check(content)
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-        # All at once: opened and read one by one, each leaks memory in this process (safetensors 0.8). Always in one
-        # order, by which ties are broken; and copied, because the order of summation depends on the alignment.
-        loaded = load(content)
-        tensors = {name: loaded[name].clone() for name in sorted(loaded)}
-        return unflatten(json.loads(header["__metadata__"]["plumbline"]), tensors)
+        return unflatten(*read_file(path))
     except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise TraceError(
             f"{path} is not a whole trace ({type(error).__name__}: {error}); run the cell again"
         ) from error
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], Tensors]:
+    """Return the JSON values and the tensors that ``rank_file.write_file`` wrote.
+
+    Raises:
+        SafetensorError, OSError, LookupError, TypeError, ValueError: the file is missing, truncated or another one's.
+    """
+    content = path.read_bytes()
+    _check(content)
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    # All at once: opened and read one by one, each leaks memory in this process (safetensors 0.8). Always in one order,
+    # by which ties are broken; and copied, because the order of summation depends on the alignment.
+    loaded = load(content)
+    return json.loads(header["__metadata__"]["plumbline"]), {name: loaded[name].clone() for name in sorted(loaded)}
 
 
 def _check(content: bytes) -> None:

@@ -1,0 +1,131 @@
+"""What the ranks of a user's training recorded: vectors of gradients and weights, and plain facts about each step.
+
+A vector is one-dimensional float64. It has a segment for each parameter: the parameter's entries where there are at
+most ``SEGMENT`` of them, else their random projection. Both are linear, so a combination of vectors is the vector of
+the combination.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.evidence.projection import project
+
+SEGMENT = 64
+"""Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length."""
+
+Facts = dict[str, Any]
+"""What an observer noted, as JSON values, by the observer's name."""
+
+
+def segment(tensor: Tensor) -> Tensor:
+    """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries."""
+    if tensor.numel() <= SEGMENT:
+        return tensor.detach().to("cpu", torch.float64, copy=True).reshape(-1)
+    return project(tensor, SEGMENT).sum(0)
+
+
+def length(tensor: Tensor) -> int:
+    """Return the number of entries of a parameter's segment."""
+    return min(tensor.numel(), SEGMENT)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def entries(self) -> int:
+        """The number of its entries."""
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def length(self) -> int:
+        """The number of entries of its segment."""
+        return min(self.entries, SEGMENT)
+
+
+def segments(vector: Tensor, parameters: Sequence[Parameter]) -> dict[str, Tensor]:
+    """Return the segments of a vector by the names of the parameters."""
+    parts = torch.split(vector, [one.length for one in parameters])
+    return dict(zip((one.name for one in parameters), parts, strict=True))
+
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """One backward pass on one rank, as far as it concerns the parameters of one optimizer.
+
+    ``number`` counts the backward passes of the process. ``local`` is the vector of the gradients that arrived at the
+    parameters, before any reduction over ranks; ``exact`` the same computed again in float64 from the recorded inputs,
+    with NaN in the segments of parameters for which it could not be computed; None where there is no replay at all.
+    ``scale`` is the loss scale, 1 without a scaler.
+    """
+
+    number: int
+    local: Tensor
+    exact: Tensor | None = None
+    scale: float = 1.0
+    facts: Facts = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One call of an optimizer's ``step`` on one rank.
+
+    ``optimizer`` counts the optimizers of the process, ``number`` the steps of this one, from 0. ``received`` is the
+    vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
+    ``unclipped`` is the same before a clipping function was called, after the last backward pass; None without a call.
+    ``passes`` has the backward passes since its previous step that belong to it; ``other_passes`` those that left
+    gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler skipped the step.
+    ``facts`` has what observers noted.
+    """
+
+    optimizer: int
+    number: int
+    parameters: tuple[Parameter, ...]
+    received: Tensor
+    passes: tuple[BackwardPass, ...]
+    other_passes: tuple[BackwardPass, ...] = ()
+    skipped: bool = False
+    facts: Facts = field(default_factory=dict)
+    unclipped: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RecordedRank:
+    """One process of the training. ``world_size`` is that of torch.distributed, 1 where there was no group.
+
+    ``facts`` has what observers noted about the whole process; ``error`` says why recording ended early, "" if it did
+    not.
+    """
+
+    rank: int
+    world_size: int
+    steps: tuple[RecordedStep, ...]
+    facts: Facts = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class RecordedTraining:
+    """All processes of a training that took optimizer steps, ordered by rank."""
+
+    ranks: tuple[RecordedRank, ...]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of torch.distributed."""
+        return self.ranks[0].world_size
+
+    def at(self, place: int) -> Mapping[int, RecordedStep]:
+        """Return the ``place``-th step of each rank that took as many, by rank."""
+        return {rank.rank: rank.steps[place] for rank in self.ranks if place < len(rank.steps)}

@@ -1,0 +1,24 @@
+"""Takes back what would only follow from a mistake that was not made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+
+
+def settle(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings, those that follow from a check without a failure as information.
+
+    Ranks whose gradients differ by design, as with averaged models, or by rounding, then hold different weights, and
+    nobody is accused of it.
+    """
+    bad = {finding.check for finding in findings if finding.outcome.is_bad}
+    return [
+        replace(finding, outcome=Outcome.PASSED, cause=None, family=None, consequence_of=None)
+        if finding.consequence_of is not None and finding.consequence_of not in bad
+        else finding
+        for finding in findings
+    ]

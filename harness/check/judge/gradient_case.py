@@ -1,0 +1,199 @@
+"""One rank's received gradient at one step, and what it may be a combination of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from harness.check.evidence import BackwardPass, Parameter, RecordedStep
+
+SKETCH_MARGIN = 2.0
+"""By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""
+
+_UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""The unit roundoff of each format: half the distance from 1 to the next larger number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Combination:
+    """A linear combination of local gradients, with one coefficient for each backward pass of each rank.
+
+    ``more`` is added as it is: a gradient of an earlier step, for example.
+    """
+
+    coefficients: Mapping[int, Sequence[float]]
+    more: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a combination fits: the largest error of a parameter over its rounding bound, and the common factor."""
+
+    ratio: float
+    factor: float
+    worst: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether rounding explains the difference in every parameter."""
+        return self.ratio <= SKETCH_MARGIN
+
+
+@dataclass(frozen=True, eq=False)
+class ReceivedGradient:
+    """One rank at one step.
+
+    ``ranks`` has this step as each rank recorded it, ``previous`` the step before of this rank. ``free_factor``: the
+    gradient may be shorter by one factor, because it was clipped.
+    """
+
+    place: int
+    rank: int
+    ranks: Mapping[int, RecordedStep]
+    previous: RecordedStep | None = None
+    free_factor: bool = False
+
+    @property
+    def step(self) -> RecordedStep:
+        """The step of this rank."""
+        return self.ranks[self.rank]
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """The parameters of the optimizer, in its order."""
+        return self.step.parameters
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes of this rank."""
+        return len(self.step.passes)
+
+    @property
+    def location(self) -> str:
+        """Step and rank in words."""
+        return f"step {self.place}" + (f" on rank {self.rank}" if self.world > 1 else "")
+
+    @cached_property
+    def received(self) -> Tensor:
+        """What the optimizer received, before it was clipped; a parameter without a gradient counts as zero."""
+        given = self.step.received if self.step.unclipped is None else self.step.unclipped
+        return torch.where(given.isnan(), 0.0, given)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The lengths of the parameters' segments."""
+        return [parameter.length for parameter in self.parameters]
+
+    @cached_property
+    def covered(self) -> Tensor:
+        """For each parameter, whether a gradient arrived at it in a backward pass of any rank, or none was received."""
+        arrived = torch.stack(
+            [self.norms(one.local) for step in self.ranks.values() for one in _all(step)] or [self.zero]
+        )
+        return (arrived > 0).any(0) | (self.norms(self.received) == 0)
+
+    @property
+    def zero(self) -> Tensor:
+        """A zero for each parameter."""
+        return torch.zeros(len(self.parameters), dtype=torch.float64)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all local gradients and the received one are finite."""
+        return all(
+            bool(v.isfinite().all()) for v in [self.received, *(o.local for s in self.ranks.values() for o in s.passes)]
+        )
+
+    def norms(self, vector: Tensor) -> Tensor:
+        """Return the norm of each parameter's segment."""
+        return torch.stack([part.norm() for part in torch.split(vector, self.lengths)]) if self.lengths else self.zero
+
+    def evenly(self, factor: float = 1.0) -> Combination:
+        """Return the mean over ranks of the sum over passes, times a factor: with 1, what is right."""
+        return Combination({rank: [factor / self.world] * len(step.passes) for rank, step in self.ranks.items()})
+
+    def exact(self, combination: Combination) -> Tensor | None:
+        """Return a combination of the exact gradients, NaN where there is none for a parameter; None without any."""
+        parts = [
+            coefficient * one.exact / one.scale
+            for rank, step in self.ranks.items()
+            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True)
+            if one.exact is not None
+        ]
+        wanted = sum(len(step.passes) for step in self.ranks.values())
+        return sum(parts, torch.zeros_like(self.received)) if parts and len(parts) == wanted else None
+
+    def value(self, combination: Combination) -> Tensor:
+        """Return the combination of local gradients."""
+        total = torch.zeros_like(self.received)
+        for rank, step in self.ranks.items():
+            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True):
+                if coefficient:
+                    total = total + coefficient / one.scale * one.local
+        return total if combination.more is None else total + combination.more
+
+    def bound(self, combination: Combination) -> Tensor:
+        """Return a bound on the rounding error of each parameter in a combination of local gradients.
+
+        Each of the n additions and scalings rounds by at most a unit of the partial sums, whose norms are at most the
+        sum of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+        """
+        total, count = self.zero, 3
+        for rank, step in self.ranks.items():
+            count += 1 + len(step.passes)
+            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True):
+                if coefficient:
+                    total = total + abs(coefficient) / one.scale * self.norms(one.local)
+        if combination.more is not None:
+            total = total + self.norms(combination.more)
+        # The last term is the rounding of the projections themselves, which are sums in float64.
+        return count * (self.units + 2.0**-50) * total
+
+    @cached_property
+    def units(self) -> Tensor:
+        """The unit roundoff of each parameter's gradient."""
+        return torch.tensor([_UNIT.get(one.dtype, 2.0**-24) for one in self.parameters], dtype=torch.float64)
+
+    def fit(self, combination: Combination) -> Fit:
+        """Compare a combination with what was received, up to a common factor where there may be one."""
+        ratios, factor = self.errors(combination)
+        worst = int(ratios.argmax()) if len(ratios) else 0
+        return Fit(float(ratios[worst]) if len(ratios) else 0.0, factor, worst)
+
+    def errors(self, combination: Combination) -> tuple[Tensor, float]:
+        """Return each covered parameter's error over its bound, 0 for the others, and the common factor."""
+        value, bound = self.value(combination), self.bound(combination)
+        factor = 1.0
+        if self.free_factor:
+            square = float(value @ value)
+            factor = max(0.0, float(self.received @ value) / square) if square else 1.0
+        error = self.norms(self.received - factor * value) * self.covered
+        ratio = error / (factor * bound).clamp_min(torch.finfo(torch.float64).tiny)
+        return torch.where(error > 0, ratio, self.zero), factor
+
+    def times_noise(self, combination: Combination, factor: float) -> float | None:
+        """Return the error of all covered parameters together, in multiples of the noise; None without any noise.
+
+        Noise is the distance between the local gradients and the exact ones, combined in the same way, and a rounding
+        for each addition on the way to the optimizer, which are taken to be independent.
+        """
+        value, exact = self.value(combination), self.exact(combination)
+        target = value if exact is None else torch.where(exact.isnan(), value, exact)
+        error = self.norms(self.received - factor * target)
+        additions = sum(len(step.passes) for step in self.ranks.values())
+        noise = factor * torch.hypot(self.norms(value - target), additions**0.5 * self.units * self.norms(value))
+        total = float((noise * self.covered).norm())
+        return float((error * self.covered).norm()) / total if total else None
+
+
+def _all(step: RecordedStep) -> Sequence[BackwardPass]:
+    return (*step.passes, *step.other_passes)

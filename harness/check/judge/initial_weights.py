@@ -1,0 +1,87 @@
+"""Whether all ranks begin with the same weights, where gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.rank_layout import rank_layout
+from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
+from harness.core.finding import Finding
+from harness.judge.findings import failed, passed
+
+CHECK = "initial-weights"
+
+
+def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one finding about the weights before each optimizer's first recorded step, and about frozen ones."""
+    layout = rank_layout(training)
+    if training.world_size == 1:
+        return
+    compared, seen = 0, set()
+    for place, steps in common_steps(training):
+        step = steps[training.ranks[0].rank]
+        if step.optimizer in seen:
+            continue
+        seen.add(step.optimizer)
+        weights = list(weights_at(place, steps))
+        compared += len(weights)
+        differing = [one for one in weights if one.differ("before")]
+        accused = [one for one in differing if _must_agree(one) and not one.is_rounding]
+        if accused and layout.is_data_parallel:
+            yield _failure(accused, len(weights), place, step.number)
+            return
+        if differing:
+            what = kinds([one.parameter.name for one in differing], len(weights))
+            yield passed(CHECK, f"{what} differ between ranks at the first recorded step; {layout.reason}")
+            return
+    frozen = _frozen(training) if layout.is_data_parallel else None
+    if frozen is not None:
+        yield frozen
+    elif compared:
+        yield passed(CHECK, f"all ranks begin with the same {compared} parameters")
+
+
+def _must_agree(weights: RankWeights) -> bool:
+    """Say whether a parameter is meant to be the same everywhere: each rank then steps with the same gradient."""
+    return weights.is_wrapped or weights.share_gradient
+
+
+def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:
+    worst = max(accused, key=lambda one: one.distance)
+    what = kinds([one.parameter.name for one in accused], of)
+    size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
+    message = f"{what} differ between ranks before the first recorded step, by up to {size}, and are never made equal"
+    if number:  # they may have been equal once
+        return failed(CHECK, f"{message}: what happened before step {number}?", family="sync", step=place)
+    return failed(
+        CHECK,
+        f"{message}: are they broadcast, all of them, at the start, and not changed on one rank afterwards?",
+        cause="not-broadcast",
+        family="sync",
+        step=place,
+        parameter=worst.parameter.name,
+    )
+
+
+def _frozen(training: RecordedTraining) -> Finding | None:
+    """Return the failure of frozen weights that a DistributedDataParallel has broadcast, and that differ."""
+    for modules in zip(*(rank.facts.get("weights", {}).get("modules", ()) for rank in training.ranks), strict=False):
+        tables = [{(p["name"], tuple(p["shape"])): p for p in module["parameters"]} for module in modules]
+        if not all(module["wrapped"] for module in modules) or any(
+            table.keys() != tables[0].keys() for table in tables
+        ):
+            continue
+        frozen = [key for key, p in tables[0].items() if not p["trained"] and not p["ignored"] and p["digest"]]
+        differing = [key[0] for key in frozen if len({table[key]["digest"] for table in tables}) > 1]
+        if differing:
+            return failed(
+                CHECK,
+                f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
+                "forward, although DistributedDataParallel broadcast them when it was made: what was loaded or "
+                "initialised on some ranks after that?",
+                cause="not-broadcast",
+                family="sync",
+                parameter=differing[0],
+            )
+    return None

@@ -1,0 +1,75 @@
+"""Reads what observers noted: facts of steps with their place, steps of all ranks side by side, names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from harness.check.evidence import Facts, RecordedStep, RecordedTraining
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """What one observer noted about one step of one rank."""
+
+    rank: int
+    step: RecordedStep
+    facts: Facts
+
+    @property
+    def name(self) -> str:
+        """The step in words, for messages."""
+        return f"step {self.step.number}" + (f" of optimizer {self.step.optimizer}" if self.step.optimizer else "")
+
+    def parameter(self, number: int) -> str:
+        """Return the name of a parameter by its number in the optimizer's groups."""
+        if number < len(self.step.parameters):
+            return self.step.parameters[number].name
+        return f"parameter {number} of the optimizer"
+
+
+def noted(training: RecordedTraining, observer: str) -> Iterator[Noted]:
+    """Yield what an observer noted about each step, rank after rank."""
+    for rank in training.ranks:
+        for step in rank.steps:
+            if observer in step.facts:
+                yield Noted(rank.rank, step, step.facts[observer])
+
+
+def side_by_side(training: RecordedTraining, observer: str) -> Iterator[Mapping[int, Noted]]:
+    """Yield the same step of each rank that took it, by rank: the same optimizer's with the same number."""
+    places: dict[tuple[int, int], dict[int, Noted]] = {}
+    for one in noted(training, observer):
+        places.setdefault((one.step.optimizer, one.step.number), {})[one.rank] = one
+    yield from places.values()
+
+
+def same_parameters(steps: Iterable[Noted]) -> bool:
+    """Return whether ranks step with parameters of the same names and shapes: those of one model, each a copy."""
+    return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
+
+
+def information(check: str, message: str) -> Finding:
+    """Return what should be read although it is no mistake: a finding that passed and has no error."""
+    return Finding(check, Outcome.PASSED, message)
+
+
+def not_judged(check: str, why: str) -> Finding:
+    """Return the finding of a question that could not be answered: ``skipped``, with the reason."""
+    return Finding(check, Outcome.SKIPPED, f"not judged: {why}")
+
+
+def failed_observers(training: RecordedTraining, observer: str, check: str) -> Iterator[Finding]:
+    """Yield a finding where an observer came to an early end."""
+    for rank in training.ranks:
+        if error := (rank.facts.get(observer) or {}).get("error"):
+            yield not_judged(check, f"taking notes failed on rank {rank.rank}: {error}")
+            return
+
+
+def listed(names: Iterable[object], most: int = 4) -> str:
+    """Return names in one line, of which at most so many are written out."""
+    every = list(map(str, names))
+    return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")

@@ -1,0 +1,229 @@
+"""Which objective was optimised: with which weight each loss term of each micro-batch and rank counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness.check.evidence import BackwardPass, RecordedStep, RecordedTraining
+from harness.check.judge.rank_layout import rank_layout
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.findings import failed, passed
+
+CHECK = "objective"
+
+EXACT = 2e-3
+"""Relative error of a weight that is an exact number: losses may be scaled in float16, which has 11 bits."""
+
+NEAR = 0.02
+"""Relative error up to which a factor between random projections, and of 16-bit gradients, is taken for 1."""
+
+_UNKNOWN = "no loss function of torch.nn.functional received a gradient in every backward pass"
+
+
+@dataclass(frozen=True)
+class Share:
+    """One loss call in one backward pass: what it adds to the objective, the loss scale taken out."""
+
+    function: str
+    reduction: str
+    terms: float
+    weight: float
+    value: float | None
+    is_even: bool
+    is_alone: bool
+
+
+@dataclass(frozen=True)
+class StepObjective:
+    """The loss calls of one step by rank and micro-batch, one each, and whether each comes from a batch of its own.
+
+    ``factor`` is by what the mean over ranks of the gradients was multiplied before the step, clipping taken out: not
+    1 where the script divides the gradients and not the loss.
+    """
+
+    ranks: tuple[tuple[Share, ...], ...]
+    batches_differ: bool
+    factor: float
+
+    @property
+    def shares(self) -> list[Share]:
+        """All of them, of all ranks."""
+        return [share for rank in self.ranks for share in rank]
+
+    @property
+    def total(self) -> float:
+        """The sum of all weights in the gradient with which the optimizer steps."""
+        return self.factor * sum(share.weight for share in self.shares) / len(self.ranks)
+
+    @property
+    def rates(self) -> list[float]:
+        """The weight of a single term in each call that has any."""
+        return [share.weight / share.terms for share in self.shares if share.terms]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether every term of the step counts the same."""
+        return all(share.is_even for share in self.shares) and _spread(self.rates) <= 1 + EXACT
+
+    @property
+    def gap(self) -> float | None:
+        """How far the objective is from the mean over all terms, as a share of it; None where a value is unknown."""
+        counted = [share for share in self.shares if share.terms]
+        values = [share.value for share in counted if share.value is not None]
+        weights, terms = sum(share.weight for share in counted), sum(share.terms for share in counted)
+        if len(values) < len(counted) or not weights or not terms:
+            return None
+        used = sum(share.weight * value for share, value in zip(counted, values, strict=True)) / weights
+        mean = sum(share.terms * value for share, value in zip(counted, values, strict=True)) / terms
+        return abs(used - mean) / abs(mean) if mean else None
+
+
+def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one finding: what was optimised, or a division by the number of micro-batches that is missing or double."""
+    if not any(step.passes for rank in training.ranks for step in rank.steps):
+        return
+    objectives = list(step_objectives(training))
+    if not objectives:
+        yield Finding(CHECK, Outcome.SKIPPED, f"it is not known what was optimised: {_UNKNOWN}")
+        return
+    yield _divided_wrongly(objectives) or passed(
+        CHECK, _information(objectives, rank_layout(training).is_data_parallel)
+    )
+
+
+def step_objectives(training: RecordedTraining) -> Iterator[StepObjective]:
+    """Yield the objective of each step that all ranks recorded, where each of its passes has one loss call."""
+    if len(training.ranks) < training.world_size:
+        return
+    for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
+        steps = [rank.steps[place] for rank in training.ranks]
+        if len({(step.optimizer, step.number) for step in steps}) > 1 or any(step.skipped for step in steps):
+            continue
+        ranks = [_shares(step) for step in steps]
+        if all(rank is not None and len(rank) > 0 for rank in ranks):
+            made = tuple(tuple(rank) for rank in ranks if rank is not None)
+            yield StepObjective(made, all(_has_own_batches(step) for step in steps), _factor(steps))
+
+
+def _factor(steps: Sequence[RecordedStep]) -> float:
+    """Return by what the mean over ranks of the local gradients was multiplied, apart from clipping by norm."""
+    local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(steps[0].received))
+    mean, received = local / len(steps), steps[0].received.nan_to_num()
+    square = float(mean @ mean)
+    calls = steps[0].facts.get("clipping", {}).get("calls", ())
+    clipping = math.prod(call["factor"] for call in calls)
+    return float(received @ mean) / square / clipping if square and clipping else math.nan
+
+
+def _shares(step: RecordedStep) -> list[Share] | None:
+    """Return the one loss call of each pass; None where a pass has none or several, or shares its parameters."""
+    if step.other_passes:
+        return None
+    shares = []
+    for one in step.passes:
+        noted = one.facts.get("objective", {})
+        calls = noted.get("calls", ())
+        if len(calls) != 1 or calls[0]["weight"] is None:
+            return None
+        (call,) = calls
+        shares.append(
+            Share(
+                call["function"], call["reduction"], call["terms"], call["weight"] / one.scale, call["value"],
+                call["even"], noted["alone"],
+            )
+        )  # fmt: skip
+    return shares
+
+
+def _has_own_batches(step: RecordedStep) -> bool:
+    """Say whether each pass follows one forward, of the same module, with the next batch of the same loader."""
+    fetched = [_fetched(one) for one in step.passes]
+    if any(one is None for one in fetched):
+        return False
+    known = [one for one in fetched if one is not None]
+    return len({one[:2] for one in known}) == 1 and len(set(known)) == len(known)
+
+
+def _fetched(one: BackwardPass) -> tuple[Any, ...] | None:
+    forwards = one.facts.get("batches", {}).get("forwards", ())
+    if len(forwards) != 1 or forwards[0]["fetched"] is None:
+        return None
+    fetched = forwards[0]["fetched"]
+    return forwards[0]["module"], fetched["loader"], fetched["pass"], fetched["batch"]
+
+
+def _divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
+    """Return the failure of a loss that is divided by the number of micro-batches not at all, or twice.
+
+    Only where nothing else explains it: each micro-batch is the next batch of one loader and has one loss, a mean, and
+    every one of them has exactly that weight on every rank at every step. Two losses that are added by two backward
+    passes, as in a GAN, do not look like that.
+    """
+    counts = {len(rank) for one in objectives for rank in one.ranks}
+    shares = [share for one in objectives for share in one.shares]
+    count = max(counts)
+    if not all(abs(one.factor - 1) <= NEAR for one in objectives):
+        return None  # gradients are divided, or their length is changed, after the backward passes
+    if len(counts) > 1 or count < 2 or not all(one.batches_differ for one in objectives):
+        return None
+    if len({(share.function, share.reduction) for share in shares}) > 1 or shares[0].reduction not in (
+        "mean",
+        "batchmean",
+    ):
+        return None
+    if all(_is(share.weight, 1.0) for share in shares):
+        return failed(
+            CHECK,
+            f"the objective is the sum of {count} micro-batches' mean losses, of total weight {count}, not their mean: "
+            f"gradients are {count} × as large as those of one batch of the same samples. Is the loss meant to be "
+            f"divided by the {count} micro-batches?",
+            cause="not-divided-by-micro-batches",
+            family="accumulation",
+            step=0,
+        )
+    # With two micro-batches a quarter may be a constant that belongs to the loss: ½ of a square, and its mean.
+    if count > 2 and all(_is(share.weight, 1 / count**2) and share.is_alone for share in shares):
+        return failed(
+            CHECK,
+            f"each of {count} micro-batches' mean losses has the weight 1/{count**2}, in total 1/{count}: do both "
+            f"the script and its trainer divide the loss by the {count} micro-batches?",
+            cause="divided-twice",
+            family="accumulation",
+            step=0,
+        )
+    return None
+
+
+def _information(objectives: Sequence[StepObjective], averaged: bool) -> str:
+    worst = max(objectives, key=lambda one: _spread(one.rates))
+    first = worst.shares[0]
+    micro, ranks = max(map(len, worst.ranks)), len(worst.ranks)
+    over = [f"{micro} micro-batches" if micro > 1 else "", f"{ranks} ranks" if ranks > 1 and averaged else ""]
+    of = " of ".join(filter(None, over))
+    terms = sum(share.terms for share in worst.shares)
+    total = worst.total
+    weight = "" if math.isnan(total) or abs(total - 1) <= NEAR else f", of total weight {total:.4g}"
+    if worst.is_even:
+        if all(_is(rate, 1.0) for rate in worst.rates):
+            return f"optimised: the sum over all {terms:g} terms of {first.function}"
+        return f"optimised: the mean over all {terms:g} terms of {first.function}{weight}"
+    gap = worst.gap
+    apart = "" if gap is None else f"; the mean over all {terms:g} terms differs by {gap:.2%} here"
+    spread = _spread(worst.rates)
+    ratio = "" if spread == float("inf") else f" (a term counts up to {spread:.3g} × as much as another)"
+    return f"optimised: the weighted mean of {first.function} over {of or 'unequal terms'}{weight}{apart}{ratio}"
+
+
+def _spread(rates: Sequence[float]) -> float:
+    least, most = min(rates, default=1.0), max(rates, default=1.0)
+    return most / least if least > 0 else (1.0 if least == most else float("inf"))
+
+
+def _is(number: float, exact: float) -> bool:
+    return abs(number - exact) <= EXACT * abs(exact)

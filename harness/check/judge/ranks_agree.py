@@ -1,0 +1,110 @@
+"""Whether all ranks hold the same weights after each step, where gradients are reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from harness.check.evidence import RecordedStep, RecordedTraining
+from harness.check.judge.rank_layout import rank_layout
+from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
+from harness.core.finding import Finding
+from harness.judge.findings import failed, passed
+
+CHECK = "ranks-agree"
+
+
+def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one finding: the first step after which ranks differ that began it with the same weights, or none does."""
+    if training.world_size == 1:
+        return
+    layout = rank_layout(training)
+    known: set[str] = set()
+    seen: set[str] = set()
+    compared, differing_steps = 0, 0
+    for place, steps in common_steps(training):
+        weights = list(weights_at(place, steps))
+        differing = [one for one in weights if one.differ("after")]
+        compared += bool(weights)
+        differing_steps += bool(differing)
+        found = [one for one in differing if one.parameter.name not in known and not one.is_rounding]
+        known.update(one.parameter.name for one in differing)
+        if layout.is_data_parallel and (accused := [one for one in found if _must_agree(one)]):
+            first = any(one.parameter.name not in seen for one in accused if one.differ("before"))
+            yield _failure(place, steps, accused, len(weights), first=first)
+            return
+        seen.update(one.parameter.name for one in weights)
+    if not compared:
+        return
+    if not differing_steps:
+        yield passed(CHECK, f"all ranks hold the same weights, bit for bit, after each of {compared} steps")
+    elif layout.is_data_parallel:
+        yield passed(CHECK, f"weights that ranks share agree, but for rounding, after each of {compared} steps")
+    else:
+        yield passed(
+            CHECK, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"
+        )
+
+
+def _must_agree(weights: RankWeights) -> bool:
+    return weights.is_wrapped or weights.share_gradient
+
+
+def _failure(
+    place: int, steps: Mapping[int, RecordedStep], accused: list[RankWeights], of: int, *, first: bool
+) -> Finding:
+    """Return the failure, with the reason that a rank's step differs from another's."""
+    skipped = [rank for rank, step in steps.items() if step.skipped]
+    if 0 < len(skipped) < len(steps):
+        return failed(
+            CHECK,
+            f"{len(skipped)} of {len(steps)} ranks skipped the step and the others took it: does each rank look for "
+            "overflows in its own gradients only?",
+            cause="overflow-decided-alone",
+            family="amp",
+            step=place,
+            rank=skipped[0],
+        )
+    worst = max(accused, key=lambda one: one.distance)
+    what = kinds([one.parameter.name for one in accused], of)
+    message = f"{what} differ between ranks after the step, by up to {worst.distance:.2g} of the norm"
+    name = worst.parameter.name
+    if any(one.differ("before") for one in accused):
+        if first:
+            finding = failed(
+                CHECK,
+                f"{message}: they did so before",
+                cause="not-broadcast",
+                family="sync",
+                step=place,
+                parameter=name,
+            )
+            return replace(finding, consequence_of="initial-weights")
+        return failed(
+            CHECK,
+            f"{message}, and before it although they agreed after the one before: what writes to the parameters "
+            "besides the optimizer?",
+            cause="changed-between-steps",
+            family="sync",
+            step=place,
+            parameter=name,
+        )
+    if any(one.differ("gradients") for one in accused):
+        finding = failed(
+            CHECK,
+            f"{message}: ranks step with different gradients",
+            cause="not-synchronised",
+            family="sync",
+            step=place,
+            parameter=name,
+        )
+        return replace(finding, consequence_of="gradients")
+    return failed(
+        CHECK,
+        f"{message}, although the weights before it and the gradients are the same: do all ranks have the same "
+        "learning rate, and the same state in the optimizer?",
+        cause="updates-differ",
+        family="optimizer",
+        step=place,
+        parameter=name,
+    )

@@ -1,0 +1,34 @@
+"""Whether the ranks draw different random numbers in their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.recorded_passes import aligned_forwards
+from harness.core.finding import Finding
+from harness.judge.findings import passed
+
+CHECK = "rng"
+
+
+def judge_rng(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what is known about the generators; equal ones are no failure, since many libraries seed ranks alike."""
+    if len(training.ranks) < 2:
+        return
+    drawing, alike = 0, 0
+    for _, forwards in aligned_forwards(training, "generators"):
+        drew = set.intersection(*(set(forward["drew"]) for forward in forwards))
+        if drew:
+            drawing += 1
+            alike += any(len({forward["states"][name] for forward in forwards}) == 1 for name in drew)
+    if not drawing:
+        return
+    if alike:
+        yield passed(
+            CHECK,
+            f"{alike} of {drawing} forwards that draw random numbers begin with the same generator state on all ranks: "
+            "dropout masks are the same on every rank. Seed each rank with seed + rank for independent ones",
+        )
+    else:
+        yield passed(CHECK, f"ranks draw different random numbers in all {drawing} forwards that draw any")

@@ -1,0 +1,89 @@
+"""What the samplers of the ranks were set to, and which orders they gave, epoch after epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.judge.recorded_passes import forwards_of
+from harness.core.finding import Finding
+from harness.judge.findings import failed
+
+CHECK = "samples"
+LEAST = 8
+"""Indices from which two orders are known to be the same: 8! is 40 000."""
+
+
+def training_samplers(rank: RecordedRank) -> set[int]:
+    """Return the numbers of the samplers from whose loaders the recorded forwards had their batches."""
+    fetched = [forward["fetched"] for forward in forwards_of(rank, "batches") if forward.get("training")]
+    return {one["sampler"] for one in fetched if one is not None and one["sampler"] is not None}
+
+
+def sampler_passes(rank: RecordedRank) -> Iterator[Facts]:
+    """Yield the passes through samplers that a rank trained on, where the order is that of torch's own class."""
+    numbers = training_samplers(rank)
+    for one in rank.facts.get("loaders", {}).get("samplers", ()):
+        if one["sampler"] in numbers and one["own"]:
+            yield one
+
+
+def same_order_again(training: RecordedTraining) -> Finding | None:
+    """Return the failure of a DistributedSampler that shuffles, and gives every epoch the order of the first.
+
+    Two whole passes with steps of the optimizer in each; a pass in which only something was evaluated does not count.
+    """
+    for rank in training.ranks:
+        orders: dict[int, list[Facts]] = {}
+        for one in sampler_passes(rank):
+            if one["distributed"] and one.get("shuffle") and _was_trained(one):
+                orders.setdefault(one["sampler"], []).append(one)
+        for passes in orders.values():
+            settings = {(one["epoch"], one["seed"], one["head"]) for one in passes}
+            if len(passes) > 1 and len(settings) == 1 and passes[0]["count"] >= LEAST:
+                return failed(
+                    CHECK,
+                    f"each of {len(passes)} epochs has the order of the first, although the sampler shuffles "
+                    f"(its epoch is {passes[0]['epoch']} in all of them): call sampler.set_epoch(epoch) before each",
+                    cause="set-epoch-never-called",
+                    family="data",
+                    rank=rank.rank,
+                )
+    return None
+
+
+def _was_trained(one: Facts) -> bool:
+    known = one["began"] is not None and one["ended"] is not None
+    return bool(one["complete"] and one["gradients"] and known and one["ended"] > one["began"])
+
+
+def different_seeds(training: RecordedTraining) -> Finding | None:
+    """Return the failure of DistributedSamplers that cut shards out of different orders."""
+    firsts = {rank.rank: next(sampler_passes(rank), None) for rank in training.ranks}
+    known = {rank: one for rank, one in firsts.items() if one is not None and one["distributed"] and one.get("shuffle")}
+    if len(known) < training.world_size:
+        return None
+    for (left, one), (right, other) in combinations(known.items(), 2):
+        alike = all(one[name] == other[name] for name in ("num_replicas", "length", "epoch"))
+        shared = one["num_replicas"] == training.world_size and one["rank"] != other["rank"]
+        if alike and shared and one["seed"] != other["seed"]:
+            return failed(
+                CHECK,
+                f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: shards "
+                "are cut out of different orders, so samples are drawn twice in an epoch and others never. Give all "
+                "ranks' samplers one seed",
+                cause="shards-overlap",
+                family="data",
+                rank=right,
+            )
+    return None
+
+
+def whole_data_on_every_rank(training: RecordedTraining) -> bool:
+    """Say whether each rank goes through all of a data set of one length by itself, in an order of its own."""
+    firsts = [next(sampler_passes(rank), None) for rank in training.ranks]
+    known = [one for one in firsts if one is not None and not one["distributed"] and not one.get("replacement", True)]
+    if len(known) < training.world_size or any(one.get("num_samples") != one["length"] for one in known):
+        return False
+    return len({one["length"] for one in known}) == 1 and len({one["head"] for one in known}) == len(known)

@@ -1,0 +1,209 @@
+"""Whether the ranks of a data-parallel training use different rows, and an epoch another order than the one before."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.judge.rank_layout import RankLayout, rank_layout
+from harness.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
+from harness.check.judge.sampler_passes import (
+    CHECK,
+    different_seeds,
+    same_order_again,
+    sampler_passes,
+    whole_data_on_every_rank,
+)
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.findings import failed, passed
+
+CHANCE = math.log(1e-8)
+"""Logarithm of the probability below which equal rows are no chance."""
+
+ALIKE = 0.1
+"""Relative distance of two ranks' gradients below which they saw the same targets, and did the same with them."""
+
+
+def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield one failure, or what is known about the rows that the ranks used."""
+    layout = rank_layout(training)
+    finding = same_order_again(training)
+    if finding is None and layout.is_data_parallel:
+        finding = different_seeds(training) or _whole_data_everywhere(training)
+    if finding is not None:
+        yield finding
+        return
+    alike = [ranks for ranks in _ranks_with_the_same_rows(training) if len(ranks) > 1]
+    if alike:
+        yield _alike(training, layout, max(alike, key=len))
+    elif (information := _information(training)) is not None:
+        yield information
+
+
+def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
+    """Return the ranks in groups with the same rows, in the same order, in all forwards that they recorded."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    shortest = min(len(forwards_of(rank, "batches")) for rank in training.ranks)
+    for rank in training.ranks:
+        orders = tuple(forward.get("order", "") for forward in forwards_of(rank, "batches")[:shortest])
+        if any(orders):
+            groups.setdefault(orders, []).append(rank.rank)
+    return list(groups.values())
+
+
+def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> Finding:
+    by_number = {rank.rank: rank for rank in training.ranks}
+    forwards = [forward for forward in forwards_of(by_number[ranks[0]], "batches") if "order" in forward]
+    who = name_ranks(ranks, training.world_size)
+    observed = f"{who} use the same rows in all {len(forwards)} recorded forwards"
+    if (innocent := _innocent(training, layout, [by_number[rank] for rank in ranks], forwards)) is not None:
+        return passed(CHECK, f"{observed}; {innocent}")
+    sampler = next(sampler_passes(by_number[ranks[0]]), None)
+    if sampler is None or not sampler["distributed"]:
+        return failed(
+            CHECK,
+            f"{observed}: they do the same work {len(ranks)} times. Is there a DistributedSampler, or a seed that "
+            "differs between ranks?",
+            cause="no-sampler" if len(ranks) == training.world_size else "ranks-alike",
+            family="data",
+        )
+    settings = f"rank {sampler.get('rank')} of {sampler.get('num_replicas')}"
+    return failed(
+        CHECK,
+        f"{observed}: the sampler is made for {settings} on each of them. Does it get the rank, not the local rank?",
+        cause="ranks-alike",
+        family="data",
+    )
+
+
+def _innocent(
+    training: RecordedTraining, layout: RankLayout, ranks: Sequence[RecordedRank], forwards: Sequence[Facts]
+) -> str | None:
+    """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
+    if not layout.is_data_parallel:
+        return f"whether they are meant to is not known: {layout.reason}"
+    batches = {forward["order"]: forward for forward in forwards}
+    if len(batches) == 1:
+        return "it is one batch, which may be meant to be the same everywhere, as in a benchmark"
+    if _chance(list(batches.values())) > CHANCE:
+        return "too few rows differ from each other to tell whether the data are meant to repeat"
+    targets = {_targets(rank) for rank in ranks}
+    if len(targets) > 1:
+        return "but their targets differ"
+    if not _random(ranks) and not _gradients_alike(ranks):
+        return "but they compute different gradients from them"
+    return None
+
+
+def _chance(batches: Sequence[Facts]) -> float:
+    """Return the logarithm of the largest probability that independent draws look like this.
+
+    Let two rows be equal with probability q. Then n rows of one rank equal those of another, place by place, and of the
+    pairs within a rank k are equal and m are not, with probability at most q^(n + k) (1 - q)^m; it is largest at
+    q = (n + k) / (n + k + m). Equal rows of a data set that repeats itself are thus no evidence.
+    """
+    rows = sum(batch["rows"] for batch in batches)
+    if any(batch["distinct"] < 0.9 * batch["rows"] for batch in batches):
+        return 0.0
+    kept = Counter(row for batch in batches for row in batch["hashes"])
+    count = kept.total()
+    equal = sum(times * (times - 1) // 2 for times in kept.values())
+    other = count * (count - 1) // 2 - equal
+    hits = min(rows, count) + equal
+    chance: float = hits * math.log(hits / (hits + other))
+    return chance + (other * math.log(other / (hits + other)) if other else 0.0)
+
+
+def _targets(rank: RecordedRank) -> tuple[str, ...]:
+    """Return digests of the targets of the losses, in their order."""
+    return tuple(call["targets"] for one in passes_of(rank) for call in one.facts.get("objective", {}).get("calls", ()))
+
+
+def _random(ranks: Sequence[RecordedRank]) -> bool:
+    return any(forward["drew"] for rank in ranks for forward in forwards_of(rank, "generators"))
+
+
+def _gradients_alike(ranks: Sequence[RecordedRank]) -> bool:
+    first, *others = [passes_of(rank) for rank in ranks]
+    for other in others:
+        for one, same in zip(first, other, strict=False):
+            apart = one.local.shape != same.local.shape or (one.local - same.local).norm() > ALIKE * one.local.norm()
+            if apart:
+                return False
+    return True
+
+
+def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
+    """Return the failure of ranks that each shuffle and use all of the data, if rows show that they do."""
+    if not whole_data_on_every_rank(training):
+        return None
+    shared, chance = _shared_rows(training)
+    if chance > CHANCE:
+        return None
+    return failed(
+        CHECK,
+        f"each rank goes through the whole data set in an order of its own: {shared} rows were used on several ranks "
+        "within an epoch. Is there a DistributedSampler?",
+        cause="no-sampler",
+        family="data",
+    )
+
+
+def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
+    """Return how many rows several ranks used in one epoch, and the logarithm of the chance that none met on a rank.
+
+    If equal rows lay in the data and were dealt out at random, m copies would be on m different ranks of w with the
+    probability w! / ((w - m)! w^m).
+    """
+    world, shared, chance = training.world_size, 0, 0.0
+    by_epoch: dict[tuple[int, int], list[Counter[int]]] = {}
+    for rank in training.ranks:
+        own: dict[tuple[int, int], Counter[int]] = {}
+        for forward in forwards_of(rank, "batches"):
+            fetched = forward["fetched"]
+            if fetched is not None and forward.get("hashes") and forward["module"] == 0:
+                own.setdefault((fetched["loader"], fetched["pass"]), Counter()).update(forward["hashes"])
+        for epoch, rows in own.items():
+            by_epoch.setdefault(epoch, []).append(rows)
+    for ranks in by_epoch.values():
+        if any(times > 1 for rows in ranks for times in rows.values()):
+            return 0, 0.0
+        for copies in Counter(row for rows in ranks for row in rows).values():
+            shared += copies > 1
+            chance += math.lgamma(world + 1) - math.lgamma(world - copies + 1) - copies * math.log(world)
+    return shared, chance
+
+
+def _information(training: RecordedTraining) -> Finding | None:
+    forwards = [[one for one in forwards_of(rank, "batches") if "order" in one] for rank in training.ranks]
+    if not any(forwards):
+        return Finding(CHECK, Outcome.SKIPPED, "not judged: no tensor went into a tracked module")
+    if training.world_size == 1 or len(training.ranks) < training.world_size:
+        return None
+    parts = []
+    counts = [len(own) for own in forwards]
+    rows = [sum(one["rows"] for one in own) for own in forwards]
+    if len(set(counts)) > 1:
+        parts.append(f"ranks ran {min(counts)} to {max(counts)} forwards")
+    elif len(set(rows)) > 1:
+        parts.append(f"ranks used {min(rows)} to {max(rows)} rows")
+    used = [{row for one in own for row in one["hashes"]} for own in forwards]
+    common = sum(times > 1 for times in Counter(row for own in used for row in own).values())
+    parts.append(f"{common} rows were used on several ranks" if common else "no row was used on two ranks")
+    if any(_repeats_an_epoch(own) for own in forwards):
+        parts.append("an epoch has the order of the one before")
+    return passed(CHECK, f"{'; '.join(parts)} ({sum(rows)} rows in the recorded steps)")
+
+
+def _repeats_an_epoch(forwards: Sequence[Facts]) -> bool:
+    """Say whether batches of two passes through one loader have the same place and the same rows."""
+    seen: dict[tuple[int, int, str], int] = {}
+    for one in forwards:
+        if (fetched := one["fetched"]) is not None:
+            earlier = seen.setdefault((fetched["loader"], fetched["batch"], one["order"]), fetched["pass"])
+            if earlier != fetched["pass"]:
+                return True
+    return False

@@ -1,0 +1,88 @@
+"""Was a step skipped where gradients were not finite, on all ranks, and without a trace; and taken everywhere else?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.noted import Noted, failed_observers, listed, noted, same_parameters, side_by_side
+from harness.core.finding import Finding
+from harness.judge.findings import failed, passed
+
+OBSERVER = "loss-scale"
+CHECK = "skipped-steps"
+
+
+def judge_skipped_steps(training: RecordedTraining) -> Iterator[Finding]:
+    """Yield what is wrong with skipped steps and infinities, or how many were skipped; nothing without a scaler."""
+    flaws = [_on_some_ranks, _moved, _for_nothing, _not_finite]
+    found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
+    yield from found
+    yield from failed_observers(training, OBSERVER, CHECK)
+    scaled = [one for one in noted(training, OBSERVER) if one.facts["scaled"]]
+    if scaled and not found:
+        skipped = sum(one.step.skipped for one in scaled)
+        yield passed(CHECK, f"the GradScaler skipped {skipped} of {len(scaled)} steps, over all ranks")
+
+
+def _on_some_ranks(training: RecordedTraining) -> Finding | None:
+    for ranks in side_by_side(training, OBSERVER):
+        skipped = [rank for rank, one in ranks.items() if one.step.skipped]
+        if 0 < len(skipped) < len(ranks) and same_parameters(ranks.values()):
+            return _failed(
+                f"the GradScaler skipped a step on rank {listed(skipped)} but not on "
+                f"{listed(rank for rank in ranks if rank not in skipped)}, so that their weights are no longer the "
+                "same; all ranks must see each other's infinities (average scaled gradients before they are unscaled)",
+                ranks[skipped[0]],
+                "skipped-on-some-ranks",
+            )
+    return None
+
+
+def _moved(training: RecordedTraining) -> Finding | None:
+    for one in noted(training, OBSERVER):
+        moved = one.facts.get("moved") or {}
+        if one.step.skipped and any(moved.values()):
+            what = f"{moved['weights']} parameters" if moved["weights"] else "the optimizer's state"
+            return _failed(
+                f"the GradScaler skipped a step, but {what} changed; a skipped step must change nothing",
+                one,
+                "moved-when-skipped",
+            )
+    return None
+
+
+def _for_nothing(training: RecordedTraining) -> Finding | None:
+    """Find skipped steps with gradients that were finite on every rank: a scaler may ask the others."""
+    for ranks in side_by_side(training, OBSERVER):
+        reasons = sum(one.facts.get("found", 0) + one.facts["bad"] for one in ranks.values())
+        if not reasons and len(ranks) == training.world_size and all(one.step.skipped for one in ranks.values()):
+            return _failed(
+                "the GradScaler skipped a step although every gradient was finite",
+                ranks[min(ranks)],
+                "skipped-for-nothing",
+            )
+    return None
+
+
+def _not_finite(training: RecordedTraining) -> Finding | None:
+    """Find steps that were taken with infinite gradients, and that made weights infinite."""
+    for one in noted(training, OBSERVER):
+        broken = one.facts.get("broken", 0)
+        if not one.step.skipped and broken:
+            hint = (
+                "call scaler.step(optimizer), not optimizer.step()"
+                if any(each.scale != 1.0 for each in one.step.passes)
+                else "look for the first operation that is not finite (torch.autograd.detect_anomaly)"
+            )
+            return _failed(
+                f"the optimizer stepped with {one.facts['bad']} gradients that are not finite, and {broken} parameters "
+                f"are not finite since; {hint}",
+                one,
+                "not-finite",
+            )
+    return None
+
+
+def _failed(observed: str, one: Noted, cause: str) -> Finding:
+    return failed(CHECK, f"{observed}: first seen", cause=cause, family="amp", step=one.step.number, rank=one.rank)

@@ -1,0 +1,247 @@
+"""Did each optimizer do with its gradient what its class does in float64, once, and on this rank's weights alone?"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.noted import Noted, information, listed, not_judged, noted, side_by_side
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, explained, holds
+from harness.judge.findings import compare_with_one, failed, with_parameters
+from harness.judge.oracle.noise import Deviation, in_noise, largest, limit
+
+OBSERVER = "update"
+KNOWN_TO = 1e-3
+"""Rounding of the weights limits how well an update is known, as a part of its length."""
+
+
+def judge_update(training: RecordedTraining) -> Iterator[Finding]:
+    """Compare each step with its replay in float64, and say which steps could not be judged, and why."""
+    if (sharing := _shared_memory(training)) is not None:
+        yield sharing
+        return
+    if (again := _stepped_again(training)) is not None:
+        yield again
+    steps = _Judged.of(training)
+    if steps.errors:
+        yield _compared(steps)
+    elif not steps.why:
+        yield not_judged("update", "no optimizer step was replayed")
+    for why, parameters in steps.why.items():
+        yield not_judged("update", f"{why}: {listed(parameters)}" if parameters else why)
+    yield from _changed_outside(training)
+
+
+@dataclass(eq=False)
+class _Judged:
+    """Errors of all parameters that were judged, with the step of each, and why others were not."""
+
+    errors: list[tuple[Deviation, Noted]] = field(default_factory=list)
+    why: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+
+    @classmethod
+    def of(cls, training: RecordedTraining) -> _Judged:
+        judged = cls()
+        for one in noted(training, OBSERVER):
+            judged._add(one)
+        return judged
+
+    def _add(self, one: Noted) -> None:
+        if one.step.skipped:
+            return
+        if one.facts["why"]:
+            self.why[one.facts["why"]].update()
+            return
+        for why, numbers in one.facts["unjudged"].items():
+            self.why[why].update(dict.fromkeys(map(one.parameter, numbers)))
+        rows = [
+            (Deviation(in_noise(error, noise), one.step.number, one.parameter(int(number)), one.rank), one)
+            for number, error, noise, *_ in one.facts["parameters"]
+        ]
+        doubt = _doubt(one)
+        if doubt and not _repeats(one):
+            self.why[doubt].update()
+        else:
+            self.errors += rows
+
+
+def _doubt(one: Noted) -> str:
+    """Return why a step that differs from its replay may be right all the same, "" where it may not."""
+    name = one.facts["class"]
+    if not one.facts["of_torch"]:
+        return f"{name} is not a class of torch.optim, and a copy of it does not repeat its step"
+    if one.facts["hooks"]:
+        return f"hooks of the script run within the step of {name}, and the weights are not those of the step alone"
+    if one.facts["shared"]:
+        return "the parameters lie in memory that other processes share, and may change during the step"
+    return ""
+
+
+def _repeats(one: Noted) -> bool:
+    """Return whether a copy of the optimizer made the same step, but for a few roundings."""
+    return all(in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"])
+
+
+def _compared(steps: _Judged) -> Finding:
+    if not any(row[3] or row[4] for _, one in steps.errors for row in one.facts["parameters"]):
+        return not_judged("update", "no weight was due to move in the recorded steps (is the learning rate 0?)")
+    errors = [deviation for deviation, _ in steps.errors]
+    worst = largest(errors)
+    expected = "those that the optimizer makes of the recorded gradients in float64"
+    finding = compare_with_one("update", "weights after the step", expected, worst, limit())
+    if finding.outcome is not Outcome.FAILED:
+        return finding
+    step = next(one for deviation, one in steps.errors if deviation is worst)
+    others = [one for _, one in steps.errors if one.step.number == step.step.number and one.rank != step.rank]
+    others = [one for one in others if one.step.optimizer == step.step.optimizer]
+    mine = [deviation for deviation, one in steps.errors if one is step]
+    return explained(with_parameters(finding, mine), HYPOTHESES, UpdateCase(step, others))
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateCase(CountedCase):
+    """A step that differs from its replay, and the same step of the other ranks."""
+
+    one: Noted
+    others: list[Noted]
+
+    @cached_property
+    def rows(self) -> list[list[float]]:
+        """Number, error, noise, length due, length made, scalar product and more of each parameter."""
+        rows: list[list[float]] = self.one.facts["parameters"]
+        return rows
+
+    @property
+    def made(self) -> float:
+        """The length of the update that was made."""
+        return math.hypot(*(row[4] for row in self.rows))
+
+    @property
+    def due(self) -> float:
+        """The length of the right update."""
+        return math.hypot(*(row[3] for row in self.rows))
+
+    @property
+    def factor(self) -> float:
+        """The number by which the right update comes nearest to the one that was made."""
+        return sum(row[5] for row in self.rows) / self.due**2 if self.due else math.nan
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether the update that was made is the right one times a number."""
+        rest = self.made**2 - self.factor**2 * self.due**2
+        return rest <= (KNOWN_TO * self.made) ** 2
+
+    def moved(self, one: Noted) -> set[int]:
+        """Return the numbers of the parameters that moved in a step."""
+        return {int(row[0]) for row in one.facts["parameters"] if row[4]}
+
+
+UpdateHypothesis = Hypothesis[UpdateCase, Match]
+
+
+def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
+    """Match where the rank moved some of the weights, as it should, and other ranks moved the rest."""
+    due = {int(row[0]) for row in case.rows if row[3]}
+    own = case.moved(case.one)
+    right = all(row[1] <= KNOWN_TO * row[3] for row in case.rows if row[0] in own)
+    if right and 0 < len(own) < len(due) and own.union(*map(case.moved, case.others)) == due:
+        yield Match(figures={"own": len(own), "all": len(due)})
+
+
+def _scaled(case: UpdateCase) -> Iterator[Match]:
+    if case.is_multiple:
+        yield Match(figures={"factor": f"{case.factor:.6g}"})
+
+
+HYPOTHESES = (
+    UpdateHypothesis("no-update", "optimizer", holds(lambda case: case.made == 0),
+        "the weights did not move",
+        "was the step undone?", 180),
+    UpdateHypothesis("stored-in-lower-precision", "amp", holds(lambda case: bool(case.one.facts["rounded"])),
+        "every weight is a bfloat16 number, although the parameters have another dtype",
+        "is the model cast and cast back?", 170),
+    UpdateHypothesis("stepped-in-part", "sync", _stepped_in_part,
+        "the rank moved {own} of {all} parameters and other ranks the others",
+        "does each rank broadcast its part of the weights after the step?", 160),
+    UpdateHypothesis("scaled-update", "optimizer", _scaled,
+        "the update is {factor} × the right one",
+        "is it applied several times, or with another learning rate than that of the parameter group?", 110),
+    UpdateHypothesis("another-optimizer", "optimizer", holds(lambda case: True),
+        "the update is no multiple of the right one",
+        "does other code, or another process, change weights during the step?", 105),
+)  # fmt: skip
+
+
+def _shared_memory(training: RecordedTraining) -> Finding | None:
+    """Find ranks that step on the same memory: each rank's update is applied to the weights of all of them.
+
+    Processes without a group that share weights, as in Hogwild!, mean to do so.
+    """
+    if training.world_size == 1:
+        return None
+    for ranks in side_by_side(training, OBSERVER):
+        holders: dict[str, list[int]] = defaultdict(list)
+        for rank, one in ranks.items():
+            if not one.step.skipped:
+                for place in one.facts["shared"].values():
+                    holders[place].append(rank)
+        together = max(holders.values(), key=len, default=[])
+        if len(together) > 1:
+            first = ranks[together[0]]
+            count = sum(len(sharing) > 1 for sharing in holders.values())
+            return failed(
+                "update",
+                f"ranks {listed(together)} have {count} parameters in the same memory, and each of them takes the "
+                "optimizer's step there, so that every update is applied once a rank; give each rank a model of its "
+                "own (a model passed to torch.multiprocessing.spawn is shared): first seen",
+                cause="applied-once-a-rank",
+                family="averaging",
+                step=first.step.number,
+                rank=first.rank,
+            )
+    return None
+
+
+def _stepped_again(training: RecordedTraining) -> Finding | None:
+    """Find a second step with exactly the gradient of the step before, and no backward pass between them."""
+    for rank in training.ranks:
+        last: dict[int, torch.Tensor] = {}
+        for step in rank.steps:
+            received = step.received.nan_to_num()
+            before = last.get(step.optimizer)
+            if not step.skipped:
+                last[step.optimizer] = received
+            quiet = not (step.skipped or step.passes or step.other_passes)
+            if quiet and before is not None and bool(received.any()) and torch.equal(received, before):
+                return failed(
+                    "steps",
+                    "the optimizer stepped once more with the gradient of its last step, without a backward pass in "
+                    "between; is optimizer.step() called twice, or besides scaler.step()? First seen",
+                    cause="stepped-without-a-batch",
+                    family="optimizer",
+                    step=step.number,
+                    rank=rank.rank,
+                )
+    return None
+
+
+def _changed_outside(training: RecordedTraining) -> Iterator[Finding]:
+    """Say where something else than the optimizer changed weights between its steps."""
+    changed = [one for one in noted(training, OBSERVER) if one.facts["outside"]]
+    if changed:
+        first = changed[0]
+        names = [first.parameter(number) for number in first.facts["outside"]]
+        yield information(
+            "update",
+            f"{len(names)} parameters changed between two steps of their optimizer, first before {first.name} on rank "
+            f"{first.rank}: {listed(names)} (weight clipping, averaging, another optimizer or a checkpoint?)",
+        )

@@ -1,0 +1,32 @@
+"""What the ranks of a checked command are told: one JSON file in the folder to which they write."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "options.json"
+
+
+@dataclass(frozen=True)
+class RecordingOptions:
+    """What to record: ``steps`` steps of each optimizer, ``after`` so many; ``stop``: then end the process."""
+
+    steps: int = 4
+    after: int = 0
+    stop: bool = False
+
+
+def write_options(folder: Path, options: RecordingOptions) -> None:
+    """Write the options to ``folder``."""
+    (folder / FILE).write_text(json.dumps(asdict(options)), encoding="utf-8")
+
+
+def read_options(folder: str) -> RecordingOptions:
+    """Return the options in ``folder``.
+
+    Raises:
+        OSError, ValueError: there are none.
+    """
+    return RecordingOptions(**json.loads((Path(folder) / FILE).read_text(encoding="utf-8")))

@@ -1,0 +1,38 @@
+"""Installs the recorder in a process of the user's command, as soon as torch is imported there."""
+
+from __future__ import annotations
+
+import atexit
+import os
+
+from harness.check.options import read_options
+from harness.check.rank.clipping import Clipping
+from harness.check.rank.evidence_writer import EvidenceWriter
+from harness.check.rank.learning_rate import LearningRate
+from harness.check.rank.loss_scale import LossScale
+from harness.check.rank.observers import training_observers
+from harness.check.rank.precision_used import PrecisionUsed
+from harness.check.rank.recorder import TrainingRecorder
+from harness.check.rank.update_replay import UpdateReplay
+
+
+def activate(folder: str) -> None:
+    """Record the optimizer steps of this process, as the options in ``folder`` say, and write them there.
+
+    Raises:
+        OSError, ValueError: the folder has no options.
+    """
+    recorder = make_recorder(folder)
+    recorder.install()
+    atexit.register(recorder.finish)
+    # A forked process is another one: it takes steps of its own, or none.
+    os.register_at_fork(after_in_child=recorder.forget)
+
+
+def make_recorder(folder: str) -> TrainingRecorder:
+    """Return a recorder with every observer."""
+    options = read_options(folder)
+    scale = LossScale()
+    clipping = Clipping(scale)
+    others = [LearningRate(), PrecisionUsed(), *training_observers(), UpdateReplay()]
+    return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others)

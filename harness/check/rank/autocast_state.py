@@ -1,0 +1,39 @@
+"""The state of autocast for each type of device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """Whether autocast is enabled for a type of device, to which dtype it casts, and whether casts are cached."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def now(cls, device_types: Iterable[str]) -> tuple[Autocast, ...]:
+        """Return the present state for each of these types of devices."""
+        cache = torch.is_autocast_cache_enabled()
+        return tuple(
+            cls(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one), cache)
+            for one in sorted(set(device_types))
+        )
+
+
+@contextmanager
+def autocast(states: Iterable[Autocast], *, enabled: bool = True) -> Iterator[None]:
+    """Cast inside the block as in these states; not at all where ``enabled`` is false."""
+    with ExitStack() as stack:
+        for one in states:
+            stack.enter_context(
+                torch.autocast(one.device_type, one.dtype, enabled=enabled and one.enabled, cache_enabled=one.cache)
+            )
+        yield

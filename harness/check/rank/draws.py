@@ -1,0 +1,91 @@
+"""Random numbers in a replay: drawn in the precision in which the model draws them, whatever the replay computes in.
+
+A generator gives other numbers for another dtype, so that a replay in float64 that drew in float64 would have other
+dropout masks than the training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.check.rank.precision import double_of
+
+_IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
+_LIKE = frozenset({"rand_like", "randn_like"})
+_FROM_VALUES = frozenset(
+    {"normal", "bernoulli", "multinomial", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"}
+)
+_MADE = frozenset({"rand", "randn", "normal"})
+_DROPOUT = "native_dropout"
+_NAMES = _IN_PLACE | _LIKE | _FROM_VALUES | _MADE | {_DROPOUT}
+
+
+class UnknownDrawError(Exception):
+    """The precision of a draw has to be found out first, by a replay in the model's own precision."""
+
+
+class Draws:
+    """The dtypes in which a forward and its backward pass draw random numbers, in their order.
+
+    ``dtypes`` is None where they are not known; each draw is then in ``usual``, if that is known. ``default`` is the
+    default dtype of the training.
+    """
+
+    def __init__(self, dtypes: list[torch.dtype] | None, usual: torch.dtype | None, default: torch.dtype) -> None:
+        self._dtypes = None if dtypes is None else iter(dtypes)
+        self._usual = usual
+        self._default = default
+
+    def draw(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that draws random numbers, and return its result in double precision."""
+        first = leading(args)
+        if first is None:
+            return doubled(func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or self._default}))
+        dtype = self._next()
+        if name == _DROPOUT:
+            return _dropout(func, dtype, *args)
+        if name in _IN_PLACE:
+            own = torch.empty_like(first, dtype=dtype)
+            return first.copy_(func(own, *(_lowered(one, dtype) for one in args[1:]), **kwargs))
+        if kwargs.get("dtype") is not None:
+            dtype = kwargs["dtype"]
+        named = {**kwargs, "dtype": dtype} if name in _LIKE else kwargs
+        return doubled(func(*(_lowered(one, dtype) for one in args), **named))
+
+    def _next(self) -> torch.dtype:
+        dtype = self._usual if self._dtypes is None else next(self._dtypes, None)
+        if dtype is None:
+            raise UnknownDrawError
+        return dtype
+
+
+def draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether the operator ``name`` draws random numbers, and their dtype matters."""
+    if name not in _NAMES:
+        return False
+    first = leading(args)
+    return name in _MADE if first is None else first.is_floating_point()
+
+
+def leading(args: tuple[Any, ...]) -> Tensor | None:
+    """Return the first tensor among the first two arguments, whose dtype is that of a draw."""
+    return next((one for one in args[:2] if isinstance(one, Tensor)), None)
+
+
+def doubled(result: Any) -> Any:
+    """Return a tensor in double precision, and everything else as it is."""
+    return result.to(double_of(result.dtype)) if isinstance(result, Tensor) else result
+
+
+def _lowered(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _dropout(func: Any, dtype: torch.dtype, x: Tensor, p: float, train: bool | None = None) -> tuple[Tensor, Tensor]:
+    _, mask = func(torch.ones_like(x, dtype=dtype), p, train)
+    if train is False:
+        return x.clone(), mask
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask

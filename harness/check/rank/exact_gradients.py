@@ -1,0 +1,119 @@
+"""The exact local gradient of each backward pass: the float64 replays of all calls that it went through, summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from harness.check.rank import agreement
+from harness.check.rank.call import TrackedCall
+from harness.check.rank.draws import UnknownDrawError
+from harness.check.rank.precision import Precision
+from harness.check.rank.replay import CannotReplayError, Replayed, Replicas, replay
+from harness.check.rank.tracked_calls import TrackedCalls
+
+Reduce = Callable[[Tensor], Tensor]
+"""A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.segment``."""
+
+NOT_REPEATABLE = "its forward does not depend on its recorded inputs alone, since it gave something else when run again"
+
+
+@dataclass
+class ExactPass:
+    """What is known exactly of one backward pass.
+
+    ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
+    parameter in neither was not used inside a tracked call.
+    """
+
+    gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
+
+
+class ExactGradients:
+    """Replays calls immediately before an optimizer steps, when the weights are still those of the forward."""
+
+    def __init__(self, calls: TrackedCalls, reduce: Reduce) -> None:
+        self._calls = calls
+        self._reduce = reduce
+
+    def compute(self) -> dict[int, ExactPass]:
+        """Return what is known of the backward passes since the last time, by their numbers."""
+        with self._calls.paused():
+            passes: dict[int, ExactPass] = {}
+            step = _Step(self._reduce, passes)
+            for call in self._calls.pending():
+                step.replay(call)
+        self._calls.forget()
+        for number, parameters in self._calls.take_outside().items():
+            for parameter in parameters:
+                passes.setdefault(number, ExactPass()).uncovered[parameter] = "it is used outside of any recorded call"
+        for one in passes.values():
+            for parameter in one.uncovered:
+                one.gradients.pop(parameter, None)
+        return passes
+
+
+class _Step:
+    """The replays before one optimizer step: they share the float64 copies of the parameters."""
+
+    def __init__(self, reduce: Reduce, passes: dict[int, ExactPass]) -> None:
+        self._reduce = reduce
+        self._passes = passes
+        self._exact = Replicas(Precision.FLOAT64)
+        self._native = Replicas(Precision.NATIVE)
+        self._noise: dict[nn.Module, float] = {}
+        self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
+
+    def replay(self, call: TrackedCall) -> None:
+        """Add the gradients of a call to its backward passes, or the reason why they are not known."""
+        for number in call.cotangents:
+            self._passes.setdefault(number, ExactPass())
+        try:
+            exact = self._in_float64(call)
+            self._check(call, exact)
+            self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
+        except CannotReplayError as error:
+            self._uncover(call, call.trainable, str(error))
+        self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
+
+    def _in_float64(self, call: TrackedCall) -> Replayed:
+        try:
+            return replay(call, Precision.FLOAT64, self._add, self._exact, self._drawn.get(call.module))
+        except UnknownDrawError:
+            self._drawn[call.module] = self._in_native(call).drawn
+        try:
+            return replay(call, Precision.FLOAT64, self._add, self._exact, self._drawn[call.module])
+        except UnknownDrawError:
+            raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
+
+    def _in_native(self, call: TrackedCall) -> Replayed:
+        return replay(call, Precision.NATIVE, _ignore, self._native, None)
+
+    def _check(self, call: TrackedCall, exact: Replayed) -> None:
+        """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""
+        apart = agreement.distance(call.outputs, exact.outputs)
+        if call.module in self._noise and apart <= agreement.SPREAD * self._noise[call.module]:
+            return
+        native = self._in_native(call)
+        if not agreement.reproduces(call.outputs, native.outputs, exact.outputs):
+            raise CannotReplayError(f"{call.name}: {NOT_REPEATABLE}")
+        self._noise[call.module] = max(self._noise.get(call.module, 0.0), apart)
+
+    def _add(self, number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+        kept = self._reduce(gradient)
+        gradients = self._passes[number].gradients
+        gradients[parameter] = gradients[parameter] + kept if parameter in gradients else kept
+
+    def _uncover(self, call: TrackedCall, parameters: Iterable[Tensor], why: str) -> None:
+        for number in call.cotangents:
+            for parameter in parameters:
+                if isinstance(parameter, nn.Parameter):
+                    self._passes[number].uncovered.setdefault(parameter, why)
+
+
+def _ignore(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+    pass

@@ -1,0 +1,113 @@
+"""The gradients that arrive at parameters on this rank, pass by pass, before anything is reduced over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.check.evidence import Facts, segment
+from harness.check.rank.pause import is_paused
+
+
+@dataclass(eq=False)
+class Pass:
+    """One backward pass: the segments of what arrived at each parameter, by the parameter's id."""
+
+    number: int
+    scale: float = 1.0
+    local: dict[int, Tensor] = field(default_factory=dict)
+    exact: dict[int, Tensor] | None = None
+    facts: Facts = field(default_factory=dict)
+
+
+class LocalGradients:
+    """Follows backward passes through hooks on the leaves, which run before DistributedDataParallel's.
+
+    A pass is a call of ``torch.autograd.backward``; one inside another, as reentrant checkpointing makes them, is part
+    of it. What ``torch.autograd.grad`` computes does not reach ``.grad``, and does not count.
+    """
+
+    def __init__(self, begins: Callable[[Pass, Sequence[Tensor]], None], ends: Callable[[Pass], None]) -> None:
+        self._begins = begins
+        self._ends = ends
+        self._handles: dict[int, tuple[Tensor, Any]] = {}
+        self._depth = 0
+        self._apart = 0
+        self._count = 0
+        self.current: Pass | None = None
+
+    def install(self) -> None:
+        """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad`` for the rest of the process's life."""
+        autograd: Any = torch.autograd
+        backward, grad = autograd.backward, autograd.grad
+
+        def followed_backward(*args: Any, **kwargs: Any) -> Any:
+            if is_paused() or self._apart:
+                return backward(*args, **kwargs)
+            self._enter(_roots(args, kwargs))
+            try:
+                return backward(*args, **kwargs)
+            finally:
+                self._leave()
+
+        def followed_grad(*args: Any, **kwargs: Any) -> Any:
+            self._apart += 1
+            try:
+                return grad(*args, **kwargs)
+            finally:
+                self._apart -= 1
+
+        autograd.backward, autograd.grad = followed_backward, followed_grad
+
+    def follow(self, leaves: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Hook into leaves that are not followed yet and require a gradient.
+
+        Args:
+            leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
+        """
+        for parameter, leaf in leaves:
+            known = self._handles.get(id(parameter))
+            if leaf.requires_grad and leaf.is_leaf and (known is None or known[0] is not leaf):
+                if known is not None:
+                    known[1].remove()
+                register: Any = leaf.register_hook
+                self._handles[id(parameter)] = leaf, register(partial(self._arrived, id(parameter)))
+
+    def stop(self) -> None:
+        """Remove all hooks."""
+        for _, handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+
+    def _enter(self, roots: Sequence[Tensor]) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self.current = Pass(self._count)
+            self._count += 1
+            self._begins(self.current, roots)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self.current is not None:
+            ended, self.current = self.current, None
+            self._ends(ended)
+
+    def _arrived(self, leaf: int, gradient: Tensor) -> None:
+        if self.current is None or is_paused() or self._apart:
+            return
+        # At once: the buffer may become .grad itself, or be used again.
+        arrived = segment(gradient.to_dense() if gradient.is_sparse else gradient)
+        before = self.current.local.get(leaf)
+        self.current.local[leaf] = arrived if before is None else before + arrived
+
+
+def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+    """Return the tensors at which a call of ``torch.autograd.backward`` begins."""
+    given = args[0] if args else kwargs.get("tensors", ())
+    given = given if isinstance(given, (tuple, list)) else (given,)
+    return [one for one in given if isinstance(one, Tensor)]

@@ -1,0 +1,78 @@
+"""The functions of torch.nn.functional that compute a loss, and over how many terms each averages."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CLASSES = ("cross_entropy", "nll_loss")
+"""Losses over targets that are classes, of which one may be ignored."""
+
+ELEMENTS = (
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "kl_div", "soft_margin_loss", "poisson_nll_loss",
+)  # fmt: skip
+"""Losses with a term for each entry of the input and the target, broadcast to one shape."""
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """One call of a loss function. ``terms`` counts what it averages or adds.
+
+    Ignored targets do not count, and a target counts by the weight of its class. ``counted`` is the mask of the terms
+    in an unreduced loss, None where all of them count.
+    """
+
+    function: str
+    reduction: str
+    terms: float
+    counted: Tensor | None = None
+
+
+def describe(function: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> LossCall:
+    """Return what a call of a loss function averages over, by its arguments.
+
+    Raises:
+        TypeError: the arguments are not those of the function.
+    """
+    given = _signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    values = given.arguments
+    reduction = _reduction(values)
+    target = values["target"]
+    if function in CLASSES:
+        return _classes(function, reduction, values["input"], target, values.get("weight"), values["ignore_index"])
+    shape = torch.broadcast_shapes(values["input"].shape, target.shape)  # type: ignore[no-untyped-call]
+    rows = shape[0] if shape else 1
+    return LossCall(function, reduction, rows if reduction == "batchmean" else torch.Size(shape).numel())
+
+
+def _classes(
+    function: str, reduction: str, scores: Tensor, target: Tensor, weight: Tensor | None, ignored: int
+) -> LossCall:
+    if target.is_floating_point():  # probabilities of classes: (N, C, …), or (C)
+        classes = scores.shape[min(1, scores.dim() - 1)]
+        return LossCall(function, reduction, scores.numel() / max(classes, 1))
+    counted = target != ignored
+    terms = float(counted.sum() if weight is None or reduction == "none" else weight[target[counted]].sum())
+    return LossCall(function, reduction, terms, counted)
+
+
+def _reduction(values: dict[str, Any]) -> str:
+    """Return the reduction, which two deprecated arguments may give as well."""
+    if values.get("size_average") is None and values.get("reduce") is None:
+        return str(values["reduction"])
+    if values.get("reduce") is False:
+        return "none"
+    return "sum" if values.get("size_average") is False else "mean"
+
+
+@lru_cache(maxsize=32)
+def _signature(original: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(original)

@@ -1,0 +1,73 @@
+"""The attributes of a module and its submodules: kept, exchanged for a replay, and put back."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+Replace = Callable[[Tensor], Tensor]
+
+_DEEPEST = 4
+
+
+class ModuleState:
+    """What the attributes of a module and its submodules are, and what the lists, dicts and sets in them hold.
+
+    ``exchange`` puts other tensors in their places, also in parameter and buffer tables and in lists of weights such
+    as those of a recurrent layer; ``restore`` puts everything back as it was. No container is replaced by another, so
+    that closures and hooks that share one see the same.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        for one in module.modules():
+            self._attributes.append((vars(one), dict(vars(one))))
+            for name, value in vars(one).items():
+                if name != "_modules":
+                    self._keep(value, 0)
+
+    def _keep(self, value: Any, depth: int) -> None:
+        if not isinstance(value, (list, dict, set, deque)) or id(value) in self._containers or depth > _DEEPEST:
+            return
+        self._containers[id(value)] = value, value.copy()
+        for part in value.values() if isinstance(value, dict) else value:
+            self._keep(part, depth + 1)
+
+    def exchange(self, replace: Replace) -> None:
+        """Replace every tensor in the attributes and their containers; the same tensor gives the same one."""
+        known: dict[int, Tensor] = {}
+
+        def new(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                if id(value) not in known:
+                    known[id(value)] = replace(value)
+                return known[id(value)]
+            if type(value) is tuple and any(isinstance(part, Tensor) for part in value):
+                return tuple(new(part) for part in value)
+            return value
+
+        for attributes, saved in self._attributes:
+            attributes.update({name: new(value) for name, value in saved.items()})
+        for container, saved_content in self._containers.values():
+            if isinstance(container, dict):
+                container.update({name: new(value) for name, value in saved_content.items()})
+            elif isinstance(container, (list, deque)):
+                for place, value in enumerate(saved_content):
+                    container[place] = new(value)
+
+    def restore(self) -> None:
+        """Put the attributes and the contents of their containers back."""
+        for container, content in self._containers.values():
+            if isinstance(container, list):
+                container[:] = content
+                continue
+            container.clear()
+            (container.extend if isinstance(container, deque) else container.update)(content)
+        for attributes, saved in self._attributes:
+            if attributes.keys() != saved.keys():
+                attributes.clear()
+            attributes.update(saved)

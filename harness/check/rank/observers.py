@@ -1,0 +1,30 @@
+"""The observers of data, random numbers, buffers, weights and the objective, with what they share."""
+
+from __future__ import annotations
+
+from harness.check.rank.batches import BatchObserver
+from harness.check.rank.buffers import BufferObserver
+from harness.check.rank.generators import GeneratorObserver
+from harness.check.rank.loaders import LoaderObserver
+from harness.check.rank.objective import ObjectiveObserver
+from harness.check.rank.observer import Observer
+from harness.check.rank.parallelism import ParallelismObserver
+from harness.check.rank.weights import WeightObserver
+
+
+def training_observers(*, count_tokens: bool = False) -> list[Observer]:
+    """Return new observers for one process, in the order in which they are to be called.
+
+    Args:
+        count_tokens: count the labels of each batch, for a script whose loss is written by hand.
+    """
+    loaders, parallelism = LoaderObserver(), ParallelismObserver()
+    return [
+        loaders,
+        parallelism,
+        BatchObserver(loaders),
+        GeneratorObserver(),
+        BufferObserver(parallelism),
+        WeightObserver(parallelism),
+        ObjectiveObserver(count_tokens=count_tokens),
+    ]

@@ -1,0 +1,174 @@
+"""Notes how the ranks divide the work: wrappers, meshes, groups of some of the ranks, gradients reduced by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from harness.check.evidence import Facts
+from harness.check.rank.observer import Observer
+from harness.check.rank.patching import attempt, wrap
+from harness.check.rank.pause import is_paused
+
+_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
+               "all_gather_into_tensor")  # fmt: skip
+
+SHARDED_AS_DATA = ("FSDPModule", "FullyShardedDataParallel")
+"""Classes of modules whose parameters are distributed although each rank has its own data."""
+
+
+def world_size() -> int:
+    """Return the number of ranks of torch.distributed, 1 where there is no group."""
+    group = torch.distributed
+    return group.get_world_size() if group.is_available() and group.is_initialized() else 1
+
+
+class ParallelismObserver(Observer):
+    """Notes the wrappers of the called modules, and what is reduced between the last backward pass and a step.
+
+    ``wrapper_of`` returns the DistributedDataParallel around a module, None where there is none.
+    """
+
+    name = "parallelism"
+
+    def __init__(self) -> None:
+        self._wrapped: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._modules: list[nn.Module] = []
+        self._facts: list[Facts] = []
+        self._meshes: list[Facts] = []
+        self._groups: list[int] = []
+        self._counting = False
+        self._reduced: dict[int, int] = {}
+        self._entries = 0
+
+    def install(self) -> None:
+        """Wrap what makes wrappers, meshes and groups, and the collectives that reduce."""
+        if not torch.distributed.is_available():
+            return
+        wrap(nn.parallel.DistributedDataParallel, "__init__", self._around_wrapper)
+        mesh: Any = getattr(torch.distributed, "device_mesh", None)
+        wrap(getattr(mesh, "DeviceMesh", None), "__init__", self._around_mesh)
+        wrap(torch.distributed, "new_group", self._around_group)
+        for name in _REDUCTIONS:
+            wrap(torch.distributed, name, self._around_reduction)
+
+    def wrapper_of(self, module: nn.Module) -> Any:
+        """Return the DistributedDataParallel that wraps a module, whether it is called through it or not."""
+        return module if isinstance(module, nn.parallel.DistributedDataParallel) else self._wrapped.get(module)
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note how a module is parallel, when it is called for the first time."""
+        if not any(known is module for known in self._modules):
+            self._modules.append(module)
+            self._facts.append(self._describe(module))
+
+    def backward_begins(self, number: int) -> None:
+        """What is reduced within a backward pass is the wrapper's concern."""
+        self._counting = False
+
+    def backward_ends(self, number: int) -> Facts | None:
+        """Count what is reduced from now on."""
+        self._counting, self._reduced = True, {}
+        return None
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Stop counting."""
+        self._counting = False
+        self._entries = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return how many entries were reduced by hand, by the size of the group, and how many parameters have."""
+        if not self._reduced:
+            return None
+        return {"reduced": {str(size): count for size, count in self._reduced.items()}, "entries": self._entries}
+
+    def stop(self) -> None:
+        """Let go of the modules."""
+        self._counting, self._modules = False, []
+
+    def final_facts(self) -> Facts | None:
+        """Return the modules, meshes of several dimensions, and the sizes of groups that are not the world."""
+        return {"modules": self._facts, "meshes": self._meshes[:32], "groups": sorted(set(self._groups))}
+
+    def _describe(self, module: nn.Module) -> Facts:
+        wrapper = self.wrapper_of(module)
+        facts: Facts = {"class": type(module).__name__, "wrapper": None}
+        if wrapper is not None:
+            facts["wrapper"] = {
+                "ranks": torch.distributed.get_world_size(wrapper.process_group),
+                "broadcast_buffers": bool(wrapper.broadcast_buffers),
+            }
+        facts["sharded_as_data"] = any(
+            base.__name__ in SHARDED_AS_DATA for part in module.modules() for base in type(part).__mro__
+        ) or any(hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id") for p in module.parameters())
+        facts["layouts"] = sorted({layout for p in module.parameters() if (layout := _layout(p))})
+        return facts
+
+    def _around_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def made(wrapper: Any, *args: Any, **kwargs: Any) -> None:
+            original(wrapper, *args, **kwargs)
+            attempt(self._note_wrapper, wrapper)
+
+        return made
+
+    def _note_wrapper(self, wrapper: Any) -> None:
+        # torch.compile's module is looked through by those who ask.
+        self._wrapped[wrapper.module] = wrapper
+        inner = getattr(wrapper.module, "_orig_mod", None)
+        if inner is not None:
+            self._wrapped[inner] = wrapper
+
+    def _around_mesh(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def made(mesh: Any, *args: Any, **kwargs: Any) -> None:
+            original(mesh, *args, **kwargs)
+            attempt(self._note_mesh, mesh)
+
+        return made
+
+    def _note_mesh(self, mesh: Any) -> None:
+        if mesh.mesh.ndim > 1:
+            self._meshes.append({"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())})
+
+    def _around_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+            group = original(ranks, *args, **kwargs)
+            if ranks is not None and 1 < len(ranks) < world_size():
+                self._groups.append(len(ranks))
+            return group
+
+        return made
+
+    def _around_reduction(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def reduce(*args: Any, **kwargs: Any) -> Any:
+            # Asked first: a compiled region must not depend on what is being counted.
+            if not torch.compiler.is_compiling() and self._counting and not is_paused():
+                attempt(self._note_reduction, args, kwargs)
+            return original(*args, **kwargs)
+
+        return reduce
+
+    def _note_reduction(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*args, *kwargs.values()]
+        groups = [value for value in given if isinstance(value, torch.distributed.ProcessGroup)]
+        size = torch.distributed.get_world_size(groups[0] if groups else None)
+        self._reduced[size] = self._reduced.get(size, 0) + max(map(_entries, given), default=0)
+
+
+def _entries(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_entries, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def _layout(parameter: torch.Tensor) -> str:
+    """Return how a distributed parameter lies on its mesh, as ``2: Replicate Shard``; "" for a plain one."""
+    placements, mesh = getattr(parameter, "placements", None), getattr(parameter, "device_mesh", None)
+    if placements is None or mesh is None:
+        return ""
+    return f"{mesh.mesh.ndim}: {' '.join(type(one).__name__.lstrip('_') for one in placements)}"

@@ -1,0 +1,49 @@
+"""Which backward passes belong to an optimizer step.
+
+A pass belongs to the optimizers that step after it, before the next pass begins. So the passes of two optimizers that
+take turns, as those of a GAN, are told apart although each leaves gradients in the other's parameters.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from harness.check.rank.local_gradients import Pass
+
+
+@dataclass
+class _Entry:
+    one: Pass
+    steps: set[int] = field(default_factory=set)
+    closed: bool = False
+
+
+class PassWindows:
+    """Keeps the passes until every optimizer that they concern has stepped."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Entry] = []
+        self._last_step: dict[int, int] = {}
+
+    def add(self, one: Pass) -> None:
+        """Note a backward pass: what has been stepped after belongs to others from now on."""
+        for entry in self._entries:
+            entry.closed = entry.closed or bool(entry.steps)
+        self._entries.append(_Entry(one))
+
+    def take(self, optimizer: int) -> tuple[list[Pass], list[Pass]]:
+        """Return the passes since an optimizer's last step that belong to the step it takes now, and the others."""
+        last = self._last_step.get(optimizer, -1)
+        since = [entry for entry in self._entries if entry.one.number > last]
+        own = [entry for entry in since if not entry.closed]
+        for entry in own:
+            entry.steps.add(optimizer)
+        if self._entries:
+            self._last_step[optimizer] = self._entries[-1].one.number
+        return [entry.one for entry in own], [entry.one for entry in since if entry.closed]
+
+    def drop(self) -> None:
+        """Forget passes that no optimizer known so far will ask for again."""
+        if self._last_step:
+            least = min(self._last_step.values())
+            self._entries = [entry for entry in self._entries if entry.one.number > least]

@@ -1,0 +1,23 @@
+"""Hooks ask here whether they run on behalf of the script: what a replay does is not part of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_DEPTH = [0]
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Return a context in which nothing is recorded, on any thread."""
+    _DEPTH[0] += 1
+    try:
+        yield
+    finally:
+        _DEPTH[0] -= 1
+
+
+def is_paused() -> bool:
+    """Return whether this runs inside of ``paused``."""
+    return _DEPTH[0] > 0

@@ -1,0 +1,348 @@
+"""Records a process's optimizer steps: the gradients that arrived, those that the optimizer received, and facts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedStep, length, segment
+from harness.check.options import RecordingOptions
+from harness.check.rank.clipping import Clipping
+from harness.check.rank.evidence_writer import EvidenceWriter
+from harness.check.rank.exact_gradients import ExactGradients
+from harness.check.rank.local_gradients import LocalGradients, Pass
+from harness.check.rank.loss_scale import LossScale
+from harness.check.rank.observer import Observer
+from harness.check.rank.parameter_names import ParameterNames
+from harness.check.rank.pass_windows import PassWindows
+from harness.check.rank.pause import is_paused, paused
+from harness.check.rank.sharding import arrival_leaves, whole
+from harness.check.rank.tracked_calls import TrackedCalls
+from harness.check.rank.unwrapping import unwrapped
+
+T = TypeVar("T")
+
+
+class TrainingRecorder:
+    """Follows the optimizers of this process from step ``after`` on, for as many steps as are asked for.
+
+    Recording ends early at the first error of its own: the script never sees it.
+    """
+
+    def __init__(
+        self,
+        options: RecordingOptions,
+        writer: EvidenceWriter,
+        loss_scale: LossScale,
+        clipping: Clipping,
+        others: Sequence[Observer] = (),
+    ) -> None:
+        self._options = options
+        self._writer = writer
+        self._observers = (loss_scale, clipping, *others)
+        self._loss_scale = loss_scale
+        loss_scale.on_skipped = self._on_skipped
+        clipping.on_clipping = self._on_clipping
+        self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
+        self._calls = TrackedCalls(self._current_pass, self._forward_begins)
+        self._exact = ExactGradients(self._calls, segment)
+        self._uncovered: dict[str, str] = {}
+        self._unclipped: dict[int, Tensor] = {}
+        self._windows = PassWindows()
+        self._names = ParameterNames()
+        self._optimizers: list[Optimizer] = []
+        self._steps: dict[int, int] = {}
+        self._nested = 0
+        self._recording = False
+        self._finished = False
+        self._error = ""
+        self._pending: RecordedStep | None = None
+        self._handles: list[Any] = []
+        self._pid = os.getpid()
+        self._world = (0, 1)
+
+    def install(self) -> None:
+        """Follow every optimizer that the script makes."""
+        self._gradients.install()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        optimizer_class: Any = Optimizer
+        add = optimizer_class.add_param_group
+
+        def followed(optimizer: Any, group: Any) -> Any:
+            result = add(optimizer, group)
+            self._guarded(lambda: self._note(optimizer))
+            return result
+
+        optimizer_class.add_param_group = followed
+        for observer in self._observers:
+            self._guarded(observer.install)
+
+    def forget(self) -> None:
+        """In a forked process: what was recorded is the parent's."""
+        self._stop()
+        self._finished = True
+
+    def finish(self) -> None:
+        """Write what concerns the whole process, at its end."""
+        if self._finished or os.getpid() != self._pid:
+            return
+        self._finished = True
+        self._stop()
+        if self._writer.has_steps:
+            try:
+                facts = {**self._facts(lambda observer: observer.final_facts()), "uncovered": self._uncovered}
+                self._writer.write_end(self._world[0], facts, self._error)
+            except OSError as error:
+                print(f"plumbline check: the evidence cannot be written: {error}", file=sys.stderr)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        if not any(known is optimizer for known in self._optimizers):
+            self._optimizers.append(optimizer)
+            if not self._options.after:
+                self._start()
+
+    def _start(self) -> None:
+        if not self._recording and not self._finished:
+            self._recording = True
+            self._calls.start()
+            for observer in self._observers:
+                observer.start()
+
+    def _stop(self) -> None:
+        if self._recording:
+            self._recording = False
+            self._gradients.stop()
+            self._calls.stop()
+            for observer in self._observers:
+                self._guarded(observer.stop)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _current_pass(self) -> int | None:
+        return None if self._gradients.current is None else self._gradients.current.number
+
+    def _forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._names.add(unwrapped(module))
+        for observer in self._observers:
+            observer.forward_begins(module, args, kwargs)
+
+    def _pass_begins(self, one: Pass, roots: Sequence[Tensor]) -> None:
+        if self._recording:
+            self._guarded(lambda: self._begin_pass(one, roots))
+
+    def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
+        self._unclipped.clear()
+        self._calls.pass_begins(one.number, roots)
+        leaves = {id(one): (one, one) for optimizer in self._optimizers for one in _parameters(optimizer)}
+        leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
+        self._gradients.follow(leaves.values())
+        for observer in self._observers:
+            observer.backward_begins(one.number)
+
+    def _pass_ends(self, one: Pass) -> None:
+        if self._recording:
+            self._guarded(lambda: self._end_pass(one))
+
+    def _end_pass(self, one: Pass) -> None:
+        for observer in self._observers:
+            facts = observer.backward_ends(one.number)
+            if facts is not None:
+                one.facts[observer.name] = facts
+        one.scale = self._loss_scale.scale
+        if one.local:
+            self._windows.add(one)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if is_paused():
+            return None
+        self._nested += 1
+        if self._nested > 1:  # of an optimizer inside of an optimizer the outer one's step is the script's
+            return None
+        self._guarded(lambda: self._count(optimizer))
+        if not self._recording:
+            return None
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._guarded(lambda: self._prepare(optimizer))
+            return None
+
+        def followed() -> Any:
+            loss = closure()
+            self._guarded(lambda: self._prepare(optimizer))
+            return loss
+
+        # Lightning computes the gradients in there.
+        return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
+
+    def _count(self, optimizer: Optimizer) -> None:
+        """Begin or end recording, as far as the number of this step asks for it."""
+        self._note(optimizer)
+        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), -1) + 1
+        if self._recording and number >= self._options.after + self._options.steps:
+            self._stop()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if is_paused():
+            return
+        self._nested -= 1
+        if self._nested == 0:
+            self._guarded(lambda: self._complete(optimizer, skipped=False))
+
+    def _on_clipping(self, parameters: Sequence[Tensor]) -> None:
+        """Take down gradients before they are clipped."""
+        if not self._recording:
+            return
+        scales = {id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in _parameters(opt)}
+        with torch.no_grad(), paused():
+            for one in parameters:
+                if one.grad is not None and id(one) not in self._unclipped:
+                    self._unclipped[id(one)] = _kept(one.grad) / scales.get(id(one), 1.0)
+
+    def _on_skipped(self, optimizer: Optimizer) -> None:
+        """Note that the GradScaler skipped an optimizer's step."""
+        self._guarded(lambda: self._skip(optimizer))
+
+    def _skip(self, optimizer: Optimizer) -> None:
+        self._count(optimizer)
+        if self._recording:
+            self._prepare(optimizer)
+            self._complete(optimizer, skipped=True)
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        """Take down everything that the step itself changes."""
+        self._world = _world()
+        parameters = list(_parameters(optimizer))
+        names = self._names.of(optimizer, parameters)
+        own, others = self._windows.take(self._optimizers.index(optimizer))
+        unclipped, self._unclipped = self._unclipped, {}
+        with torch.no_grad(), paused():
+            gradients = [_received(optimizer, parameter) for parameter in parameters]
+            received = torch.cat(gradients)
+            self._replay([*own, *others])
+            for observer in self._observers:
+                observer.before_step(optimizer)
+        self._pending = RecordedStep(
+            self._optimizers.index(optimizer),
+            self._steps[id(optimizer)],
+            tuple(
+                Parameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+                for name, parameter in zip(names, parameters, strict=True)
+            ),
+            received,
+            tuple(_vector(one, parameters) for one in own),
+            tuple(_vector(one, parameters) for one in others),
+            unclipped=_unclipped(unclipped, parameters, gradients),
+        )
+
+    def _replay(self, passes: Sequence[Pass]) -> None:
+        """Compute what arrived in these passes again, in float64; passes without calls to replay have no exact part."""
+        exact = self._exact.compute()
+        for one in passes:
+            found = exact.get(one.number)
+            if found is not None:
+                one.exact = {id(parameter): gradient for parameter, gradient in found.gradients.items()}
+                for parameter, reason in found.uncovered.items():
+                    self._uncovered.setdefault(self._names.of_one(parameter), reason)
+
+    def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        pending, self._pending = self._pending, None
+        if self._recording and pending is not None:
+            with torch.no_grad(), paused():
+                facts = self._facts(lambda observer: observer.after_step(optimizer, skipped=skipped))
+            self._writer.write_step(
+                *self._world,
+                RecordedStep(**{**vars(pending), "skipped": skipped, "facts": {**pending.facts, **facts}}),
+            )
+        self._windows.drop()
+        done = self._steps.get(id(optimizer), -1) + 1
+        if not self._recording and not self._finished and done == self._options.after:
+            self._start()
+        elif self._recording and all(
+            self._steps.get(id(one), -1) + 1 >= self._options.after + self._options.steps
+            for one in self._optimizers
+            if id(one) in self._steps
+        ):
+            self._stop()
+            if self._options.stop:
+                self._end_process()
+
+    def _end_process(self) -> None:
+        self.finish()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+    def _facts(self, note: Callable[[Observer], Facts | None]) -> Facts:
+        noted = {observer.name: note(observer) for observer in self._observers}
+        return {name: facts for name, facts in noted.items() if facts is not None}
+
+    def _guarded(self, do: Callable[[], T]) -> T | None:
+        """Do something of the recorder's; an error in it ends recording, and the script goes on."""
+        try:
+            return do()
+        except Exception as error:
+            self._error = self._error or f"{type(error).__name__}: {error}"
+            if os.environ.get("PLUMBLINE_CHECK_DEBUG"):
+                import traceback
+
+                traceback.print_exc()
+            if self._recording:
+                self._stop()
+            return None
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _kept(gradient: Tensor) -> Tensor:
+    gradient = whole(gradient)
+    return segment(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _received(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """Return the segment of the gradient with which an optimizer steps, NaN where there is none."""
+    if parameter.grad is None:
+        return torch.full((length(parameter),), torch.nan, dtype=torch.float64)
+    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
+    return _kept(parameter.grad) if scale is None else _kept(parameter.grad) / float(scale)
+
+
+def _unclipped(before: dict[int, Tensor], parameters: Sequence[Tensor], received: Sequence[Tensor]) -> Tensor | None:
+    """Return the vector of gradients before they were clipped, None where none of them was."""
+    if not any(id(parameter) in before for parameter in parameters):
+        return None
+    return torch.cat([before.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
+
+
+def _vector(one: Pass, parameters: Sequence[Tensor]) -> BackwardPass:
+    zeros = {id(p): torch.zeros(length(p), dtype=torch.float64) for p in parameters}
+    local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
+    if one.exact is None:
+        return BackwardPass(one.number, local, None, one.scale, one.facts)
+    # Where something arrived of which no replay knows, there is no exact gradient.
+    unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
+    exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
+    return BackwardPass(one.number, local, exact, one.scale, one.facts)
+
+
+def _world() -> tuple[int, int]:
+    """Return the rank of this process and the world's size; without a group, what the launcher says of the rank."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))), 1

@@ -1,0 +1,37 @@
+"""Parameters that are sharded over ranks: the leaves at which their gradients arrive, and whole tensors of shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor, which all its ranks have to ask for; another tensor as it is."""
+    gather = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each parameter that ``fully_shard`` shards, and the unsharded leaf at which its local gradient arrives."""
+    for root in roots:
+        for module in root.modules():
+            for group in _groups(module):
+                for one in group.fsdp_params:
+                    if isinstance(leaf := getattr(one, "_unsharded_param", None), Tensor):
+                        yield one.sharded_param, leaf
+
+
+def _groups(module: nn.Module) -> list[Any]:
+    """Return the parameter groups of a module's FSDP state; none where it has no such state."""
+    get_state: Any = getattr(module, "_get_fsdp_state", None)
+    if get_state is None:
+        return []
+    state = get_state()
+    several = getattr(state, "_fsdp_param_groups", None)  # before torch 2.11 a module has at most one
+    if several is not None:
+        return list(several)
+    one = getattr(state, "_fsdp_param_group", None)
+    return [] if one is None else [one]

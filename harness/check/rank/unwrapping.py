@@ -1,0 +1,91 @@
+"""Which modules are replayed, and which are looked through because they only wrap one that is."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+_FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+
+
+class Role(Enum):
+    """What a call of a module is to the record of a training."""
+
+    UNTRAINED = "it holds no parameter that requires a gradient"
+    WRAPPER = "the calls inside it are recorded"
+    UNDECIDED = "what it does shows whether it or the calls inside it are recorded"
+    TRACKED = "it is recorded"
+
+
+def role_of(module: nn.Module) -> Role:
+    """Return the role of an outermost call of ``module``, before it runs."""
+    if not any(one.requires_grad for one in module.parameters()):
+        return Role.UNTRAINED
+    if isinstance(module, DistributedDataParallel):
+        return Role.WRAPPER
+    if unwrapped(module) is not module:
+        return Role.TRACKED
+    if any(isinstance(one, DistributedDataParallel) for one in module.modules()):
+        return Role.WRAPPER
+    if "forward" in vars(module) or sole_child(module) is not None:
+        return Role.UNDECIDED
+    return Role.TRACKED
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module that computes, without torch's wrappers around it whose inside cannot be observed.
+
+    These are compiled modules, where Python does not run, and ``DataParallel``, which calls replicas. Where one of
+    them holds a ``DistributedDataParallel``, that is taken off as well.
+    """
+    inner = module
+    while True:
+        child = getattr(inner, "_orig_mod", None)  # torch._dynamo.eval_frame.OptimizedModule
+        if child is None and isinstance(inner, DataParallel):
+            child = inner.module
+        if child is None and inner is not module and isinstance(inner, DistributedDataParallel):
+            child = inner.module
+        if not isinstance(child, nn.Module):
+            return inner
+        inner = child
+
+
+def sole_child(module: nn.Module) -> nn.Module | None:
+    """Return the child with a forward that holds all trainable parameters of ``module``, None if there is none."""
+    if any(one is not None and one.requires_grad for one in module._parameters.values()):
+        return None
+    holding = [child for child in module.children() if any(one.requires_grad for one in child.parameters())]
+    if len(holding) != 1 or not has_forward(holding[0]):
+        return None
+    return holding[0]
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called: containers such as ``ModuleList`` cannot."""
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def is_redirected(module: nn.Module, before: Any) -> bool:
+    """Return whether a call replaced the instance's own ``forward``, which was ``before`` when the call began.
+
+    Such a ``forward`` was set for one call: a trainer sends another method through a wrapper with it.
+    """
+    return before is not None and vars(module).get("forward") is not before
+
+
+def flat_sharding(module: nn.Module) -> bool:
+    """Return whether a part of a module is FSDP1, whose parameters are pieces of flat ones."""
+    return any(_is_fsdp1(type(one)) for one in module.modules())
+
+
+def _is_fsdp1(kind: type[nn.Module]) -> bool:
+    return any((one.__module__, one.__name__) == _FSDP1 for one in kind.__mro__)
+
+
+def is_compiling() -> bool:
+    """Return whether TorchDynamo traces the caller, in which nothing may be recorded."""
+    return torch.compiler.is_compiling()

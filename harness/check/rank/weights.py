@@ -1,0 +1,120 @@
+"""Notes digests of weights and gradients, so that ranks which hold different ones are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer
+
+from harness.check.evidence import Facts
+from harness.check.rank.observer import Observer
+from harness.check.rank.parallelism import ParallelismObserver, world_size
+from harness.check.rank.tensor_digest import tensor_digest, whole
+from harness.evidence.projection import ROWS, sketch
+
+
+class WeightObserver(Observer):
+    """Notes weights where there are several ranks; shards are left out, as each rank has its own.
+
+    The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
+    the order of the optimizer's parameters, digests ``before``, ``gradients`` and ``after``, the ``norms`` after it,
+    and ``projections`` of ``ROWS`` numbers, whose distance is that of the weights.
+    """
+
+    name = "weights"
+
+    def __init__(self, parallelism: ParallelismObserver) -> None:
+        self._parallelism = parallelism
+        self._modules: list[nn.Module] = []
+        self._initial: list[Facts] = []
+        self._noted: Facts = {}
+
+    def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note a module's parameters when it is called for the first time: a wrapper has broadcast them by now."""
+        if world_size() == 1 or any(known is module for known in self._modules):
+            return
+        self._modules.append(module)
+        wrapper = self._parallelism.wrapper_of(module)
+        ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+        inner: nn.Module = getattr(wrapper, "module", module)
+        self._initial.append(
+            {
+                "class": type(module).__name__,
+                "wrapped": wrapper is not None,
+                "parameters": [
+                    {
+                        "name": name,
+                        "shape": list(parameter.shape),
+                        "trained": parameter.requires_grad,
+                        "ignored": name in ignored,
+                        "digest": tensor_digest(parameter),
+                    }
+                    for name, parameter in inner.named_parameters()
+                ],
+            }
+        )
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Note the weights and the gradients with which an optimizer steps."""
+        if world_size() > 1:
+            parameters = _parameters(optimizer)
+            gradients = [p.grad for p in parameters]
+            self._noted = {
+                "wrapped": self._wrapped(parameters),
+                "before": [tensor_digest(p) for p in parameters],
+                "gradients": [None if g is None else _gradient_digest(g) for g in gradients],
+            }
+
+    def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
+        """Return the step's facts."""
+        if world_size() == 1:
+            return None
+        noted, self._noted = self._noted, {}
+        sketches = [_sketched(p) for p in _parameters(optimizer)]
+        return {
+            **noted,
+            "after": [digest for digest, _, _ in sketches],
+            "norms": [norm for _, norm, _ in sketches],
+            "projections": [projection for _, _, projection in sketches],
+        }
+
+    def stop(self) -> None:
+        """Let go of the modules."""
+        self._modules = []
+
+    def final_facts(self) -> Facts | None:
+        """Return the parameters of the modules."""
+        return {"modules": self._initial} if self._initial else None
+
+    def _wrapped(self, parameters: list[Tensor]) -> list[bool]:
+        """Say of each parameter whether a DistributedDataParallel keeps it the same on all its ranks."""
+        kept: set[int] = set()
+        for module in self._modules:
+            wrapper = self._parallelism.wrapper_of(module)
+            ignored = set(getattr(wrapper, "parameters_to_ignore", ()))
+            named = wrapper.module.named_parameters() if wrapper is not None else ()
+            kept.update(id(p) for name, p in named if name not in ignored and p.requires_grad)
+        return [id(parameter) in kept for parameter in parameters]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _gradient_digest(gradient: Tensor) -> str | None:
+    if gradient.layout is not torch.sparse_coo:
+        return tensor_digest(gradient)
+    made = gradient.coalesce()
+    return f"{tensor_digest(made.indices())} {tensor_digest(made.values())}"
+
+
+def _sketched(parameter: Tensor) -> tuple[str | None, float | None, list[float] | None]:
+    values = whole(parameter)
+    if values is None or not values.is_floating_point():
+        return tensor_digest(parameter), None, None
+    made = sketch(values, ROWS)
+    digest = f"{made.fingerprint & (1 << 64) - 1:016x}"
+    # JSON has no infinity.
+    return (digest, made.norm, made.values.sum(0).tolist()) if made.norm < float("inf") else (digest, None, None)

@@ -1,0 +1,169 @@
+"""A training loop whose optimizer steps are observed, for the tests of observers; and rank functions on gloo."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from harness.check.evidence import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining, segment
+from harness.check.rank.clipping import Clipping
+from harness.check.rank.learning_rate import LearningRate
+from harness.check.rank.loss_scale import LossScale
+from harness.check.rank.observer import Observer
+from harness.check.rank.precision_used import PrecisionUsed
+from harness.check.rank.update_replay import UpdateReplay, parameters_of
+
+LOSS_SCALE = LossScale()
+OBSERVERS: tuple[Observer, ...] = (UpdateReplay(), LOSS_SCALE, Clipping(LOSS_SCALE), LearningRate(), PrecisionUsed())
+for observer in OBSERVERS:
+    observer.install()
+
+
+class Watch:
+    """Stands for the recorder: calls the observers, and keeps the steps. All passes since a step belong to the next."""
+
+    def __init__(self) -> None:
+        self.steps: list[RecordedStep] = []
+        self._passes: list[BackwardPass] = []
+        self._count = 0
+        self._numbers: dict[int, int] = {}
+        self._order: list[Optimizer] = []
+        self._nested = 0
+        self._received: Tensor | None = None
+
+    def backward(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        number, self._count = self._count, self._count + 1
+        for one in OBSERVERS:
+            one.backward_begins(number)
+        backward(*args, **kwargs)
+        facts = {one.name: noted for one in OBSERVERS if (noted := one.backward_ends(number)) is not None}
+        self._passes.append(BackwardPass(number, torch.zeros(0), scale=LOSS_SCALE.scale, facts=facts))
+
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        self._nested += 1
+        if self._nested == 1:
+            self._prepare(optimizer)
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._nested -= 1
+        if not self._nested:
+            self._complete(optimizer, skipped=LOSS_SCALE.skips_inside(optimizer))
+
+    def skipped(self, optimizer: Optimizer) -> None:
+        self._prepare(optimizer)
+        self._complete(optimizer, skipped=True)
+
+    def _prepare(self, optimizer: Optimizer) -> None:
+        parameters = parameters_of(optimizer)
+        self._received = torch.cat(
+            [segment(p.grad.to_dense()) if p.grad is not None else torch.full((min(p.numel(), 64),), math.nan).double()
+             for p in parameters]
+        )  # fmt: skip
+        for one in OBSERVERS:
+            one.before_step(optimizer)
+
+    def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        if optimizer not in self._order:
+            self._order.append(optimizer)
+        place = self._order.index(optimizer)
+        number = self._numbers[place] = self._numbers.get(place, -1) + 1
+        facts = {one.name: f for one in OBSERVERS if (f := one.after_step(optimizer, skipped=skipped)) is not None}
+        parameters = tuple(
+            Parameter(f"p{i}", tuple(p.shape), str(p.dtype)) for i, p in enumerate(parameters_of(optimizer))
+        )
+        assert self._received is not None
+        step = RecordedStep(place, number, parameters, self._received, tuple(self._passes), (), skipped, facts)
+        self.steps.append(step)
+        self._passes = []
+
+    def rank(self, rank: int = 0, world_size: int = 1) -> RecordedRank:
+        facts = {one.name: noted for one in OBSERVERS if (noted := one.final_facts()) is not None}
+        return RecordedRank(rank, world_size, tuple(self.steps), facts)
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    watch = Watch()
+    backward = torch.autograd.backward
+    torch.autograd.backward = lambda *args, **kwargs: watch.backward(backward, *args, **kwargs)
+    handles = [register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after)]
+    LOSS_SCALE.on_skipped = watch.skipped
+    for one in OBSERVERS:
+        one.start()
+    try:
+        yield watch
+    finally:
+        torch.autograd.backward = backward
+        for handle in handles:
+            handle.remove()
+        for one in OBSERVERS:
+            one.stop()
+            assert not getattr(one, "error", ""), getattr(one, "error", "")
+
+
+def recorded(script: Callable[[], object]) -> RecordedTraining:
+    """What a script in this process leaves."""
+    torch.manual_seed(0)
+    with watching() as watch:
+        script()
+    return RecordedTraining((watch.rank(),))
+
+
+def recorded_on_ranks(script: Callable[[int], object], ranks: int = 2) -> RecordedTraining:
+    """What a script leaves on forked ranks with a gloo group; called with the rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                _run(script, rank, ranks, folder)
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert codes == [0] * ranks, codes
+        loaded = (torch.load(f"{folder}/{rank}", weights_only=False) for rank in range(ranks))
+        return RecordedTraining(tuple(loaded))
+
+
+def _run(script: Callable[[int], object], rank: int, ranks: int, folder: str) -> None:
+    """Run a rank, and end its process without what pytest would do at an exit."""
+    code = 1
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+        torch.manual_seed(0)
+        with watching() as watch:
+            script(rank)
+        torch.save(watch.rank(rank, ranks), f"{folder}/{rank}")
+        dist.barrier()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def small_model(*sizes: int) -> nn.Sequential:
+    """A network of linear layers, in float32."""
+    torch.manual_seed(1)
+    given = sizes or (6, 9, 4)
+    layers = [nn.Linear(before, after) for before, after in pairwise(given)]
+    return nn.Sequential(*[part for layer in layers for part in (layer, nn.Tanh())][:-1])
+
+
+def loss_of(model: nn.Module, seed: int = 0, size: int = 6) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(8, size, generator=generator)).square().sum()
