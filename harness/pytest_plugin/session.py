@@ -49,11 +49,12 @@ class Session:
         self.options = Options(given, root, notify)
         self.recording = RunRecording(self.options)
         self.timeouts = Timeouts(self.options.settings.time_limit)
-        self._reproduction = Reproduction(given, self.options.matrix, self.options.default_gpus)
+        own = self.options.own_workloads
+        self._reproduction = Reproduction(given, self.options.matrix, self.options.default_gpus, own)
         known = read_expectations(self.options.expectations(suite))
         settings, launcher = self.options.settings, self.options.launcher
         with shared_lease():  # importing a subject's library is work too
-            self.pools = SubjectPools(launcher, self.options.interpreters)
+            self.pools = SubjectPools(launcher, self.options.interpreters, own)
             try:
                 self._declarations = self.pools.declarations
                 self.expectations = {
