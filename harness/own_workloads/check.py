@@ -17,7 +17,7 @@ from harness.core.errors import WorkloadError
 from harness.core.precision import PRECISIONS
 from harness.own_workloads.attempt import attempt
 from harness.own_workloads.content import check_data, check_model
-from harness.own_workloads.pass_of import Pass, forward_of, loss_of, pass_of
+from harness.own_workloads.training_pass import NoNarrowing, Pass, forward_of, loss_of, pass_of
 from harness.subjects.declare import CAPABILITIES
 from harness.workloads import Batch, Columns, Workload
 
@@ -84,7 +84,8 @@ def _batches(data: Columns, size: int) -> Iterator[Batch]:
 def _check_forward(workload: Workload, batch: Batch) -> None:
     """Refuse a forward or a loss that is no function of weights and batch."""
     count = len(batch["index"])
-    outputs = forward_of(workload.model().train(), batch)
+    model = workload.model().train()
+    outputs = forward_of(model, batch)
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     if not tensors or len(tensors) < len(tree_leaves(outputs)):
         raise WorkloadError(
@@ -97,7 +98,8 @@ def _check_forward(workload: Workload, batch: Batch) -> None:
                 f"forward(batch) returns a tensor of shape {list(tensor.shape)} for {count} samples: dim 0 must be "
                 "the batch, because dp gathers the outputs of devices along it"
             )
-    _refuse_random(workload, batch, outputs)
+    if not _draws(model):
+        _refuse_other_outputs(outputs, forward_of(model, batch))
     _check_loss(workload, outputs, batch)
 
 
@@ -112,13 +114,13 @@ def _check_shares(workload: Workload, data: Columns, devices: int) -> None:
         ) from error
 
 
-def _refuse_random(workload: Workload, batch: Batch, outputs: Any) -> None:
-    """Refuse a forward that draws random numbers, except by layers whose draws are recorded."""
-    model = workload.model().train()
-    if any(hasattr(layer, "draws") for layer in model.modules()):
-        return
-    again = forward_of(model, batch)
-    for one, other in zip(tree_leaves(outputs), tree_leaves(again), strict=True):
+def _draws(model: nn.Module) -> bool:
+    """Return whether layers draw random numbers in the way that is recorded: a forward repeats only with those."""
+    return any(hasattr(layer, "draws") for layer in model.modules())
+
+
+def _refuse_other_outputs(first: Any, second: Any) -> None:
+    for one, other in zip(tree_leaves(first), tree_leaves(second), strict=True):
         if not torch.equal(one, other):
             raise WorkloadError(
                 "forward(batch) returns something else in a second call with the same weights and batch, so nobody can "
@@ -211,21 +213,23 @@ def _check_needs(workload: Workload, needed: dict[str, str]) -> None:
 
 def _check_oracle(workload: Workload, devices: int) -> None:
     """Refuse a gradient that is not computed in float64 where model and data are, or depends on the samples' order."""
-    if any(hasattr(layer, "draws") for layer in workload.model().modules()):
+    batch = workload.dataset(devices, torch.float64).batch(range(workload.global_batch_size(devices)))
+    exact = Pass(workload, torch.float64)
+    try:
+        with NoNarrowing():
+            right = exact.gradient(batch)
+    except WorkloadError as error:
+        raise WorkloadError(f"in float64, in which the oracle computes, {error}") from error
+    if _draws(exact.model):
         return
-    size = workload.global_batch_size(devices)
-    exact, single = Pass(workload, torch.float64), Pass(workload, torch.float32)
-    with attempt("in float64, in which the oracle computes, forward or loss"):
-        wide = workload.dataset(devices, torch.float64)
-        right = exact.gradient(wide.batch(range(size)))
-        turned = exact.gradient(wide.batch(range(size - 1, -1, -1)))
-    rounded = single.gradient(workload.dataset(devices).batch(range(size)))
-    error, noise = _distance(turned, right), _distance(rounded, right)
-    if error > _ACCURACY * noise:
+    turned = exact.gradient({name: column.flip(0) for name, column in batch.items()})
+    narrow = {name: column.float() if column.is_floating_point() else column for name, column in batch.items()}
+    moved, noise = _distance(turned, right), _distance(Pass(workload, torch.float32).gradient(narrow), right)
+    if moved > _ACCURACY * noise:
         raise WorkloadError(
-            f"the oracle is not stable: in float64 the gradient moves by {error:.1e} when the samples of a batch are "
-            f"turned round, and float32 is {noise:.1e} away. Does forward or loss cast to float32 (.float()) where the "
-            "inputs are float64, or does the loss depend on the order of the samples?"
+            f"the oracle is not stable: in float64 the gradient moves by {moved:.1e} when the samples of a batch are "
+            f"turned round, and float32 is {noise:.1e} away. Does the loss depend on the order of the samples, or does "
+            "an operation compute in less than float64?"
         )
 
 

@@ -57,6 +57,7 @@ def check_data(workload: Workload, devices: int) -> Columns:
     size = workload.global_batch_size(devices)
     if size % devices:
         raise WorkloadError(f"global_batch_size({devices}) is {size}, which {devices} devices cannot share equally")
+    _check_drawn(workload)
     made: list[Columns] = []
     for name in ("dataset", "val_dataset"):
         with attempt(f"{name}({devices})"):
@@ -77,6 +78,20 @@ def check_data(workload: Workload, devices: int) -> Columns:
     return data
 
 
+def _check_drawn(workload: Workload) -> None:
+    """Refuse ``columns``, where there is one, that returns something else than a dict of tensors."""
+    if type(workload).columns is Workload.columns:
+        return
+    with attempt("columns(4, generator)"):
+        drawn: object = workload.columns(4, torch.Generator())
+    if not isinstance(drawn, dict) or not drawn:
+        raise WorkloadError(f"columns() returns {type(drawn).__name__}: it must be a dict of tensors")
+    for name, values in drawn.items():
+        if not isinstance(values, Tensor) or not values.dim():
+            what = "a tensor without dimensions" if isinstance(values, Tensor) else type(values).__name__
+            raise WorkloadError(f"columns() returns {what} as {name!r}: it must be a tensor with a row for each sample")
+
+
 def _check_columns(data: object, name: str) -> None:
     if not isinstance(data, Columns):
         raise WorkloadError(
@@ -87,9 +102,10 @@ def _check_columns(data: object, name: str) -> None:
     if index is None or not torch.equal(index, torch.arange(len(data))):
         raise WorkloadError(f'{name}() has no "index" that counts its samples from 0: leave that column to Columns')
     for column, values in data.columns.items():
-        if not isinstance(values, Tensor) or len(values) != len(data):
-            what = f"{len(values)} rows" if isinstance(values, Tensor) else f"the type {type(values).__name__}"
-            raise WorkloadError(f"{name}(): column {column!r} has {what}, and {len(data)} samples need a row each")
+        if len(values) != len(data):
+            raise WorkloadError(
+                f"{name}(): column {column!r} has {len(values)} rows, and {len(data)} samples need a row each"
+            )
 
 
 def content_of(workload: Workload) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from harness.core.errors import WorkloadError
 from harness.own_workloads.attempt import attempt
@@ -53,3 +56,35 @@ class Pass:
         with attempt("backward"):
             gradients = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
         return {name: value for name, value in zip(trained, gradients, strict=True) if value is not None}
+
+
+class NoNarrowing(TorchFunctionMode):
+    """Refuses operations that make float32 or less of float64 that depends on a parameter, in the user's code.
+
+    Such a gradient has float32's rounding: an oracle that computes it is no better than the trainer it judges.
+    """
+
+    def __torch_function__(
+        self, operation: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``operation``.
+
+        Raises:
+            WorkloadError: it narrows.
+        """
+        result = operation(*args, **(kwargs or {}))
+        if (
+            isinstance(result, Tensor)
+            and result.is_floating_point()
+            and result.dtype is not torch.float64
+            and any(
+                isinstance(given, Tensor) and given.dtype is torch.float64 and given.requires_grad
+                for given in tree_leaves((args, kwargs))
+            )
+        ):
+            name = getattr(operation, "__name__", str(operation))
+            raise WorkloadError(
+                f"{name}() makes {str(result.dtype).removeprefix('torch.')} of float64: where a layer or the loss must "
+                "not compute in 16 bits, cast with x.to(torch.promote_types(x.dtype, torch.float32))"
+            )
+        return result
