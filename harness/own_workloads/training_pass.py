@@ -33,7 +33,7 @@ def loss_of(workload: Workload, outputs: Any, batch: Batch) -> Tensor:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise WorkloadError(f"loss(outputs, batch) returns {what}: it must be a scalar tensor, as .mean() makes it")
     if not bool(loss.isfinite()):
-        raise WorkloadError(f"loss(outputs, batch) is {float(loss)} at the initial weights")
+        raise WorkloadError(f"loss(outputs, batch) is {float(loss.detach())} at the initial weights")
     return loss
 
 
