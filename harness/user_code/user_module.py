@@ -26,7 +26,9 @@ def import_file(path: Path, kind: str = "subject") -> ModuleType:
     if not path.is_file():
         raise SubjectError(f"there is no file {path}")
     # A file may be called like a library; it must not take that library's place.
-    name = path.stem if importlib.util.find_spec(path.stem.split(".")[0]) is None else f"{kind}_{path.stem}"
+    there = importlib.util.find_spec(path.stem.split(".")[0])
+    # By its own name it can be unpickled in processes that a trainer spawns: this file's folder is in their path.
+    name = path.stem if there is None or _is(path, there.origin) else f"{kind}_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -44,8 +46,15 @@ def import_file(path: Path, kind: str = "subject") -> ModuleType:
 
 def imported_file(path: Path) -> ModuleType | None:
     """Return what this process has imported from the file at ``path``, None where that is nothing or has changed."""
-    source, module = _IMPORTED.get(path, (b"", None))
-    return module if path.is_file() and path.read_bytes() == source else None
+    if path in _IMPORTED:
+        source, module = _IMPORTED[path]
+        return module if path.is_file() and path.read_bytes() == source else None
+    other = sys.modules.get(path.stem)  # by an import statement, or by what was unpickled here
+    return other if _is(path, getattr(other, "__file__", None)) else None
+
+
+def _is(path: Path, file: str | None) -> bool:
+    return file is not None and Path(file).resolve() == path.resolve()
 
 
 def import_module(name: str, shipped: Collection[str] = (), short_names: Collection[str] = ()) -> ModuleType:

@@ -62,6 +62,14 @@ def test_the_hash_is_that_of_the_file_and_of_what_it_imports_from_beside_it(writ
     assert after.sha256 != before.sha256
 
 
+def test_the_models_of_a_file_in_the_path_are_unpickled_by_its_name(written, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(tmp_path)
+    use_workloads([str(written("my_own.py"))])
+    assert type(WORKLOADS["mine"].model()).__module__ == "my_own"
+    use_workloads([str(written("statistics.py"))])
+    assert type(WORKLOADS["mine"].model()).__module__ == "workload_statistics", "a library keeps its name"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
