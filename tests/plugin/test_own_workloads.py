@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,6 +65,7 @@ class EqualShares(Mine):
         return {"x": torch.ones(count, 5), "y": torch.zeros(count, dtype=torch.long)}
 """
 
+STARTING = Path(__file__).parents[1] / "launch" / "subjects" / "reference_starting.py"
 CELL = ("--gpus", "2", "--precisions", "32", "--backends", "ddp", "--cell")
 
 
@@ -126,6 +129,26 @@ def test_a_workload_that_shows_nothing_is_vacuous(project, monkeypatch):
     assert messages["zero-gradient", "gradients"] == "vacuous: every gradient is zero"
     assert messages["still", "update"] == "vacuous: no weight moved at any step"
     assert messages["equal-shares", "gradients"].startswith("vacuous: every share has the same gradient")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-n", "2"),
+        ("--launcher", "torchrun"),
+        ("--launcher", "hosts", "--node-command", "env -C / NODE={node}"),
+        ("--subject", f"{STARTING}::forking"),
+        ("--subject", f"{STARTING}::spawning"),
+        ("--subject", f"torch;python={sys.executable}"),
+    ],
+    ids=["xdist", "torchrun", "hosts", "forking", "spawning", "interpreter"],
+)
+def test_it_reaches_every_process(project, monkeypatch, words):
+    (project.root / "mine.py").write_text(WORKLOAD)
+    monkeypatch.chdir(project.root)
+    outcome = project.pytest("--workload", "mine.py", *CELL[:-1], *words, fresh=True)
+    assert outcome.ret == 0
+    assert outcome.parseoutcomes()["passed"] == 2
 
 
 @pytest.mark.parametrize(
