@@ -98,9 +98,9 @@ def _check_forward(workload: Workload, batch: Batch) -> None:
                 f"forward(batch) returns a tensor of shape {list(tensor.shape)} for {count} samples: dim 0 must be "
                 "the batch, because dp gathers the outputs of devices along it"
             )
+    _check_loss(workload, outputs, batch)
     if not _draws(model):
         _refuse_other_outputs(outputs, forward_of(model, batch))
-    _check_loss(workload, outputs, batch)
 
 
 def _check_shares(workload: Workload, data: Columns, devices: int) -> None:
@@ -124,8 +124,8 @@ def _refuse_other_outputs(first: Any, second: Any) -> None:
         if not torch.equal(one, other):
             raise WorkloadError(
                 "forward(batch) returns something else in a second call with the same weights and batch, so nobody can "
-                "say what is right. Does it draw random numbers, as Dropout does, or count its calls? Set p=0, or use "
-                "harness.workloads.randomness.KeyedDropout, whose masks follow from the samples' index"
+                "say what is right. Does it draw random numbers, as Dropout does, count its calls, or change the "
+                "batch? Set p=0, or use harness.workloads.randomness.KeyedDropout, whose masks follow from the samples"
             )
 
 

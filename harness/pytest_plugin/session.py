@@ -107,7 +107,12 @@ class Session:
             raise PlanError("speed is measured on one machine, whose clock all ranks share: leave --launcher out")
         if launches < FEWEST_LAUNCHES:
             raise PlanError(f"--launches {launches}: fewer than {FEWEST_LAUNCHES} launches do not show their spread")
-        return plan(self.options.matrix, self._declarations, PERFORMANCE)
+        planned = plan(self.options.matrix, self._declarations, PERFORMANCE)
+        if self.options.own_workloads and not planned:
+            raise PlanError(
+                "a workload of --workload is examined, not timed: leave it out, or name some by --workloads"
+            )
+        return planned
 
     def begin(self, chosen: Set[str], command: list[str]) -> None:
         """Open the run on disk for the cells whose ids were ``chosen``. Further calls do nothing."""
