@@ -166,11 +166,6 @@ def test_it_is_refused_for_its_loss_or_its_numbers(what, written):
     assert said in refused(written(more=more))
 
 
-def test_a_large_parameter_is_taken_where_it_is_recorded_whole(written):
-    use_workloads([str(written(changes=CHANGED["a large parameter"][0]))])
-    refuse_unfit(WORKLOADS["mine"], DEVICES, 110_000)
-
-
 def refused(file):
     use_workloads([str(file)])
     with pytest.raises(WorkloadError) as raised:

@@ -122,6 +122,6 @@ def test_new_workload_writes_one_that_is_fit(tmp_path, capsys):
     assert f"--workload '{file}'" in capsys.readouterr().out
     (own,) = use_workloads([str(file)])
     assert own.name == "our-problem"
-    refuse_unfit(WORKLOADS[own.name], (1, 2, 3, 4, 8), 2**16)
+    refuse_unfit(WORKLOADS[own.name], (1, 2, 3, 4, 8))
     assert main(["new-workload", str(file)]) == 2
     assert "is there already" in capsys.readouterr().err
