@@ -48,12 +48,14 @@ class Recording:
 
 @contextmanager
 def recording() -> Iterator[Recording]:
-    one = Recording()
+    one, threads = Recording(), torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny
     one.calls.start()
     try:
         yield one
     finally:
         one.calls.stop()
+        torch.set_num_threads(threads)
 
 
 def assert_exact(recorded: Recording, module: nn.Module, digits: Callable[[Tensor], float] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from harness.check.rank.tracked_calls import TrackedCalls
 
 Reduce = Callable[[Tensor], Tensor]
 """A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.segment``."""
+
+K = TypeVar("K")
 
 NOT_REPEATABLE = "its forward does not depend on its recorded inputs alone, since it gave something else when run again"
 
@@ -83,14 +86,27 @@ class _Step:
         self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
 
     def _in_float64(self, call: TrackedCall) -> Replayed:
+        if call.module not in self._drawn:
+            try:
+                return self._added(call, None)
+            except UnknownDrawError:
+                self._drawn[call.module] = self._in_native(call).drawn
         try:
-            return replay(call, Precision.FLOAT64, self._add, self._exact, self._drawn.get(call.module))
-        except UnknownDrawError:
-            self._drawn[call.module] = self._in_native(call).drawn
-        try:
-            return replay(call, Precision.FLOAT64, self._add, self._exact, self._drawn[call.module])
+            return self._added(call, self._drawn[call.module])
         except UnknownDrawError:
             raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
+
+    def _added(self, call: TrackedCall, drawn: list[torch.dtype] | None) -> Replayed:
+        """Replay a call in float64, and add its gradients to those of its passes once all of them are known."""
+        found: dict[tuple[int, nn.Parameter], Tensor] = {}
+
+        def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+            _add(found, (number, parameter), self._reduce(gradient))
+
+        replayed = replay(call, Precision.FLOAT64, receive, self._exact, drawn)
+        for (number, parameter), kept in found.items():
+            _add(self._passes[number].gradients, parameter, kept)
+        return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:
         return replay(call, Precision.NATIVE, _ignore, self._native, None)
@@ -105,16 +121,15 @@ class _Step:
             raise CannotReplayError(f"{call.name}: {NOT_REPEATABLE}")
         self._noise[call.module] = max(self._noise.get(call.module, 0.0), apart)
 
-    def _add(self, number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
-        kept = self._reduce(gradient)
-        gradients = self._passes[number].gradients
-        gradients[parameter] = gradients[parameter] + kept if parameter in gradients else kept
-
     def _uncover(self, call: TrackedCall, parameters: Iterable[Tensor], why: str) -> None:
         for number in call.cotangents:
             for parameter in parameters:
                 if isinstance(parameter, nn.Parameter):
                     self._passes[number].uncovered.setdefault(parameter, why)
+
+
+def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
 
 
 def _ignore(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
