@@ -15,6 +15,7 @@ from harness.check.rank.draws import UnknownDrawError
 from harness.check.rank.precision import Precision
 from harness.check.rank.replay import CannotReplayError, Replayed, Replicas, replay
 from harness.check.rank.tracked_calls import TrackedCalls
+from harness.check.rank.unsharding import is_distributed
 
 Reduce = Callable[[Tensor], Tensor]
 """A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.segment``."""
@@ -50,7 +51,10 @@ class ExactGradients:
         with self._calls.paused():
             passes: dict[int, ExactPass] = {}
             step = _Step(self._reduce, passes)
-            for call in self._calls.pending():
+            pending = self._calls.pending()
+            for call in pending:
+                step.gather(call)
+            for call in pending:
                 step.replay(call)
         self._calls.forget()
         for number, parameters in self._calls.take_outside().items():
@@ -72,6 +76,12 @@ class _Step:
         self._native = Replicas(Precision.NATIVE)
         self._noise: dict[nn.Module, float] = {}
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
+
+    def gather(self, call: TrackedCall) -> None:
+        """Gather sharded parameters, before anything can be different on different ranks."""
+        if any(is_distributed(one.parameter) for one in call.parameters):
+            self._exact.leaves(call)
+            self._native.leaves(call)
 
     def replay(self, call: TrackedCall) -> None:
         """Add the gradients of a call to its backward passes, or the reason why they are not known."""

@@ -21,8 +21,10 @@ from harness.check.rank.module_state import ModuleState
 from harness.check.rank.nested import map_tensors
 from harness.check.rank.precision import Precision, double_of, to_float64
 from harness.check.rank.random_state import drawn_from
-from harness.check.rank.replay_modes import Float64Mode, NativeMode
+from harness.check.rank.replay_modes import CommunicatesError, Float64Mode, NativeMode
+from harness.check.rank.sharding import whole
 from harness.check.rank.tracked_calls import differentiable
+from harness.check.rank.unsharding import computing_dtypes, is_distributed, replace_hooks, shards
 from harness.check.rank.uses import Graph
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
@@ -50,22 +52,37 @@ class Replayed:
 
 
 class Replicas:
-    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory."""
+    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
+
+    A sharded parameter is gathered once, when it is first asked for.
+    """
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
-    def of(self, parameter: nn.Parameter, *, requires_grad: bool) -> nn.Parameter:
-        """Return the leaf for a parameter, the same one each time."""
+    def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
         if id(parameter) not in self._copies:
-            values = to_float64(parameter) if self._precision is Precision.FLOAT64 else parameter.detach()
+            values = whole(parameter.detach())
+            values = to_float64(values) if self._precision is Precision.FLOAT64 else values.to(dtype or values.dtype)
             leaf = nn.Parameter(values, requires_grad=False)
-            vars(leaf).update(vars(parameter))
+            if not is_distributed(parameter):
+                vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
         leaf = self._copies[id(parameter)][1]
         leaf.requires_grad_(requires_grad)
         return leaf
+
+    def leaves(self, call: TrackedCall) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters of a call with their leaves, by the identities of the tensors in the module."""
+        dtypes = computing_dtypes(call.module)
+        found = {}
+        for one in call.parameters:
+            leaf = self.of(one.parameter, requires_grad=one.requires_grad, dtype=dtypes.get(id(one.parameter)))
+            found[id(one.parameter)] = one.parameter, leaf
+        unsharded = {name: found[id(shard)] for name, shard in shards(call.module).items() if id(shard) in found}
+        return {**found, **unsharded}
 
 
 def replay(
@@ -86,16 +103,17 @@ def replay(
         UnknownDrawError: where it has to be run in the training's own precision first.
     """
     _check(call)
-    leaves = {
-        id(one.parameter): (one.parameter, replicas.of(one.parameter, requires_grad=one.requires_grad))
-        for one in call.parameters
-    }
+    leaves = replicas.leaves(call)
+    own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
     state, mode = ModuleState(call.module), _mode(call, precision, drawn)
     try:
         with _conditions(call, precision):
-            return _run(call, state, _replacement(call, precision, leaves), list(leaves.values()), receive, mode)
+            return _run(call, state, _replacement(call, precision, leaves), own, receive, mode)
     except (CannotReplayError, UnknownDrawError):
         raise
+    except CommunicatesError as error:
+        # All ranks could replay together, if they knew from each other that they recorded the same calls.
+        raise CannotReplayError(f"{call.name}: its forward communicates with other ranks") from error
     except torch.OutOfMemoryError as error:
         raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
@@ -142,6 +160,7 @@ def _run(
         state.exchange(replacement)
         for module, training in call.training:
             vars(module)["training"] = training
+        replace_hooks(module for module, _ in call.training)
         args, kwargs = map_tensors((call.args, call.kwargs), replacement)
         outputs = differentiable(call.module(*args, **kwargs))
     if len(outputs) != len(call.outputs):

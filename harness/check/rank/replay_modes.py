@@ -14,6 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.check.rank.draws import DRAWING, Draws, doubled, is_drawn, leading
 from harness.check.rank.precision import double_of
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+
+class CommunicatesError(Exception):
+    """A replay would communicate with other ranks, which may not be replaying the same."""
+
 
 class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts generators that the script passes to operators back to their states when the replay is over.
@@ -53,8 +59,10 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        kwargs = kwargs or {}
-        if _kind(func) is _Kind.DRAWS:
+        kwargs, kind = kwargs or {}, _kind(func)
+        if kind is _Kind.COMMUNICATES:
+            raise CommunicatesError
+        if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
             first = leading(args)
             if first is not None and is_drawn(args):
@@ -75,6 +83,8 @@ class Float64Mode(ReplayMode):  # type: ignore[no-untyped-call]
         if not self.saves_with_hooks:
             self.saves_with_hooks = _hooks_on_saved_tensors()
         kind = _kind(func)
+        if kind is _Kind.COMMUNICATES:
+            raise CommunicatesError
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
             if is_drawn(args):
@@ -95,6 +105,7 @@ class _Kind(Enum):
     PLAIN = "needs no change"
     CASTS = "may be given a dtype"
     DRAWS = "draws random numbers"
+    COMMUNICATES = "is a collective, in which all ranks of a group have to take part"
     LIFTS = "gives a tensor that was made from Python numbers"
 
 
@@ -102,6 +113,8 @@ class _Kind(Enum):
 def _kind(func: Any) -> _Kind:
     """Return what is to be changed about calls of an operator."""
     name = _name(func)
+    if func.namespace in _COLLECTIVES:
+        return _Kind.COMMUNICATES
     if name in DRAWING:
         return _Kind.DRAWS
     if name in ("lift_fresh", "lift_fresh_copy", "lift"):
