@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -105,18 +106,12 @@ def assert_mean_of_exact(exact: dict[nn.Parameter, Tensor], uncovered: object, m
         assert float((gradient - expected / RANKS).norm()) <= digits * float(expected.norm())
 
 
-def on_ranks(folder: Path, work: Callable[[int], None]) -> None:
-    torch.multiprocessing.spawn(_rank, (str(folder / "store"), work), RANKS)
-
-
 def _rank(rank: int, store: str, work: Callable[[int], None]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     work(rank)
     dist.barrier()
     sys.stdout.flush()
-    import os
-
     os._exit(0)  # releasing DDP may hang
 
 
@@ -140,6 +135,11 @@ def _gathering(rank: int) -> None:
     assert len(uncovered) == 2
 
 
-@pytest.mark.parametrize("work", [_in_float32, _in_bfloat16, _gathering])
-def test_on_ranks(work: Callable[[int], None], tmp_path: Path) -> None:
-    on_ranks(tmp_path, work)
+def _everything(rank: int) -> None:
+    _in_float32(rank)
+    _in_bfloat16(rank)
+    _gathering(rank)
+
+
+def test_wrappers_that_communicate(tmp_path: Path) -> None:
+    torch.multiprocessing.spawn(_rank, (str(tmp_path / "store"), _everything), RANKS)

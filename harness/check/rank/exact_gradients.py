@@ -61,6 +61,8 @@ class ExactGradients:
             for parameter in parameters:
                 passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, OUTSIDE)
         for one in passes.values():
+            for parameter, why in self._calls.unrecorded.items():
+                one.uncovered.setdefault(parameter, why)
             for parameter in one.uncovered:
                 one.gradients.pop(parameter, None)
         return passes

@@ -114,7 +114,7 @@ def replay(
     except CommunicatesError as error:
         # All ranks could replay together, if they knew from each other that they recorded the same calls.
         raise CannotReplayError(f"{call.name}: its forward communicates with other ranks") from error
-    except torch.OutOfMemoryError as error:
+    except torch.cuda.OutOfMemoryError as error:
         raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
         why = f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"

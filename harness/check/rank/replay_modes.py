@@ -44,6 +44,15 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             generator.set_state(state)
         self._generators.clear()
 
+    def _noted(self, func: Any) -> _Kind:
+        """Return the kind of an operator that is about to run."""
+        if not self.saves_with_hooks:
+            self.saves_with_hooks = _hooks_on_saved_tensors()
+        kind = _kind(func)
+        if kind is _Kind.COMMUNICATES:
+            raise CommunicatesError
+        return kind
+
     def _before_draw(self, kwargs: dict[str, Any]) -> None:
         generator = kwargs.get("generator")
         if generator is not None and all(one is not generator for one, _ in self._generators):
@@ -59,9 +68,7 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        kwargs, kind = kwargs or {}, _kind(func)
-        if kind is _Kind.COMMUNICATES:
-            raise CommunicatesError
+        kwargs, kind = kwargs or {}, self._noted(func)
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
             first = leading(args)
@@ -79,12 +86,7 @@ class Float64Mode(ReplayMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        kwargs = kwargs or {}
-        if not self.saves_with_hooks:
-            self.saves_with_hooks = _hooks_on_saved_tensors()
-        kind = _kind(func)
-        if kind is _Kind.COMMUNICATES:
-            raise CommunicatesError
+        kwargs, kind = kwargs or {}, self._noted(func)
         if kind is _Kind.DRAWS:
             self._before_draw(kwargs)
             if is_drawn(args):

@@ -42,12 +42,12 @@ class TrackedCalls:
     """The calls of outermost modules with trainable parameters, in the order in which they began.
 
     Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
-    it runs. ``errors`` has what went wrong here; the script goes on without being recorded.
+    it runs. ``unrecorded`` has the parameters of calls that could not be recorded, and why; the script goes on.
     """
 
     def __init__(self, current_pass: CurrentPass, begins: CallBegins | None = None) -> None:
         self.calls: list[TrackedCall] = []
-        self.errors: list[Exception] = []
+        self.unrecorded: dict[nn.Parameter, str] = {}
         self._current_pass = current_pass
         self._begins = begins
         self._thread = _Thread()
@@ -151,7 +151,7 @@ class TrackedCalls:
                 self._begins(module, args, kwargs)
             return self._recorded(unwrapping.unwrapped(module), args, kwargs)
         except Exception as error:
-            self.errors.append(error)
+            self._fail(module, error)
             return None
 
     def _recorded(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall:
@@ -198,8 +198,12 @@ class TrackedCalls:
             self.calls.append(call)
             return map_tensors(output, lambda one: aliases.get(id(one), one))
         except Exception as error:
-            self.errors.append(error)
+            self._fail(call.module, error)
             return output
+
+    def _fail(self, module: nn.Module, error: Exception) -> None:
+        why = f"a call of {type(module).__name__} cannot be recorded: {type(error).__name__}: {error}"
+        self.unrecorded.update(dict.fromkeys(module.parameters(), why))
 
     @staticmethod
     def _note_parameters(call: TrackedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
