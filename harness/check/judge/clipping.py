@@ -253,13 +253,11 @@ def _in_part(clipped: list[Noted]) -> Iterator[Finding]:
 
 def _by_hand(training: RecordedTraining) -> Iterator[Finding]:
     for one in noted(training, OBSERVER):
-        changed = one.facts["by_hand"]
-        if changed is not None:
-            factor = changed["factor"]
-            how = "in more than their length" if factor is None else f"by the factor {factor:.6g}"
+        factor = (one.facts["by_hand"] or {}).get("factor")
+        if factor is not None:
             yield information(
                 "clipping",
-                f"between the last backward pass and the step the script itself changed gradients {how}, first at "
-                f"{one.name} on rank {one.rank}",
+                f"between the last backward pass and the step the script itself multiplied all gradients by "
+                f"{factor:.6g}, first at {one.name} on rank {one.rank}",
             )
             return

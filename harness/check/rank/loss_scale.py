@@ -59,8 +59,8 @@ class LossScale(WrappingObserver):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note which weights are finite, where gradients are not."""
-        if self._stepping is optimizer:
-            self._stepped = True
+        if self._stepping is not None:  # whichever it is, of wrappers and what is inside them
+            self._stepping, self._stepped = optimizer, True
         bad = _bad(optimizer)
         self._finite = [_is_finite(parameter) for parameter in parameters_of(optimizer)] if bad else []
 
