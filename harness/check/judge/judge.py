@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from harness.check.evidence import RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.clipping import judge_clipping
+from harness.check.judge.consequences import settle
 from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.learning_rate import judge_learning_rate
@@ -45,4 +46,4 @@ def judge(training: RecordedTraining) -> list[Finding]:
         except Exception as error:
             name = question.__name__.removeprefix("judge_").replace("_", "-")
             findings.append(Finding(name, Outcome.ERRORED, f"it could not be judged: {type(error).__name__}: {error}"))
-    return findings
+    return settle(findings)
