@@ -47,11 +47,11 @@ class LossScale(WrappingObserver):
         wrap_overrides(torch.amp.GradScaler, "scale", self._around_scale)
         wrap_overrides(torch.amp.GradScaler, "unscale_", self._around_unscale)
         wrap_overrides(torch.amp.GradScaler, "step", self._around_step)
+        wrap_overrides(torch.amp.GradScaler, "update", self._around_update)
 
     def backward_begins(self, number: int) -> None:
         """A pass whose loss is not scaled has the scale 1; a scaled loss says so when the pass reaches it."""
         self.scale = 1.0
-        self._unscaled.clear()
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return the scale of the pass."""
@@ -77,6 +77,7 @@ class LossScale(WrappingObserver):
             now = [_is_finite(parameter) for parameter in parameters]
             facts["broken"] = sum(old and not new for old, new in zip(self._finite, now, strict=False))
         self._finite = []
+        self._unscaled.discard(optimizer)
         return facts
 
     def pending_scale(self, optimizer: Optimizer) -> float:
@@ -107,6 +108,10 @@ class LossScale(WrappingObserver):
             with self.notes():
                 self._unscaled.add(_innermost(optimizer))
         return result
+
+    def _around_update(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._unscaled.clear()
+        return original(scaler, *args, **kwargs)
 
     def _around_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
