@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
+
 _DEPTH = [0]
 
 
@@ -19,5 +21,5 @@ def paused() -> Iterator[None]:
 
 
 def is_paused() -> bool:
-    """Return whether this runs inside of ``paused``."""
-    return _DEPTH[0] > 0
+    """Return whether this runs inside of ``paused``, or while a CUDA graph is captured: reading a number would break it."""
+    return _DEPTH[0] > 0 or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
