@@ -17,7 +17,6 @@ from torch.optim.optimizer import Optimizer
 from harness.check.evidence import Facts
 from harness.check.rank.loss_scale import LossScale
 from harness.check.rank.optimizer_replay import local
-from harness.check.rank.pause import is_paused
 from harness.check.rank.update_replay import parameters_of
 from harness.check.rank.wrapped import WrappingObserver, wrap
 
@@ -150,7 +149,7 @@ class Clipping(WrappingObserver):
 
     def _around(self, kind: str) -> Callable[..., Any]:
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not self.recording or self._depth or is_paused() or torch.compiler.is_compiling():
+            if not self.attends or self._depth or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             given = args[0] if args else kwargs.get("parameters")
             parameters = [given] if isinstance(given, Tensor) else list(given or ())
@@ -166,7 +165,7 @@ class Clipping(WrappingObserver):
 
     def _around_method(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a call of FullyShardedDataParallel.clip_grad_norm_(max_norm, norm_type)."""
-        if not self.recording or self._depth or is_paused():
+        if not self.attends or self._depth:
             return original(module, *args, **kwargs)
         bound: dict[str, Any] = {}
         with self.notes():

@@ -91,7 +91,7 @@ class LossScale(WrappingObserver):
 
     def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
-        if self.recording and scaler.is_enabled():
+        if self.attends and scaler.is_enabled():
             with self.notes():
                 factor = float(scaler.get_scale())
                 for one in (scaled,) if isinstance(scaled, Tensor) else tuple(scaled):
@@ -104,7 +104,7 @@ class LossScale(WrappingObserver):
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer) -> Any:
         result = original(scaler, optimizer)
-        if self.recording and scaler.is_enabled():
+        if self.attends and scaler.is_enabled():
             with self.notes():
                 self._unscaled.add(_innermost(optimizer))
         return result
@@ -116,7 +116,7 @@ class LossScale(WrappingObserver):
     def _around_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        if not (self.recording and scaler.is_enabled()) or self._stepping is not None:
+        if not (self.attends and scaler.is_enabled()) or self._stepping is not None:
             return original(scaler, optimizer, *args, **kwargs)
         inner = _innermost(optimizer)
         with self.notes():

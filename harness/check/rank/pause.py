@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -21,5 +22,6 @@ def paused() -> Iterator[None]:
 
 
 def is_paused() -> bool:
-    """Return whether this runs inside of ``paused``, or while a CUDA graph is captured: reading a number would break it."""
-    return _DEPTH[0] > 0 or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+    """Return whether this runs inside of ``paused``, or while a CUDA graph is captured, which reading breaks."""
+    cuda: Any = torch.cuda
+    return _DEPTH[0] > 0 or (cuda.is_initialized() and cuda.is_current_stream_capturing())

@@ -73,7 +73,7 @@ class PrecisionUsed(WrappingObserver):
         return {"flags": _flags(), "hooks": self._hooks, "error": self.error}
 
     def _around_enter(self, original: Callable[..., Any], context: Any) -> Any:
-        if self.recording and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.attends and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with self.notes():
                 dtype = _name(context.fast_dtype) if context._enabled else "off"
                 self._entered[f"{context.device} {dtype}"] += 1
