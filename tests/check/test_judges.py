@@ -50,6 +50,7 @@ def a_rank(
     *,
     local: Sequence[float] = (1.0, 2.0),
     received: Sequence[float] | None = None,
+    unclipped: Sequence[float] | None = None,
     process: Facts | None = None,
     step: Facts | None = None,
     accumulate: int = 1,
@@ -65,6 +66,7 @@ def a_rank(
             vector * accumulate if received is None else torch.tensor(received, dtype=torch.float64),
             tuple(made[start : start + accumulate]),
             facts=step or {},
+            unclipped=None if unclipped is None else torch.tensor(unclipped, dtype=torch.float64),
         )
         for number, start in enumerate(range(0, len(made), accumulate))
     ]
@@ -268,8 +270,7 @@ def test_gradients_divided_afterwards_are_right() -> None:
 
 def test_a_sum_that_is_clipped_is_accused_all_the_same() -> None:
     calls = [call(10, 1.0)] * 4
-    clipping = {"clipping": {"calls": [{"factor": 0.125}]}}
-    clipped = of_calls(calls, calls, received=(0.5, 1.0), step=clipping)
+    clipped = of_calls(calls, calls, received=(0.5, 1.0), unclipped=(4.0, 8.0))
     assert bad(judge_objective(clipped)) == ["not-divided-by-micro-batches"]
 
 
