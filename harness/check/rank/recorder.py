@@ -179,6 +179,8 @@ class TrainingRecorder:
             self._guarded(lambda: self._end_pass(one))
 
     def _end_pass(self, one: Pass) -> None:
+        if self._gradients.error is not None:
+            raise self._gradients.error
         for observer in self._observers:
             facts = observer.backward_ends(one.number)
             if facts is not None:
