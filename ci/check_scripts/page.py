@@ -53,13 +53,14 @@ class Checked:
             return False
         if self.recorded is None:
             return True
-        accused = self.verdict is not None and bool(self.verdict.bad)
-        return self.verdict is not None and accused == bool(self.script.wrong) and self.losses != "**DIFFER**"
+        if self.verdict is None or not self.verdict.findings:
+            return False
+        return bool(self.verdict.bad) == bool(self.script.wrong) and self.losses != "**DIFFER**"
 
     @property
     def verdict_text(self) -> str:
         """The verdict, and whether it is true."""
-        if self.verdict is None:
+        if self.verdict is None or not self.verdict.findings:
             return "**no verdict**"
         if not self.verdict.bad:
             return "right" if not self.script.wrong else "right, **not found**"
@@ -101,7 +102,7 @@ class Tried:
         """Whether the first finding names the mistake, or nothing is held against what is none."""
         if self.why_not:
             return True
-        if self.verdict is None:
+        if self.verdict is None or not self.verdict.findings:
             return False
         found = self.verdict.first_cause
         return found in self.mistake.causes if self.mistake.causes else found is None
