@@ -3,46 +3,49 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
+import shutil
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
 
-from harness.check.evidence import RecordedTraining
-from harness.check.judge.judge import judge
 from harness.check.options import RecordingOptions, write_options
-from harness.check.read import read_trainings
-from harness.core.errors import PlumblineError
-from harness.core.finding import Finding
+from harness.check.process_notes import PythonProcess, read_processes
+from harness.check.running import CommandEnd, CommandError, run_command
+
+if TYPE_CHECKING:
+    from harness.check.judging import CheckedTraining
 
 ENVIRONMENT = "PLUMBLINE_CHECK"
 """The variable that names the folder of a check; processes below the command inherit it."""
 
 START_FOLDER = Path(__file__).parent / "path"
 
-
-@dataclass(frozen=True)
-class CheckedTraining:
-    """One training of a command and what was found in it."""
-
-    training: RecordedTraining
-    findings: list[Finding]
+LEAST_ROOM = 16 * 2**20
+"""Bytes that the temporary folder must have left: with less, evidence may be missing."""
 
 
 @dataclass(frozen=True)
 class CheckedCommand:
-    """A command that ended with ``exit_code``, negative for a signal, and its trainings."""
+    """A command, how it ended, and what was recorded below it and found.
+
+    ``full_folder`` is the temporary folder if it had no room left when the command ended, None if it had.
+    ``judging_s`` is the time that judging took.
+    """
 
     command: tuple[str, ...]
-    exit_code: int
+    options: RecordingOptions
+    end: CommandEnd
+    processes: list[PythonProcess]
     trainings: list[CheckedTraining]
-    timed_out: bool = False
-
-
-class CommandError(PlumblineError):
-    """A command that cannot be started."""
+    judging_s: float
+    time_limit: float | None = None
+    full_folder: Path | None = None
 
 
 def check(command: Sequence[str], options: RecordingOptions, time_limit: float | None = None) -> CheckedCommand:
@@ -52,46 +55,41 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
     then is judged. Nothing is left in its folder.
 
     Raises:
-        CommandError: the command cannot be started.
+        CommandError: the command cannot be started, or there is no folder for evidence.
         TraceError: evidence cannot be read.
     """
-    with tempfile.TemporaryDirectory(prefix="plumbline-check-") as folder:
-        write_options(Path(folder), options)
-        exit_code, timed_out = _run(command, environment(folder), time_limit)
-        trainings = [CheckedTraining(one, judge(one)) for one in read_trainings(Path(folder))]
-    return CheckedCommand(tuple(command), exit_code, trainings, timed_out)
+    with _folder() as folder:
+        write_options(folder, options)
+        # Importing torch takes a second or more: the command runs meanwhile.
+        loading = Thread(target=import_module, args=("harness.check.judging",), daemon=True)
+        loading.start()
+        end = run_command(
+            command, environment(str(folder)), ENVIRONMENT, time_limit, leaves_nothing=options.stop or options.dry_run
+        )
+        full = folder.parent if shutil.disk_usage(folder).free < LEAST_ROOM else None
+        loading.join()
+        from harness.check.judging import judged_trainings
+
+        begun = time.monotonic()
+        trainings = judged_trainings(folder)
+        took = time.monotonic() - begun
+        return CheckedCommand(tuple(command), options, end, read_processes(folder), trainings, took, time_limit, full)
+
+
+@contextmanager
+def _folder() -> Iterator[Path]:
+    try:
+        made = tempfile.TemporaryDirectory(prefix="plumbline-check-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise CommandError(
+            f"evidence cannot be written to a temporary folder ({error.strerror or error}): name one that is writable "
+            "with the variable TMPDIR"
+        ) from error
+    with made as folder:
+        yield Path(folder)
 
 
 def environment(folder: str) -> dict[str, str]:
     """Return the environment in which every Python process records to ``folder``."""
     path = os.pathsep.join(filter(None, [str(START_FOLDER), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, ENVIRONMENT: folder, "PYTHONPATH": path}
-
-
-def _run(command: Sequence[str], variables: dict[str, str], time_limit: float | None) -> tuple[int, bool]:
-    try:
-        process = subprocess.Popen(command, env=variables, start_new_session=True)
-    except OSError as error:
-        raise CommandError(f"cannot start {command[0]}: {error.strerror}") from error
-    try:
-        return process.wait(time_limit), False
-    except subprocess.TimeoutExpired:
-        return _end(process), True
-    except KeyboardInterrupt:
-        _end(process)
-        raise
-
-
-def _end(process: subprocess.Popen[bytes]) -> int:
-    """End a command and what it started; return its exit code."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(10)
-            break
-        except subprocess.TimeoutExpired:
-            continue
-    return process.wait()

@@ -11,11 +11,15 @@ FILE = "options.json"
 
 @dataclass(frozen=True)
 class RecordingOptions:
-    """What to record: ``steps`` steps of each optimizer, ``after`` so many; ``stop``: then end the process."""
+    """What to record: ``steps`` steps of each optimizer, ``after`` so many; ``stop``: then end the process.
+
+    ``dry_run``: nothing is replayed; what recording would cost is measured instead.
+    """
 
     steps: int = 4
     after: int = 0
     stop: bool = False
+    dry_run: bool = False
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:

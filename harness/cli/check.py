@@ -3,34 +3,80 @@
 from __future__ import annotations
 
 import argparse
+import math
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
-from harness.check.command import check as run_check
-from harness.check.options import RecordingOptions
+from harness.core.errors import PlanError
+from harness.core.exit_codes import USAGE
 
 
 def add_to(commands: Any) -> None:
     """Declare the command's arguments."""
     command = commands.add_parser("check", description=check.__doc__, usage="plumbline check [options] -- COMMAND …")
-    command.add_argument("--steps", type=int, default=4, metavar="K", help="optimizer steps to record (default: 4)")
-    command.add_argument("--after", type=int, default=0, metavar="N", help="optimizer steps to skip first (default: 0)")
+    command.add_argument(
+        "--steps", type=_at_least(1), default=4, metavar="K", help="steps of each optimizer to record (default: 4)"
+    )
+    command.add_argument(
+        "--after", type=_at_least(0), default=0, metavar="N", help="steps of each optimizer before that (default: 0)"
+    )
     command.add_argument("--stop", action="store_true", help="end the script after the recorded steps (default: go on)")
-    command.add_argument("--time-limit", type=float, metavar="S", help="end the command after S seconds (default: no)")
-    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND …", help="what starts the training")
+    command.add_argument(
+        "--time-limit", type=_seconds, metavar="S", help="end the command after S seconds, and judge what it recorded"
+    )
+    command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
+    command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the training")
     command.set_defaults(do=check)
 
 
 def check(options: argparse.Namespace) -> int:
     """Run a training script as it is, record its first optimizer steps on every rank, and say whether they are right.
 
-    Exit code: 0 all is right, 1 the training is wrong, 2 nothing could be judged.
+    The script's output goes where it always goes; the verdict follows on standard error, so that standard output is
+    the script's alone.
+
+    Exit code: 0 all is right, 1 the training is wrong, 2 nothing could be judged or the script itself failed (its own
+    exit code is in the verdict), 4 the command line is invalid, 130 interrupted and nothing wrong until then.
     """
-    command = options.command[1:] if options.command[:1] == ["--"] else options.command
+    from harness.check.command_line import command_in
+    from harness.check.options import RecordingOptions
+    from harness.check.report.files import refuse_unwritable
+
+    try:
+        command = command_in(options.command)
+        refuse_unwritable(options.html, options.json)
+    except PlanError as error:
+        print(f"plumbline: {error}", file=sys.stderr)
+        return USAGE
+    from harness.check.command import check as run_check
+    from harness.check.report.files import write_files
+    from harness.check.report.terminal import verdict_screen
+    from harness.check.verdict import verdict_of
+
     checked = run_check(command, RecordingOptions(options.steps, options.after, options.stop), options.time_limit)
-    bad = False
-    for one in checked.trainings:
-        for finding in one.findings:
-            noise = "" if finding.error_x_noise is None else f" ({finding.error_x_noise:.3g} × noise)"
-            print(f"{finding.check}: {finding.outcome.value}: {finding.cause or ''} {finding.message}{noise}")
-            bad = bad or finding.outcome.is_bad
-    return 2 if not checked.trainings else int(bad)
+    verdict = verdict_of(checked)
+    is_terminal = sys.stderr.isatty()
+    width = min(shutil.get_terminal_size().columns, 100) if is_terminal else 80
+    print(f"\n{verdict_screen(checked, verdict, width=width, colour=is_terminal)}", file=sys.stderr, flush=True)
+    write_files(checked, verdict, html=options.html, json=options.json)
+    return verdict.exit_code
+
+
+def _at_least(least: int) -> Any:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value} is too small: take at least {least}")
+        return value
+
+    return number
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time limit: take a number of seconds above 0")
+    return value

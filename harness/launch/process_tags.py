@@ -1,4 +1,4 @@
-"""Ends the processes that a killed fork server left behind: an environment variable that they inherited marks them."""
+"""Ends processes that lost whoever should end them: an environment variable that they inherited marks them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ TAG = "PLUMBLINE_POOL"
 """The variable. A process started in a pool has the pool's own value, unless it cleared its environment."""
 
 
-def end_tagged(value: str) -> None:
+def end_tagged(value: str, variable: str = TAG) -> None:
     """End every process of this user that carries the tag. They can be found on Linux only."""
-    tag = f"{TAG}={value}".encode()
+    tag = f"{variable}={value}".encode()
     end_each(lambda: _tagged(tag))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 
 from harness.check.options import read_options
 from harness.check.rank.clipping import Clipping
@@ -16,15 +17,24 @@ from harness.check.rank.recorder import TrainingRecorder
 from harness.check.rank.update_replay import UpdateReplay
 
 
-def activate(folder: str) -> None:
+def activate(folder: str, note: Callable[..., None]) -> None:
     """Record the optimizer steps of this process, as the options in ``folder`` say, and write them there.
+
+    ``note`` adds facts to the notes about this process.
 
     Raises:
         OSError, ValueError: the folder has no options.
     """
     recorder = make_recorder(folder)
     recorder.install()
-    atexit.register(recorder.finish)
+    pid = os.getpid()
+
+    def end() -> None:
+        if os.getpid() == pid:
+            recorder.finish()
+            note(**recorder.progress)
+
+    atexit.register(end)
     # A forked process is another one: it takes steps of its own, or none.
     os.register_at_fork(after_in_child=recorder.forget)
 

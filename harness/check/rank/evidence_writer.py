@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from contextlib import suppress
 from dataclasses import asdict
 
 import torch
@@ -47,6 +49,7 @@ class EvidenceWriter:
             "passes": [_pass(f"pass {place}", one, tensors) for place, one in enumerate(step.passes)],
             "other_passes": [_pass(f"other {place}", one, tensors) for place, one in enumerate(step.other_passes)],
             "skipped": step.skipped,
+            "norm": step.norm,
             "facts": step.facts,
         }
         write_file(os.path.join(self._own(rank), f"step-{self._steps:05d}{SUFFIX}"), values, tensors)
@@ -61,9 +64,20 @@ class EvidenceWriter:
         values = {"facts": facts, "error": error, "torch": torch.__version__}
         write_file(os.path.join(self._own(rank), f"end{SUFFIX}"), values, {})
 
+    def wait_for_ends(self, ranks: int, seconds: float) -> None:
+        """Wait until so many ranks have written their end, at most so many seconds."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._ends() < ranks:
+            time.sleep(0.02)
+
+    def _ends(self) -> int:
+        own = [one.path for one in os.scandir(self._folder) if one.name.startswith("rank-")]
+        return sum(os.path.exists(os.path.join(path, f"end{SUFFIX}")) for path in own)
+
     def _own(self, rank: int) -> str:
         folder = os.path.join(self._folder, f"rank-{rank}-{os.getpid()}")
-        os.makedirs(folder, exist_ok=True)
+        with suppress(FileExistsError):  # but where the check has ended and removed its folder, nothing is made again
+            os.mkdir(folder)
         return folder
 
 

@@ -64,6 +64,11 @@ class LocalGradients:
 
         autograd.backward, autograd.grad = followed_backward, followed_grad
 
+    @property
+    def count(self) -> int:
+        """The number of backward passes so far."""
+        return self._count
+
     def follow(self, leaves: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Hook into leaves that are not followed yet and require a gradient.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch._compile
 import torch.distributed
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -32,6 +35,9 @@ from harness.check.rank.tracked_calls import TrackedCalls
 from harness.check.rank.unwrapping import unwrapped
 
 T = TypeVar("T")
+
+END_TIMEOUT_S = 60.0
+"""How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
 
 
 class TrainingRecorder:
@@ -67,6 +73,7 @@ class TrainingRecorder:
         self._recording = False
         self._finished = False
         self._error = ""
+        self._began = 0.0
         self._pending: RecordedStep | None = None
         self._handles: list[Any] = []
         self._pid = os.getpid()
@@ -75,9 +82,11 @@ class TrainingRecorder:
     def install(self) -> None:
         """Follow every optimizer that the script makes."""
         self._gradients.install()
+        disable: Any = torch._compile._disable_dynamo
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            # Where a script compiles its step, the hooks stay outside of the graph.
+            register_optimizer_step_pre_hook(disable(lambda *args: self._before_step(*args))),
+            register_optimizer_step_post_hook(disable(lambda *args: self._after_step(*args))),
         ]
         optimizer_class: Any = Optimizer
         add = optimizer_class.add_param_group
@@ -96,8 +105,18 @@ class TrainingRecorder:
         self._stop()
         self._finished = True
 
+    @property
+    def progress(self) -> dict[str, object]:
+        """What came of recording, for a process that leaves no steps: counts, and the recorder's own error."""
+        return {
+            "optimizers": len(self._optimizers),
+            "passes": self._gradients.count,
+            "steps": sum(number + 1 for number in self._steps.values()),
+            "error": self._error,
+        }
+
     def finish(self) -> None:
-        """Write what concerns the whole process, at its end."""
+        """Write what concerns the whole process: after its last recorded step, so that it stays if the process dies."""
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
@@ -118,6 +137,7 @@ class TrainingRecorder:
     def _start(self) -> None:
         if not self._recording and not self._finished:
             self._recording = True
+            self._began = time.monotonic()
             self._calls.start()
             for observer in self._observers:
                 observer.start()
@@ -201,7 +221,8 @@ class TrainingRecorder:
             return
         self._nested -= 1
         if self._nested == 0:
-            self._guarded(lambda: self._complete(optimizer, skipped=False))
+            skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
+            self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
     def _on_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Take down gradients before they are clipped."""
@@ -228,12 +249,13 @@ class TrainingRecorder:
         self._world = _world()
         parameters = list(_parameters(optimizer))
         names = self._names.of(optimizer, parameters)
-        own, others = self._windows.take(self._optimizers.index(optimizer))
+        running = self._gradients.current
+        own, others = self._windows.take(self._optimizers.index(optimizer), running)
         unclipped, self._unclipped = self._unclipped, {}
         with torch.no_grad(), paused():
-            gradients = [_received(optimizer, parameter) for parameter in parameters]
-            received = torch.cat(gradients)
-            self._replay([*own, *others])
+            gradients, norms = zip(*(_received(optimizer, parameter) for parameter in parameters), strict=True)
+            if running is None:
+                self._replay([*own, *others])
             for observer in self._observers:
                 observer.before_step(optimizer)
         self._pending = RecordedStep(
@@ -243,9 +265,11 @@ class TrainingRecorder:
                 Parameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
                 for name, parameter in zip(names, parameters, strict=True)
             ),
-            received,
+            torch.cat(gradients),
             tuple(_vector(one, parameters) for one in own),
             tuple(_vector(one, parameters) for one in others),
+            facts={"gradient_hooks": sum(map(_has_own_hooks, parameters))},
+            norm=math.hypot(*norms),
             unclipped=_unclipped(unclipped, parameters, gradients),
         )
 
@@ -277,12 +301,13 @@ class TrainingRecorder:
             for one in self._optimizers
             if id(one) in self._steps
         ):
-            self._stop()
+            self.finish()
             if self._options.stop:
                 self._end_process()
 
     def _end_process(self) -> None:
-        self.finish()
+        """End the process with all others of its group: those that are behind may still need it."""
+        self._writer.wait_for_ends(self._world[1], END_TIMEOUT_S + 2 * (time.monotonic() - self._began))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -315,12 +340,19 @@ def _kept(gradient: Tensor) -> Tensor:
     return segment(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-def _received(optimizer: Optimizer, parameter: Tensor) -> Tensor:
-    """Return the segment of the gradient with which an optimizer steps, NaN where there is none."""
+def _received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
+    """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none."""
     if parameter.grad is None:
-        return torch.full((length(parameter),), torch.nan, dtype=torch.float64)
-    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
-    return _kept(parameter.grad) if scale is None else _kept(parameter.grad) / float(scale)
+        return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
+    scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
+    gradient = whole(parameter.grad)
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
+
+
+def _has_own_hooks(parameter: Tensor) -> bool:
+    """Return whether the script has hooks on the parameter that may change its gradient; one of them is ours."""
+    return len(parameter._backward_hooks or ()) > 1 or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _unclipped(before: dict[int, Tensor], parameters: Sequence[Tensor], received: Sequence[Tensor]) -> Tensor | None:

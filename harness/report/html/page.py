@@ -8,7 +8,7 @@ from functools import cache
 from itertools import groupby
 from typing import Any, Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 
 from harness.report.formats import ReportFormat
 from harness.report.html.charts import (
@@ -19,6 +19,7 @@ from harness.report.html.charts import (
     distribution_chart,
     memory_chart,
 )
+from harness.report.html.environment import page_environment
 from harness.report.tables import failures as finding_texts
 from harness.report.tables import run_summary
 from harness.report.tables.cells import cell_table
@@ -27,7 +28,7 @@ from harness.report.tables.failures import failures, known_failures, nothing_wen
 from harness.report.tables.grid import GridCell, grids
 from harness.report.tables.measured import Measured, has_several_subjects, measured_cells
 from harness.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side
-from harness.report.text import between, compact, counted, digits, in_words, names_itself, printable_lines, shortened
+from harness.report.text import between, names_itself
 from harness.results.logs import log_tails
 from harness.results.run import Run
 
@@ -185,36 +186,19 @@ def _is_link(text: str) -> bool:
     return text.startswith(("https://", "http://"))
 
 
-def _shown(value: object) -> object:
-    """Remove control characters from a text before it is escaped."""
-    return printable_lines(value) if type(value) is str else value
-
-
 @cache
 def _environment() -> Environment:
-    environment = Environment(
-        loader=PackageLoader("harness.report.html"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=_shown,
-    )
+    environment = page_environment()
     environment.filters |= {
         "as_consequence": finding_texts.as_consequence,
         "between": between,
-        "compact": compact,
-        "counted": counted,
-        "digits": digits,
         "expectation_details": finding_texts.expectation_details,
-        "in_words": in_words,
         "is_link": _is_link,
         "location": finding_texts.location,
         "message_of": finding_texts.message_of,
         "names_itself": names_itself,
         "outcome_in_words": finding_texts.outcome_in_words,
         "parameter_rows": lambda finding: parameter_rows(list(finding.parameters.items()), finding.limit_x_noise),
-        "shortened": shortened,
     }
     environment.globals["backend_in_words"] = run_summary.backend_in_words
     environment.globals["row_columns"] = len(ROW_COLUMNS)

@@ -1,0 +1,91 @@
+"""Which share of a training's trainable parameters was judged, and why the rest was not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from harness.check.evidence import RecordedStep, RecordedTraining, segments
+
+NO_REPLAY = "its backward passes were not computed again in float64"
+NO_GRADIENT = "no gradient arrived at it in the recorded steps"
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """Parameters that were not computed again in float64, for one reason; ``entries`` counts their elements."""
+
+    why: str
+    names: tuple[str, ...]
+    entries: int
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Elements of the trainable parameters, of one rank's where all ranks hold the same.
+
+    Of ``entries``, a gradient arrived at ``compared``; those of ``replayed`` were also computed again in float64.
+    """
+
+    entries: int
+    compared: int
+    replayed: int
+    uncovered: tuple[Uncovered, ...]
+
+    @property
+    def share(self) -> float:
+        """The share that was replayed, from 0 to 1."""
+        return self.replayed / self.entries if self.entries else 0.0
+
+    @property
+    def compared_share(self) -> float:
+        """The share at which gradients arrived, from 0 to 1."""
+        return self.compared / self.entries if self.entries else 0.0
+
+
+def coverage_of(training: RecordedTraining) -> Coverage:
+    """Return what was judged of a training: a parameter counts where it was on every rank, in every step."""
+    why: dict[tuple[int, str], str] = {}
+    entries: dict[tuple[int, str], int] = {}
+    arrived: set[tuple[int, str]] = set()
+    for rank in training.ranks:
+        for step in rank.steps:
+            for name, size, reason, reached in _parameters(step, rank.facts.get("uncovered") or {}):
+                key = (step.optimizer, name)
+                entries[key] = max(size, entries.get(key, 0))
+                if reached:
+                    arrived.add(key)
+                if reason:
+                    why.setdefault(key, reason)
+    for key in entries:
+        if key not in arrived:
+            why[key] = NO_GRADIENT
+    return Coverage(
+        sum(entries.values()),
+        sum(entries[key] for key in arrived),
+        sum(size for key, size in entries.items() if key not in why),
+        tuple(sorted(_by_reason(why, entries), key=lambda one: -one.entries)),
+    )
+
+
+def _by_reason(why: Mapping[tuple[int, str], str], entries: Mapping[tuple[int, str], int]) -> Iterator[Uncovered]:
+    for reason in dict.fromkeys(why.values()):
+        keys = [key for key, value in why.items() if value == reason]
+        yield Uncovered(reason, tuple(name for _, name in keys), sum(entries[key] for key in keys))
+
+
+def _parameters(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[str, int, str, bool]]:
+    """Yield each parameter's name and size, why it was not replayed ("" if it was), and whether a gradient arrived."""
+    local = [segments(one.local, step.parameters) for one in step.passes]
+    exact = [None if one.exact is None else segments(one.exact, step.parameters) for one in step.passes]
+    for parameter in step.parameters:
+        name = parameter.name
+        reached = [place for place, one in enumerate(local) if bool((one[name] != 0).any())]
+        replayed = all(_is_known(exact[place], name) for place in reached)
+        yield name, parameter.entries, "" if replayed else reasons.get(name, NO_REPLAY), bool(reached)
+
+
+def _is_known(exact: Mapping[str, Tensor] | None, name: str) -> bool:
+    return exact is not None and not bool(exact[name].isnan().any())

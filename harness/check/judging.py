@@ -1,0 +1,30 @@
+"""Judges what the processes of a command recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.check.coverage import Coverage, coverage_of
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.judge import judge
+from harness.check.read import read_trainings
+from harness.core.finding import Finding, in_reading_order
+
+
+@dataclass(frozen=True)
+class CheckedTraining:
+    """One training of a command and what was found in it, in reading order."""
+
+    training: RecordedTraining
+    findings: list[Finding]
+    coverage: Coverage
+
+
+def judged_trainings(folder: Path) -> list[CheckedTraining]:
+    """Return the trainings that were recorded below a folder, each with its findings.
+
+    Raises:
+        TraceError: evidence cannot be read.
+    """
+    return [CheckedTraining(one, in_reading_order(judge(one)), coverage_of(one)) for one in read_trainings(folder)]

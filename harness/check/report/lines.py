@@ -1,0 +1,126 @@
+"""What every form of the verdict says: a line a question, the training in words, what was not covered and why."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.check.command import CheckedCommand
+from harness.check.coverage import NO_REPLAY, Coverage
+from harness.check.description import describe
+from harness.check.judging import CheckedTraining
+from harness.check.running import EndedBy
+from harness.check.verdict import accusations, is_accusation
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.report.text import counted, digits, in_words, shortened
+
+MOST_NAMES = 3
+
+INFORMATIVE = ("objective", "precision")
+"""Questions whose answer, where nothing is wrong, says what the script does, not that it is right."""
+
+
+class Sign(str, Enum):
+    """What became of a question; the value is shown."""
+
+    WRONG = "wrong"
+    RIGHT = "ok"
+    INFORMATION = "note"
+    NOT_JUDGED = "not judged"
+
+
+@dataclass(frozen=True)
+class Line:
+    """The answer to a question, with its reason."""
+
+    sign: Sign
+    check: str
+    text: str
+    finding: Finding
+
+
+def lines_of(one: CheckedTraining) -> list[Line]:
+    """Return a line for each finding but the first accusation, which stands above them."""
+    first = next(accusations(one), None)
+    return [_line(finding) for finding in one.findings if finding is not first]
+
+
+def _line(finding: Finding) -> Line:
+    text = finding.message.removeprefix("not judged: ")
+    if finding.error_x_noise is not None and "× noise" not in text:
+        text += f" ({digits(finding.error_x_noise)} × noise)"
+    if is_accusation(finding) and finding.consequence_of is not None:
+        text = f"follows from {finding.consequence_of}: {text}"
+    return Line(_sign(finding), finding.check, text, finding)
+
+
+def _sign(finding: Finding) -> Sign:
+    if is_accusation(finding):
+        return Sign.WRONG
+    if finding.outcome is Outcome.PASSED:
+        return Sign.INFORMATION if finding.check in INFORMATIVE else Sign.RIGHT
+    return Sign.NOT_JUDGED
+
+
+def training_line(one: CheckedTraining) -> str:
+    """Return what kind of training it is, in a line."""
+    what = describe(one.training)
+    low, high = what.passes
+    optimizers = [
+        name if what.optimizers.count(name) == 1 else f"{what.optimizers.count(name)} × {name}"
+        for name in dict.fromkeys(what.optimizers)
+    ]
+    parts = [
+        counted(what.ranks, "rank"),
+        counted(what.steps, "step"),
+        (f"{low}" if low == high else f"{low} to {high}") + f" backward pass{'es' if high != 1 else ''} a step",
+        ", ".join(optimizers),
+        ", ".join(what.precision),
+        ", ".join(what.wrappers),
+    ]
+    return " · ".join(filter(None, parts))
+
+
+def coverage_lines(coverage: Coverage) -> Iterator[str]:
+    """Yield what share of the trainable parameters was judged, and for each reason what was not."""
+    share, compared = percent(coverage.share), percent(coverage.compared_share)
+    of = f"of {coverage.entries:,} trainable parameters"
+    if coverage.replayed:
+        yield f"{share} {of} were computed again in float64"
+    else:
+        yield f"{compared} {of} were compared with what the script's own backward passes computed"
+    for one in coverage.uncovered:
+        if one.why != NO_REPLAY or coverage.replayed:
+            yield f"not covered: {percent(one.entries / coverage.entries)}, {_named(one.names)}: {one.why}"
+
+
+def percent(share: float) -> str:
+    """Return a share in percent; only what is everything or nothing is rounded to that."""
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    return f"{min(max(100 * share, 0.1), 99.9):.1f} %".replace(".0 %", " %")
+
+
+def ran(checked: CheckedCommand) -> str:
+    """Return the command, how it ended, and how long that and judging took."""
+    return f"{shortened(shlex.join(checked.command), 300)}: {script_end(checked)}, {durations(checked)}"
+
+
+def script_end(checked: CheckedCommand) -> str:
+    """Return how the script ended, for example ``exit code 0``."""
+    end = checked.end
+    stopped = end.by is EndedBy.ITSELF and checked.options.stop and checked.trainings
+    return end.in_words + (" (ended by --stop)" if stopped else "")
+
+
+def durations(checked: CheckedCommand) -> str:
+    """Return how long the command ran, and how long judging took."""
+    return f"{in_words(checked.end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"
+
+
+def _named(names: tuple[str, ...]) -> str:
+    shown = ", ".join(names[:MOST_NAMES])
+    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

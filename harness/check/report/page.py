@@ -1,0 +1,77 @@
+"""The verdict as a page: one file that works offline and without scripts, in the form of a run's page."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import Final
+
+from jinja2 import Environment
+
+from harness.check.command import CheckedCommand
+from harness.check.judging import CheckedTraining
+from harness.check.report.lines import Line, coverage_lines, durations, lines_of, script_end, training_line
+from harness.check.verdict import Answer, Verdict, accusations, answer_of, sentence_on
+from harness.core.finding import Finding
+from harness.report.html.environment import page_environment
+
+_KIND: Final = {"right": "good", "wrong": "bad", "not judged": "unclear"}
+_SIGN: Final = {"ok": "good", "right": "good", "wrong": "bad", "not judged": "open", "note": "none"}
+_MARK: Final = {"ok": "✓", "right": "✓", "wrong": "✗", "not judged": "?", "note": "i"}
+
+
+@dataclass(frozen=True)
+class TrainingSection:
+    """What the page says of one training."""
+
+    answer: Answer
+    sentence: str
+    line: str
+    wrong: Finding | None
+    lines: list[Line]
+    coverage: list[str]
+    uncovered: list[tuple[str, tuple[str, ...]]]
+
+
+def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
+    """Return the whole page."""
+    return (
+        _environment()
+        .get_template("check.html.jinja")
+        .render(
+            verdict=verdict,
+            command=shlex.join(checked.command),
+            script=script_end(checked),
+            seconds=durations(checked),
+            plumbline=version("plumbline"),
+            trainings=list(_sections(checked)),
+            kind=_KIND,
+            sign=_SIGN,
+            mark=_MARK,
+        )
+    )
+
+
+def _sections(checked: CheckedCommand) -> Iterator[TrainingSection]:
+    for one in checked.trainings:
+        yield _section(one)
+
+
+def _section(one: CheckedTraining) -> TrainingSection:
+    return TrainingSection(
+        answer_of(one),
+        sentence_on(one),
+        training_line(one),
+        next(accusations(one), None),
+        lines_of(one),
+        list(coverage_lines(one.coverage)),
+        [(group.why, group.names) for group in one.coverage.uncovered],
+    )
+
+
+@cache
+def _environment() -> Environment:
+    return page_environment("harness.check.report")

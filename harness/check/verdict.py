@@ -1,0 +1,113 @@
+"""What a checked command comes to: right, wrong or not judged, in one sentence, and the exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.check.command import CheckedCommand
+from harness.check.description import describe
+from harness.check.judge.gradients import CHECK as GRADIENTS
+from harness.check.judging import CheckedTraining
+from harness.check.obstacles import incidents, why_nothing_was_recorded
+from harness.check.running import EndedBy
+from harness.core.exit_codes import TROUBLE
+from harness.core.finding import Finding, is_unexplained
+from harness.core.outcome import Outcome
+from harness.report.text import counted, digits
+
+RIGHT, WRONG = 0, 1
+INTERRUPTED = 130  # 128 + SIGINT, as a shell does
+
+
+class Answer(str, Enum):
+    """Whether a training is right, worst last."""
+
+    RIGHT = "right"
+    NOT_JUDGED = "not judged"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, a sentence that gives its reason, what went wrong beside it, and the exit code."""
+
+    answer: Answer
+    sentence: str
+    incidents: tuple[str, ...]
+    exit_code: int
+
+
+def verdict_of(checked: CheckedCommand) -> Verdict:
+    """Return the verdict on a command: that of its worst training."""
+    answers = [answer_of(one) for one in checked.trainings]
+    answer = max(answers, key=list(Answer).index, default=Answer.NOT_JUDGED)
+    if not answers:
+        sentence = why_nothing_was_recorded(checked)
+    else:
+        sentence = sentence_on(checked.trainings[answers.index(answer)])
+        if len(answers) > 1:
+            sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
+    also = list(incidents(checked))
+    if answer is Answer.RIGHT and checked.end.has_failed:
+        sentence = f"{also.pop(0)}; until then {sentence}"
+    return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked))
+
+
+def answer_of(one: CheckedTraining) -> Answer:
+    """Return whether a training is right: what its optimizers received must have been judged for that."""
+    if any(is_accusation(finding) for finding in one.findings):
+        return Answer.WRONG
+    judged = any(finding.check == GRADIENTS and finding.outcome is Outcome.PASSED for finding in one.findings)
+    return Answer.RIGHT if judged else Answer.NOT_JUDGED
+
+
+def is_accusation(finding: Finding) -> bool:
+    """Return whether a finding says that the training is wrong; a question without an answer does not."""
+    return finding.outcome.is_bad and finding.outcome is not Outcome.ERRORED
+
+
+def accusations(one: CheckedTraining) -> Iterator[Finding]:
+    """Yield what is wrong, the finding that explains the others first."""
+    return (finding for finding in one.findings if is_accusation(finding))
+
+
+def sentence_on(one: CheckedTraining) -> str:
+    """Return the reason for a training's answer, without the answer itself."""
+    wrong = next(accusations(one), None)
+    if wrong is not None:
+        return f"{_cause(wrong)}{_noise(wrong)}"
+    gradients = next((finding for finding in one.findings if finding.check == GRADIENTS), None)
+    if gradients is None:
+        return "no gradient was judged"
+    if gradients.outcome is not Outcome.PASSED:
+        return gradients.message
+    return f"{extent(one)}, every gradient and update that was judged is right{_noise(gradients)}"
+
+
+def extent(one: CheckedTraining) -> str:
+    """Return how much of a training was recorded, for example ``4 steps on 2 ranks``."""
+    what = describe(one.training)
+    return counted(what.steps, "step") + (f" on {what.ranks} ranks" if what.ranks > 1 else "")
+
+
+def _cause(wrong: Finding) -> str:
+    if is_unexplained(wrong):
+        return f"{wrong.check}: no known mistake explains the difference"
+    return f"{wrong.check}: {str(wrong.cause).replace('-', ' ')}"
+
+
+def _noise(finding: Finding) -> str:
+    return "" if finding.error_x_noise is None else f" ({digits(finding.error_x_noise)} × rounding noise)"
+
+
+def _exit_code(answer: Answer, checked: CheckedCommand) -> int:
+    """Return the code: a mistake counts more than how the command ended, and that more than its being right."""
+    if answer is Answer.WRONG:
+        return WRONG
+    if checked.end.by is EndedBy.USER:
+        return INTERRUPTED
+    if answer is Answer.NOT_JUDGED or checked.end.has_failed:
+        return TROUBLE
+    return RIGHT
