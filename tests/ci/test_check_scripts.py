@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -28,22 +29,16 @@ def runner():
 
 
 @pytest.fixture
-def checked(runner):
-    """Return a function that makes what became of one right script under check."""
-    page, running, verdict = (sys.modules[name] for name in ("page", "running", "verdict"))
+def result():
+    """Return a function that makes what became of a script."""
 
-    def made(losses=("1.0",), findings=(), code=0, coverage=1.0):
-        plain = running.Ran(0, 2.0, {"0": ("1.0",)}, "")
-        again = plain if losses != ("1.0",) else None
-        recorded = running.Ran(code, 3.0, {"0": tuple(losses)}, "")
-        found = verdict.Verdict(tuple(findings), coverage)
-        return page.Checked(runner.SCRIPTS["plain-loop"], plain, again, recorded, found)
+    def made(answer="right", check=None, cause=None, noise=1.25, losses="the same", mistake=""):
+        module = sys.modules["result"]
+        bad = (f"{check}: {cause}",) if check else ()
+        verdict = sys.modules["verdict"].Verdict(answer, "", check, cause, noise, bad, 0.5)
+        return module.Result("plain-loop", mistake, 2.0, 3.0, losses, verdict)
 
     return made
-
-
-def finding(outcome, cause=None, noise=None):
-    return {"check": "gradients", "outcome": outcome, "cause": cause, "error_x_noise": noise}
 
 
 def test_every_script_of_our_own_is_in_the_table_once(runner):
@@ -90,28 +85,57 @@ def test_twelve_mistakes_are_put_into_three_scripts(runner):
     assert sum(len(one.changes) >= 3 for one in runner.MISTAKES) >= 12
 
 
-def test_a_right_script_that_is_accused_is_not_as_it_should_be(checked):
-    assert checked(findings=[finding("passed", noise=1.1)]).is_as_it_should_be
-    accused = checked(findings=[finding("failed", "not-synchronised", 4e6)], code=1)
-    assert not accused.is_as_it_should_be
-    assert "not-synchronised **(not proven)**" in accused.verdict_text
+def test_a_right_script_that_is_accused_is_not_as_it_should_be(runner, result):
+    script = runner.SCRIPTS["plain-loop"]
+    assert runner.is_right(result(), script, None)
+    assert not runner.is_right(result("wrong", "gradients", "not-synchronised", 4e6), script, None)
+    assert not runner.is_right(result("not judged"), script, None)
 
 
-def test_losses_that_a_check_changes_are_not_as_they_should_be(checked):
-    changed = checked(losses=("1.0000001",), findings=[finding("passed")])
-    assert changed.losses == "**DIFFER**"
-    assert not changed.is_as_it_should_be
+def test_losses_that_a_check_changes_are_not_as_they_should_be(runner, result):
+    ran = sys.modules["running"].Ran
+    plain, other = ran(0, 1.0, {"0": ("1.0",)}, ""), ran(0, 1.0, {"0": ("1.0000001",)}, "")
+    assert runner.losses_of(plain, plain, None) == "the same"
+    assert runner.losses_of(plain, other, other) == "differ without it too"
+    changed = runner.losses_of(plain, other, plain)
+    assert not runner.is_right(result(losses=changed), runner.SCRIPTS["plain-loop"], None)
 
 
-def test_a_check_without_a_finding_is_no_verdict(checked):
-    assert not checked(findings=[]).is_as_it_should_be
+def test_a_mistake_is_found_only_under_its_name(runner, result):
+    mistake = next(one for one in runner.MISTAKES if one.causes == ("summed-over-ranks",))
+    script = runner.SCRIPTS["ddp"]
+    assert runner.is_right(result("wrong", "gradients", "summed-over-ranks"), script, mistake)
+    assert not runner.is_right(result("wrong", "gradients", "averaged-twice"), script, mistake)
+    assert not runner.is_right(result("right"), script, mistake)
 
 
-def test_the_page_counts_and_names(runner, checked):
-    page = sys.modules["page"]
-    one = checked(findings=[finding("passed", noise=1.25)], coverage=0.5)
-    text = page.page([one, page.Checked(one.script, why_not="needs a cluster")], [])
+def test_results_are_read_as_they_were_written(runner, result, tmp_path):
+    one, two = result(), result("wrong", "gradients", "zero", mistake="zeroed")
+    for each in (one, two):
+        runner.write(tmp_path / "kept", each)
+    assert runner.read(tmp_path / "kept") == {"plain-loop": one, "zeroed in plain-loop": two}
+    assert runner.read(tmp_path / "none") == {}
+
+
+def test_the_verdict_is_read_from_what_check_writes(runner, tmp_path):
+    file = tmp_path / "verdict.json"
+    right = {"check": "gradients", "outcome": "passed", "cause": None, "error_x_noise": 0.5}
+    wrong = {"check": "update", "outcome": "failed", "cause": None, "error_x_noise": 9e6}
+    trainings = [
+        {"verdict": "right", "findings": [right], "coverage": {"replayed": 1.0}},
+        {"verdict": "wrong", "findings": [right, wrong], "coverage": {"replayed": 0.25}},
+    ]
+    file.write_text(json.dumps({"verdict": "wrong", "sentence": "why", "trainings": trainings}))
+    read = sys.modules["verdict"].read_verdict(file)
+    assert (read.answer, read.check, read.cause, read.noise) == ("wrong", "update", "unexplained", 9e6)
+    assert read.coverage == 0.25
+
+
+def test_the_page_counts_and_names(runner, result):
+    script = runner.SCRIPTS["plain-loop"]
+    left = sys.modules["result"].Result("srun-ddp", why_not="needs a cluster")
+    text = runner.page([(script, result()), (runner.SCRIPTS["srun-ddp"], left)], [])
     assert "1 scripts, 0 of them published" in text
     assert "| plain-loop | rewritten | 1 |" in text
-    assert "| right | 1.25 | 50.0 % | the same | 1.5 |" in text
-    assert "- plain-loop: needs a cluster" in text
+    assert "| right | 1.25 | 50.0 % | the same | 1.5 | yes |" in text
+    assert "- srun-ddp: needs a cluster" in text
