@@ -31,7 +31,7 @@ class Options:
         import torch
 
         self._given = given
-        self.settings = Settings(given["time_limit"], given["oversubscribe"], given["sketch_above"])
+        self.settings = Settings(given["time_limit"], given["oversubscribe"], given["store_above"])
         self.launches: int = given["launches"]
         self.keep_traces: bool = given["keep_traces"]
         self.show_unsupported: bool = given["show_unsupported"]
@@ -73,7 +73,7 @@ class Options:
     def recorded(self) -> dict[str, Any]:
         """The options that decide what is examined and how, for the run's header."""
         names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
-        return {name: self._given[name] for name in (*names, "oversubscribe", "sketch_above", "launches")}
+        return {name: self._given[name] for name in (*names, "oversubscribe", "store_above", "launches")}
 
     def expectations(self, suite: Path) -> Path:
         """Return the folder of expectation files; by default it lies beside the folder of the file ``suite``.

@@ -77,7 +77,7 @@ class Reproduction:
     def _further(self, *, measured: bool) -> Sequence[str]:
         """Return the options that change what the cell does, or how it is judged."""
         usual = {"accelerator": "auto", "launcher": "local", "time_limit": Settings().time_limit}
-        usual["sketch_above"] = Settings().sketch_above
+        usual["store_above"] = Settings().store_above
         always = ("seed", "rendezvous", "node_command", "expectations")
         names = [*always, *(name for name, value in usual.items() if self._given[name] != value)]
         if self._matrix.accelerator == "cuda":

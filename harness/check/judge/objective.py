@@ -117,17 +117,14 @@ def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
 
 
 def _factor(steps: Sequence[RecordedStep]) -> float:
-    """Return by what the mean over ranks of the local gradients was multiplied, apart from clipping by norm."""
-    if any(one.local.shape != steps[0].received.shape for step in steps for one in step.passes):
+    """Return by what the mean over ranks of the local gradients was multiplied, before it was clipped."""
+    first = steps[0]
+    if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
         return math.nan  # shards of unequal sizes
-    local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(steps[0].received))
-    mean, received = local / len(steps), steps[0].received.nan_to_num()
+    local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
+    mean, received = local / len(steps), (first.received if first.unclipped is None else first.unclipped).nan_to_num()
     square = float(mean @ mean)
-    calls = steps[0].facts.get("clipping", {}).get("calls", ())
-    if any(call.get("kept") for call in calls):
-        return math.nan  # only some of the passes were clipped
-    clipping = math.prod(call["factor"] for call in calls)
-    return float(received @ mean) / square / clipping if square and clipping else math.nan
+    return float(received @ mean) / square if square else math.nan
 
 
 def _tokens(ranks: Sequence[RecordedRank]) -> str:
