@@ -402,3 +402,14 @@ def test_what_a_communication_hook_does_to_gradients_is_not_judged(hooks: list[s
     (finding,) = judge_gradients(RecordedTraining(ranks))
     assert finding.outcome is outcome
     assert all(hook in finding.message for hook in hooks)
+
+
+@pytest.mark.parametrize(("reduced", "outcome"), [("", Outcome.FAILED), ("bfloat16", Outcome.PASSED)])
+def test_gradients_may_round_as_the_format_does_in_which_they_are_reduced(reduced: str, outcome: Outcome) -> None:
+    ranks = []
+    for rank in range(2):
+        made = a_rank(rank, [{}], received=(1.004, 2.0))
+        parameters = tuple(replace(one, reduced=reduced) for one in made.steps[0].parameters)
+        ranks.append(replace(made, steps=(replace(made.steps[0], parameters=parameters),)))
+    (finding,) = judge_gradients(RecordedTraining(tuple(ranks)))
+    assert finding.outcome is outcome
