@@ -109,9 +109,9 @@ def _by(checked: CheckedCommand) -> str:
 
 
 def _reason(processes: Sequence[PythonProcess]) -> str:
-    """Return what ended the first of these processes that has a rank, or else the last one that began."""
+    """Return what ended the first of these processes: of those with a rank, where there are such."""
     ranked = [one for one in processes if one.rank is not None and one.torch]
-    one = next(iter(ranked), processes[-1] if processes else None)
+    one = next(iter(ranked or processes), None)
     if one is None:
         return ""
     who = "" if one.rank is None else f"on rank {one.rank}: "
