@@ -83,7 +83,8 @@ class RecordedStep:
 
     ``optimizer`` counts the optimizers of the process, ``number`` the steps of this one, from 0. ``received`` is the
     vector of the gradients that the optimizer received, NaN in the segments of parameters without a gradient.
-    ``unclipped`` is the same before a clipping function was called, after the last backward pass; None without a call.
+    ``norm`` is the exact norm of that gradient. ``unclipped`` is the vector before a clipping
+    function was called, after the last backward pass; None without a call.
     ``passes`` has the backward passes since its previous step that belong to it; ``other_passes`` those that left
     gradients in its parameters, but belong to another optimizer's step. ``skipped``: the GradScaler skipped the step.
     ``facts`` has what observers noted.
@@ -97,6 +98,7 @@ class RecordedStep:
     other_passes: tuple[BackwardPass, ...] = ()
     skipped: bool = False
     facts: Facts = field(default_factory=dict)
+    norm: float = 0.0
     unclipped: Tensor | None = None
 
 

@@ -64,6 +64,7 @@ def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
         _passes("other", values["other_passes"], tensors),
         values["skipped"],
         values["facts"],
+        values["norm"],
         tensors.get("unclipped"),
     )
 

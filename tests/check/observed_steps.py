@@ -22,6 +22,7 @@ from harness.check.rank.clipping import Clipping
 from harness.check.rank.learning_rate import LearningRate
 from harness.check.rank.loss_scale import LossScale
 from harness.check.rank.observer import Observer
+from harness.check.rank.optimizer_replay import local
 from harness.check.rank.precision_used import PrecisionUsed
 from harness.check.rank.update_replay import UpdateReplay, parameters_of
 
@@ -51,10 +52,21 @@ class Watch:
         facts = {one.name: noted for one in OBSERVERS if (noted := one.backward_ends(number)) is not None}
         self._passes.append(BackwardPass(number, torch.zeros(0), scale=LOSS_SCALE.scale, facts=facts))
 
-    def before(self, optimizer: Optimizer, *_: Any) -> None:
+    def before(self, optimizer: Optimizer, args: Any = (), kwargs: Any = None) -> tuple[Any, Any] | None:
         self._nested += 1
-        if self._nested == 1:
+        if self._nested > 1:
+            return None
+        closure = args[1] if len(args) > 1 else (kwargs or {}).get("closure")
+        if closure is None:
             self._prepare(optimizer)
+            return None
+
+        def followed() -> Any:
+            loss = closure()
+            self._prepare(optimizer)
+            return loss
+
+        return (optimizer, followed, *args[2:]), {k: v for k, v in (kwargs or {}).items() if k != "closure"}
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         self._nested -= 1
@@ -67,10 +79,7 @@ class Watch:
 
     def _prepare(self, optimizer: Optimizer) -> None:
         parameters = parameters_of(optimizer)
-        self._received = torch.cat(
-            [segment(p.grad.to_dense()) if p.grad is not None else torch.full((min(p.numel(), 64),), math.nan).double()
-             for p in parameters]
-        )  # fmt: skip
+        self._received = torch.cat([_received(parameter) for parameter in parameters])
         for one in OBSERVERS:
             one.before_step(optimizer)
 
@@ -93,12 +102,22 @@ class Watch:
         return RecordedRank(rank, world_size, tuple(self.steps), facts)
 
 
+def _received(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:
+        return torch.full((min(parameter.numel(), 64),), math.nan, dtype=torch.float64)
+    return segment(local(parameter.grad).to_dense())
+
+
 @contextmanager
 def watching() -> Iterator[Watch]:
     watch = Watch()
     backward = torch.autograd.backward
     torch.autograd.backward = lambda *args, **kwargs: watch.backward(backward, *args, **kwargs)
-    handles = [register_optimizer_step_pre_hook(watch.before), register_optimizer_step_post_hook(watch.after)]
+    outside = torch._compile._disable_dynamo
+    handles = [
+        register_optimizer_step_pre_hook(outside(lambda *args: watch.before(*args))),
+        register_optimizer_step_post_hook(outside(lambda *args: watch.after(*args))),
+    ]
     LOSS_SCALE.on_skipped = watch.skipped
     for one in OBSERVERS:
         one.start()

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from harness.check.evidence import Facts, RecordedTraining
+from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 
 CHECK = "buffers"
 
 
 def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
     """Yield a failure for running statistics that hold NaN, and one finding about the ranks' buffers."""
+    yield from failed_observers(training, "buffers", CHECK)
     lost = _not_a_number(training)
     if lost is not None:
         yield lost
@@ -39,10 +42,10 @@ def _not_a_number(training: RecordedTraining) -> Finding | None:
         ]
         for place, names in noted:
             if names:
-                return failed(
+                return accuse(
                     CHECK,
-                    f"running statistics hold NaN after the step ({len(names)} buffers), and so will evaluation: "
-                    "did an input or an activation overflow?",
+                    f"running statistics hold NaN after the step ({len(names)} buffers)",
+                    "they stay so, and evaluation returns NaN. Did an input or an activation overflow?",
                     family="buffers",
                     step=place,
                     rank=rank.rank,
@@ -64,11 +67,11 @@ def _not_broadcast(
     first = forwards[0]["buffers"][name]
     rank = next(i for i, forward in enumerate(forwards) if forward["buffers"].get(name, first)[0] != first[0])
     norms = f"norm {first[1]} on rank 0, {forwards[rank]['buffers'][name][1]} there"
-    return failed(
+    return accuse(
         CHECK,
         f"{len(differing)} of {len(forwards[0]['buffers'])} buffers differ between ranks when forward {place} begins "
-        f"({norms}), although DistributedDataParallel broadcasts them before it: are they set in a forward hook, "
-        "or changed while the wrapper is called?",
+        f"({norms}), although DistributedDataParallel broadcasts them before it",
+        "are they set in a forward hook, or changed while the wrapper is called?",
         cause="buffers-not-broadcast",
         family="buffers",
         rank=training.ranks[rank].rank,

@@ -115,7 +115,11 @@ class ReceivedGradient:
 
     def norms(self, vector: Tensor) -> Tensor:
         """Return the norm of each parameter's segment."""
-        return torch.stack([part.norm() for part in torch.split(vector, self.lengths)]) if self.lengths else self.zero
+        return torch.stack([part.norm() for part in self.parts(vector)]) if self.lengths else self.zero
+
+    def parts(self, vector: Tensor) -> Sequence[Tensor]:
+        """Return the segments of a vector."""
+        return torch.split(vector, self.lengths) if self.lengths else ()
 
     def evenly(self, factor: float = 1.0) -> Combination:
         """Return the mean over ranks of the sum over passes, times a factor: with 1, what is right."""

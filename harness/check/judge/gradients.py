@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.check.evidence import RecordedStep, RecordedTraining
+from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
 from harness.check.judge.gradient_hypotheses import HYPOTHESES
 from harness.core.finding import Finding
@@ -35,7 +36,8 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
             limit_x_noise=2.0,
         )
         return
-    yield explained(_finding(*max(wrong, key=lambda one: one[2].ratio), wrong), HYPOTHESES, _Wrong(wrong))
+    finding = explained(_finding(*max(wrong, key=lambda one: one[2].ratio), wrong), HYPOTHESES, _Wrong(wrong))
+    yield settled(finding, [case for case, _, _ in wrong], training)
 
 
 def received_gradients(training: RecordedTraining) -> Iterator[ReceivedGradient]:

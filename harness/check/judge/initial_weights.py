@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.check.evidence import RecordedTraining
+from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
 from harness.core.finding import Finding
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 
 CHECK = "initial-weights"
 
 
 def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding about the weights before each optimizer's first recorded step, and about frozen ones."""
+    yield from failed_observers(training, "weights", CHECK)
     layout = rank_layout(training)
     if training.world_size == 1:
         return
@@ -51,12 +54,13 @@ def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Fi
     worst = max(accused, key=lambda one: one.distance)
     what = kinds([one.parameter.name for one in accused], of)
     size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
-    message = f"{what} differ between ranks before the first recorded step, by up to {size}, and are never made equal"
+    message = f"{what} differ between ranks before the first recorded step, by up to {size}"
     if number:  # they may have been equal once
-        return failed(CHECK, f"{message}: what happened before step {number}?", family="sync", step=place)
-    return failed(
+        return accuse(CHECK, message, f"what happened before step {number}?", family="sync", step=place)
+    return accuse(
         CHECK,
-        f"{message}: are they broadcast, all of them, at the start, and not changed on one rank afterwards?",
+        message,
+        "are they broadcast, all of them, at the start, and not changed on one rank afterwards?",
         cause="not-broadcast",
         family="sync",
         step=place,
@@ -75,11 +79,11 @@ def _frozen(training: RecordedTraining) -> Finding | None:
         frozen = [key for key, p in tables[0].items() if not p["trained"] and not p["ignored"] and p["digest"]]
         differing = [key[0] for key in frozen if len({table[key]["digest"] for table in tables}) > 1]
         if differing:
-            return failed(
+            return accuse(
                 CHECK,
                 f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
-                "forward, although DistributedDataParallel broadcast them when it was made: what was loaded or "
-                "initialised on some ranks after that?",
+                "forward, although DistributedDataParallel broadcast them when it was made",
+                "what was loaded or initialised on some ranks after that?",
                 cause="not-broadcast",
                 family="sync",
                 parameter=differing[0],

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from harness.check.evidence import RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.clipping import judge_clipping
+from harness.check.judge.consequences import settle
+from harness.check.judge.coverage import judge_coverage
 from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.learning_rate import judge_learning_rate
@@ -33,6 +35,7 @@ QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
     judge_buffers,
     judge_precision,
     judge_objective,
+    judge_coverage,
 ]
 
 
@@ -45,4 +48,4 @@ def judge(training: RecordedTraining) -> list[Finding]:
         except Exception as error:
             name = question.__name__.removeprefix("judge_").replace("_", "-")
             findings.append(Finding(name, Outcome.ERRORED, f"it could not be judged: {type(error).__name__}: {error}"))
-    return findings
+    return settle(findings)

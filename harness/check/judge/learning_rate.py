@@ -28,10 +28,10 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
     yield from found
     yield from failed_observers(training, OBSERVER, OBSERVER)
     steps = list(noted(training, OBSERVER))
-    if steps and not found:
-        ranks = " on all ranks" if training.world_size > 1 else ""
-        rates = listed(dict.fromkeys(f"{rate:.6g}" for one in steps for rate in one.facts["rates"]))
-        yield passed("learning-rate", f"steps used the same learning rates{ranks}: {rates}")
+    rates = listed(dict.fromkeys(f"{rate:.6g}" for one in steps for rate in one.facts["rates"]))
+    if rates and not found:
+        where = ", the same on all ranks" if training.world_size > 1 else ""
+        yield passed("learning-rate", f"the recorded steps used the learning rates {rates}{where}")
     yield from _notable(training)
 
 

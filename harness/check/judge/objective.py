@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from harness.check.evidence import BackwardPass, RecordedStep, RecordedTraining
+from harness.check.evidence import BackwardPass, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout
+from harness.check.judge.recorded_passes import passes_of
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 
 CHECK = "objective"
 
@@ -86,39 +89,62 @@ class StepObjective:
 
 def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: what was optimised, or a division by the number of micro-batches that is missing or double."""
+    yield from failed_observers(training, "objective", CHECK)
     if not any(step.passes for rank in training.ranks for step in rank.steps):
         return
-    objectives = list(step_objectives(training))
+    layout = rank_layout(training)
+    averaged = layout.is_data_parallel and not layout.is_sharded
+    # Ranks whose gradients are not averaged, as far as is known, have objectives of their own: the first one's is told.
+    ranks = training.ranks if averaged else training.ranks[:1]
+    objectives = list(step_objectives(ranks))
     if not objectives:
-        yield Finding(CHECK, Outcome.SKIPPED, f"it is not known what was optimised: {_UNKNOWN}")
+        counted = _tokens(ranks)
+        yield Finding(CHECK, Outcome.SKIPPED, f"it is not known what was optimised: {_UNKNOWN}{counted}")
         return
-    yield _divided_wrongly(objectives) or passed(
-        CHECK, _information(objectives, rank_layout(training).is_data_parallel)
-    )
+    yield _divided_wrongly(objectives) or passed(CHECK, _information(objectives))
 
 
-def step_objectives(training: RecordedTraining) -> Iterator[StepObjective]:
-    """Yield the objective of each step that all ranks recorded, where each of its passes has one loss call."""
-    if len(training.ranks) < training.world_size:
-        return
-    for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
-        steps = [rank.steps[place] for rank in training.ranks]
+def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
+    """Yield the objective of each step that these ranks took together, where each pass has one loss call."""
+    for place in range(min((len(rank.steps) for rank in ranks), default=0)):
+        steps = [rank.steps[place] for rank in ranks]
         if len({(step.optimizer, step.number) for step in steps}) > 1 or any(step.skipped for step in steps):
             continue
-        ranks = [_shares(step) for step in steps]
-        if all(rank is not None and len(rank) > 0 for rank in ranks):
-            made = tuple(tuple(rank) for rank in ranks if rank is not None)
+        shares = [_shares(step) for step in steps]
+        if all(shares):
+            made = tuple(tuple(own) for own in shares if own is not None)
             yield StepObjective(made, all(_has_own_batches(step) for step in steps), _factor(steps))
 
 
 def _factor(steps: Sequence[RecordedStep]) -> float:
     """Return by what the mean over ranks of the local gradients was multiplied, apart from clipping by norm."""
+    if any(one.local.shape != steps[0].received.shape for step in steps for one in step.passes):
+        return math.nan  # shards of unequal sizes
     local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(steps[0].received))
     mean, received = local / len(steps), steps[0].received.nan_to_num()
     square = float(mean @ mean)
     calls = steps[0].facts.get("clipping", {}).get("calls", ())
+    if any(call.get("kept") for call in calls):
+        return math.nan  # only some of the passes were clipped
     clipping = math.prod(call["factor"] for call in calls)
     return float(received @ mean) / square / clipping if square and clipping else math.nan
+
+
+def _tokens(ranks: Sequence[RecordedRank]) -> str:
+    """Return what the numbers of labels say about a loss that is written by hand, "" where they were not counted."""
+    counts = [
+        sum(tokens)
+        for rank in ranks
+        for one in passes_of(rank)
+        if (tokens := one.facts.get("objective", {}).get("tokens"))
+    ]
+    if not counts or not min(counts):
+        return ""
+    ratio = max(counts) / min(counts)
+    return (
+        f"; micro-batches have {min(counts)} to {max(counts)} labels: if each one's loss is a mean of its own, a token "
+        f"counts up to {ratio:.3g} × as much as another"
+    )
 
 
 def _shares(step: RecordedStep) -> list[Share] | None:
@@ -178,33 +204,31 @@ def _divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
     ):
         return None
     if all(_is(share.weight, 1.0) for share in shares):
-        return failed(
+        return accuse(
             CHECK,
-            f"the objective is the sum of {count} micro-batches' mean losses, of total weight {count}, not their mean: "
-            f"gradients are {count} × as large as those of one batch of the same samples. Is the loss meant to be "
-            f"divided by the {count} micro-batches?",
+            f"the objective is the sum of {count} micro-batches' mean losses, of total weight {count}, not their mean",
+            f"gradients are {count} × those of one batch of the same samples. Is the loss meant to be divided by the "
+            f"{count} micro-batches?",
             cause="not-divided-by-micro-batches",
             family="accumulation",
-            step=0,
         )
     # With two micro-batches a quarter may be a constant that belongs to the loss: ½ of a square, and its mean.
     if count > 2 and all(_is(share.weight, 1 / count**2) and share.is_alone for share in shares):
-        return failed(
+        return accuse(
             CHECK,
-            f"each of {count} micro-batches' mean losses has the weight 1/{count**2}, in total 1/{count}: do both "
-            f"the script and its trainer divide the loss by the {count} micro-batches?",
+            f"each of {count} micro-batches' mean losses has the weight 1/{count**2}, in total 1/{count}",
+            f"do both the script and its trainer divide the loss by the {count} micro-batches?",
             cause="divided-twice",
             family="accumulation",
-            step=0,
         )
     return None
 
 
-def _information(objectives: Sequence[StepObjective], averaged: bool) -> str:
+def _information(objectives: Sequence[StepObjective]) -> str:
     worst = max(objectives, key=lambda one: _spread(one.rates))
     first = worst.shares[0]
     micro, ranks = max(map(len, worst.ranks)), len(worst.ranks)
-    over = [f"{micro} micro-batches" if micro > 1 else "", f"{ranks} ranks" if ranks > 1 and averaged else ""]
+    over = [f"{micro} micro-batches" if micro > 1 else "", f"{ranks} ranks" if ranks > 1 else ""]
     of = " of ".join(filter(None, over))
     terms = sum(share.terms for share in worst.shares)
     total = worst.total

@@ -20,11 +20,13 @@ _SHARDED_LAYOUTS = frozenset(("1: Shard", "1: Replicate", "2: Replicate Shard"))
 class RankLayout:
     """``is_data_parallel``: all ranks hold the same weights, each has its own data, and gradients are reduced.
 
-    ``reason`` says, for a message, why that is known, or why it is not.
+    ``reason`` says, for a message, why that is known, or why it is not. ``is_sharded``: each rank keeps a part of the
+    weights, and of what it has of the gradients, all the same.
     """
 
     is_data_parallel: bool
     reason: str
+    is_sharded: bool = False
 
 
 def rank_layout(training: RecordedTraining) -> RankLayout:
@@ -41,7 +43,7 @@ def rank_layout(training: RecordedTraining) -> RankLayout:
     if modules and all((module["wrapper"] or {}).get("ranks") == world for module in modules):
         return RankLayout(True, "DistributedDataParallel wraps the model")
     if modules and all(module["sharded_as_data"] for module in modules):
-        return RankLayout(True, "the model is sharded over all ranks")
+        return RankLayout(True, "the model is sharded over all ranks", is_sharded=True)
     if all(_reduced_by_hand(rank, world) for rank in training.ranks):
         return RankLayout(True, "the script reduces the gradients over all ranks")
     return RankLayout(False, "nothing shows that gradients are reduced over all ranks")

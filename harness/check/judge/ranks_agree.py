@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from harness.check.evidence import RecordedStep, RecordedTraining
+from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
 from harness.core.finding import Finding
@@ -16,6 +18,7 @@ CHECK = "ranks-agree"
 
 def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: the first step after which ranks differ that began it with the same weights, or none does."""
+    yield from failed_observers(training, "weights", CHECK)
     if training.world_size == 1:
         return
     layout = rank_layout(training)
@@ -56,10 +59,10 @@ def _failure(
     """Return the failure, with the reason that a rank's step differs from another's."""
     skipped = [rank for rank, step in steps.items() if step.skipped]
     if 0 < len(skipped) < len(steps):
-        return failed(
+        return accuse(
             CHECK,
-            f"{len(skipped)} of {len(steps)} ranks skipped the step and the others took it: does each rank look for "
-            "overflows in its own gradients only?",
+            f"{len(skipped)} of {len(steps)} ranks skipped the step and the others took it",
+            "does each rank look for overflows in its own gradients only?",
             cause="overflow-decided-alone",
             family="amp",
             step=place,
@@ -80,10 +83,10 @@ def _failure(
                 parameter=name,
             )
             return replace(finding, consequence_of="initial-weights")
-        return failed(
+        return accuse(
             CHECK,
-            f"{message}, and before it although they agreed after the one before: what writes to the parameters "
-            "besides the optimizer?",
+            f"{message}, and before it, although they agreed after the one before",
+            "what writes to the parameters besides the optimizer?",
             cause="changed-between-steps",
             family="sync",
             step=place,
@@ -99,10 +102,10 @@ def _failure(
             parameter=name,
         )
         return replace(finding, consequence_of="gradients")
-    return failed(
+    return accuse(
         CHECK,
-        f"{message}, although the weights before it and the gradients are the same: do all ranks have the same "
-        "learning rate, and the same state in the optimizer?",
+        f"{message}, although the weights before it and the gradients are the same",
+        "do all ranks have the same learning rate, and the same state in the optimizer?",
         cause="updates-differ",
         family="optimizer",
         step=place,

@@ -44,10 +44,11 @@ class RankWeights:
     def distance(self) -> float:
         """The largest distance from the first rank's weights after the step, relative to their norm."""
         first, *others = [one["projections"] for one in self.noted]
-        norm = self.noted[0]["norms"]
-        if first is None or any(other is None for other in others) or norm is None:
+        if first is None or any(other is None for other in others):
             return float("inf")
-        most = max(float((torch.tensor(other) - torch.tensor(first)).double().norm()) for other in others)
+        reference = torch.tensor(first, dtype=torch.float64)
+        most = max(float((torch.tensor(other, dtype=torch.float64) - reference).norm()) for other in others)
+        norm = float(reference.norm())
         return most / norm if norm else (float("inf") if most else 0.0)
 
     @property

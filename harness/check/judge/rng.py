@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.check.evidence import RecordedTraining
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding
 from harness.judge.findings import passed
@@ -14,6 +15,7 @@ CHECK = "rng"
 
 def judge_rng(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is known about the generators; equal ones are no failure, since many libraries seed ranks alike."""
+    yield from failed_observers(training, "generators", CHECK)
     if len(training.ranks) < 2:
         return
     drawing, alike = 0, 0

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import combinations
 
 from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.judge.accusation import accuse
 from harness.check.judge.recorded_passes import forwards_of
 from harness.core.finding import Finding
-from harness.judge.findings import failed
 
 CHECK = "samples"
 LEAST = 8
@@ -42,10 +42,11 @@ def same_order_again(training: RecordedTraining) -> Finding | None:
         for passes in orders.values():
             settings = {(one["epoch"], one["seed"], one["head"]) for one in passes}
             if len(passes) > 1 and len(settings) == 1 and passes[0]["count"] >= LEAST:
-                return failed(
+                return accuse(
                     CHECK,
                     f"each of {len(passes)} epochs has the order of the first, although the sampler shuffles "
-                    f"(its epoch is {passes[0]['epoch']} in all of them): call sampler.set_epoch(epoch) before each",
+                    f"(its epoch is {passes[0]['epoch']} in all of them)",
+                    "call sampler.set_epoch(epoch) before each",
                     cause="set-epoch-never-called",
                     family="data",
                     rank=rank.rank,
@@ -68,14 +69,13 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
         alike = all(one[name] == other[name] for name in ("num_replicas", "length", "epoch"))
         shared = one["num_replicas"] == training.world_size and one["rank"] != other["rank"]
         if alike and shared and one["seed"] != other["seed"]:
-            return failed(
+            return accuse(
                 CHECK,
                 f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: shards "
-                "are cut out of different orders, so samples are drawn twice in an epoch and others never. Give all "
-                "ranks' samplers one seed",
+                "are cut out of different orders, so some samples are drawn twice in an epoch and others never",
+                "give the samplers of all ranks one seed",
                 cause="shards-overlap",
                 family="data",
-                rank=right,
             )
     return None
 

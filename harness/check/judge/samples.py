@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import RankLayout, rank_layout
 from harness.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
 from harness.check.judge.sampler_passes import (
@@ -18,7 +20,7 @@ from harness.check.judge.sampler_passes import (
 )
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 
 CHANCE = math.log(1e-8)
 """Logarithm of the probability below which equal rows are no chance."""
@@ -29,6 +31,7 @@ ALIKE = 0.1
 
 def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one failure, or what is known about the rows that the ranks used."""
+    yield from failed_observers(training, "batches", CHECK)
     layout = rank_layout(training)
     finding = same_order_again(training)
     if finding is None and layout.is_data_parallel:
@@ -43,12 +46,18 @@ def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
         yield information
 
 
+def _forwards(rank: RecordedRank) -> list[Facts]:
+    """Return the forwards of a rank, without those in evaluation mode where there are others."""
+    forwards = forwards_of(rank, "batches")
+    return [one for one in forwards if one["training"]] or forwards
+
+
 def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
     """Return the ranks in groups with the same rows, in the same order, in all forwards that they recorded."""
     groups: dict[tuple[str, ...], list[int]] = {}
-    shortest = min(len(forwards_of(rank, "batches")) for rank in training.ranks)
+    shortest = min(len(_forwards(rank)) for rank in training.ranks)
     for rank in training.ranks:
-        orders = tuple(forward.get("order", "") for forward in forwards_of(rank, "batches")[:shortest])
+        orders = tuple(forward.get("order", "") for forward in _forwards(rank)[:shortest])
         if any(orders):
             groups.setdefault(orders, []).append(rank.rank)
     return list(groups.values())
@@ -56,24 +65,25 @@ def _ranks_with_the_same_rows(training: RecordedTraining) -> list[list[int]]:
 
 def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> Finding:
     by_number = {rank.rank: rank for rank in training.ranks}
-    forwards = [forward for forward in forwards_of(by_number[ranks[0]], "batches") if "order" in forward]
+    forwards = [forward for forward in _forwards(by_number[ranks[0]]) if "order" in forward]
     who = name_ranks(ranks, training.world_size)
     observed = f"{who} use the same rows in all {len(forwards)} recorded forwards"
     if (innocent := _innocent(training, layout, [by_number[rank] for rank in ranks], forwards)) is not None:
         return passed(CHECK, f"{observed}; {innocent}")
     sampler = next(sampler_passes(by_number[ranks[0]]), None)
     if sampler is None or not sampler["distributed"]:
-        return failed(
+        return accuse(
             CHECK,
-            f"{observed}: they do the same work {len(ranks)} times. Is there a DistributedSampler, or a seed that "
-            "differs between ranks?",
+            f"{observed}, and do the same work {len(ranks)} times",
+            "is there a DistributedSampler, or a seed that differs between ranks?",
             cause="no-sampler" if len(ranks) == training.world_size else "ranks-alike",
             family="data",
         )
     settings = f"rank {sampler.get('rank')} of {sampler.get('num_replicas')}"
-    return failed(
+    return accuse(
         CHECK,
-        f"{observed}: the sampler is made for {settings} on each of them. Does it get the rank, not the local rank?",
+        f"{observed}, and their samplers are made for {settings}",
+        "does the sampler get the rank, not the local rank?",
         cause="ranks-alike",
         family="data",
     )
@@ -85,36 +95,39 @@ def _innocent(
     """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
     if not layout.is_data_parallel:
         return f"whether they are meant to is not known: {layout.reason}"
-    batches = {forward["order"]: forward for forward in forwards}
-    if len(batches) == 1:
-        return "it is one batch, which may be meant to be the same everywhere, as in a benchmark"
-    if _chance(list(batches.values())) > CHANCE:
-        return "too few rows differ from each other to tell whether the data are meant to repeat"
+    batches = {forward["order"] for forward in forwards}
+    if 2 * len(batches) <= len(forwards) or len(batches) == 1:
+        return "they are the same batches again and again, which may be meant to be everywhere, as in a benchmark"
+    if _chance(_different_rows(forwards)) > CHANCE:
+        return "too few rows differ from each other to tell whether the data repeat themselves"
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
         return "but their targets differ"
-    if not _random(ranks) and not _gradients_alike(ranks):
-        return "but they compute different gradients from them"
+    # Shards of gradients cannot be compared between ranks; the same inputs with the same targets are enough there.
+    alike = bool(*targets) if layout.is_sharded else _random(ranks) or _gradients_alike(ranks)
+    if not alike:
+        return "but whether they do the same work with them is not known"
     return None
 
 
-def _chance(batches: Sequence[Facts]) -> float:
-    """Return the logarithm of the largest probability that independent draws look like this.
+def _different_rows(batches: Iterable[Facts]) -> int:
+    """Return how many rows the first batches have up to the first row that comes again."""
+    seen: set[int] = set()
+    for batch in batches:
+        rows = set(batch["hashes"])
+        if batch["distinct"] < batch["rows"] or rows & seen:
+            break
+        seen |= rows
+    return len(seen)
 
-    Let two rows be equal with probability q. Then n rows of one rank equal those of another, place by place, and of the
-    pairs within a rank k are equal and m are not, with probability at most q^(n + k) (1 - q)^m; it is largest at
-    q = (n + k) / (n + k + m). Equal rows of a data set that repeats itself are thus no evidence.
+
+def _chance(rows: int) -> float:
+    """Return the logarithm of the largest probability that two ranks draw the same different rows in the same order.
+
+    From n values, each as likely as the others, that is n! (1/n)^(2n); from other values it is less. Data that repeat
+    themselves thus are no evidence.
     """
-    rows = sum(batch["rows"] for batch in batches)
-    if any(batch["distinct"] < 0.9 * batch["rows"] for batch in batches):
-        return 0.0
-    kept = Counter(row for batch in batches for row in batch["hashes"])
-    count = kept.total()
-    equal = sum(times * (times - 1) // 2 for times in kept.values())
-    other = count * (count - 1) // 2 - equal
-    hits = min(rows, count) + equal
-    chance: float = hits * math.log(hits / (hits + other))
-    return chance + (other * math.log(other / (hits + other)) if other else 0.0)
+    return math.lgamma(rows + 1) - 2 * rows * math.log(rows) if rows else 0.0
 
 
 def _targets(rank: RecordedRank) -> tuple[str, ...]:
@@ -143,10 +156,11 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
     shared, chance = _shared_rows(training)
     if chance > CHANCE:
         return None
-    return failed(
+    return accuse(
         CHECK,
         f"each rank goes through the whole data set in an order of its own: {shared} rows were used on several ranks "
-        "within an epoch. Is there a DistributedSampler?",
+        "within an epoch",
+        "is there a DistributedSampler?",
         cause="no-sampler",
         family="data",
     )
@@ -159,16 +173,7 @@ def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
     probability w! / ((w - m)! w^m).
     """
     world, shared, chance = training.world_size, 0, 0.0
-    by_epoch: dict[tuple[int, int], list[Counter[int]]] = {}
-    for rank in training.ranks:
-        own: dict[tuple[int, int], Counter[int]] = {}
-        for forward in forwards_of(rank, "batches"):
-            fetched = forward["fetched"]
-            if fetched is not None and forward.get("hashes") and forward["module"] == 0:
-                own.setdefault((fetched["loader"], fetched["pass"]), Counter()).update(forward["hashes"])
-        for epoch, rows in own.items():
-            by_epoch.setdefault(epoch, []).append(rows)
-    for ranks in by_epoch.values():
+    for ranks in _rows_by_epoch(training):
         if any(times > 1 for rows in ranks for times in rows.values()):
             return 0, 0.0
         for copies in Counter(row for rows in ranks for row in rows).values():
@@ -177,8 +182,23 @@ def _shared_rows(training: RecordedTraining) -> tuple[int, float]:
     return shared, chance
 
 
+def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
+    """Return the rows that each rank used, for each pass through a loader; those without a loader are one epoch."""
+    by_epoch: dict[tuple[int, int] | None, list[Counter[int]]] = {}
+    for rank in training.ranks:
+        own: dict[tuple[int, int] | None, Counter[int]] = {}
+        for forward in _forwards(rank):
+            fetched = forward["fetched"]
+            epoch = None if fetched is None else (fetched["loader"], fetched["pass"])
+            if forward.get("hashes") and forward["module"] == 0:
+                own.setdefault(epoch, Counter()).update(forward["hashes"])
+        for epoch, rows in own.items():
+            by_epoch.setdefault(epoch, []).append(rows)
+    return list(by_epoch.values())
+
+
 def _information(training: RecordedTraining) -> Finding | None:
-    forwards = [[one for one in forwards_of(rank, "batches") if "order" in one] for rank in training.ranks]
+    forwards = [[one for one in _forwards(rank) if "order" in one] for rank in training.ranks]
     if not any(forwards):
         return Finding(CHECK, Outcome.SKIPPED, "not judged: no tensor went into a tracked module")
     if training.world_size == 1 or len(training.ranks) < training.world_size:
@@ -190,9 +210,9 @@ def _information(training: RecordedTraining) -> Finding | None:
         parts.append(f"ranks ran {min(counts)} to {max(counts)} forwards")
     elif len(set(rows)) > 1:
         parts.append(f"ranks used {min(rows)} to {max(rows)} rows")
-    used = [{row for one in own for row in one["hashes"]} for own in forwards]
-    common = sum(times > 1 for times in Counter(row for own in used for row in own).values())
-    parts.append(f"{common} rows were used on several ranks" if common else "no row was used on two ranks")
+    copies = [Counter(row for rows in ranks for row in rows) for ranks in _rows_by_epoch(training)]
+    common = sum(times > 1 for epoch in copies for times in epoch.values())
+    parts.append(f"{common} rows were used on several ranks" if common else "no row was used on two ranks in an epoch")
     if any(_repeats_an_epoch(own) for own in forwards):
         parts.append("an epoch has the order of the one before")
     return passed(CHECK, f"{'; '.join(parts)} ({sum(rows)} rows in the recorded steps)")

@@ -86,8 +86,10 @@ def _doubt(one: Noted) -> str:
 
 
 def _repeats(one: Noted) -> bool:
-    """Return whether a copy of the optimizer made the same step, but for a few roundings."""
-    return all(in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"])
+    """Return whether the step is the replay's and, of other classes, that of a copy in its own precision."""
+    return all(
+        in_noise(row[1], row[2]) <= limit() and in_noise(row[6], row[7]) <= limit() for row in one.facts["parameters"]
+    )
 
 
 def _compared(steps: _Judged) -> Finding:
@@ -159,7 +161,7 @@ def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
 
 def _scaled(case: UpdateCase) -> Iterator[Match]:
     if case.is_multiple:
-        yield Match(figures={"factor": f"{case.factor:.6g}"})
+        yield Match(figures={"factor": f"{case.factor:.4g}"})
 
 
 HYPOTHESES = (

@@ -55,12 +55,16 @@ class _AfterTorch:
         if name != "torch":
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)  # the caller may only ask whether there is a torch
         loader: Any = spec and spec.loader
         if loader is not None:
             load = loader.exec_module
 
             def exec_module(module: "Any") -> None:
+                sys.meta_path.remove(self)
                 load(module)
                 _install(module)
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts
 from harness.check.rank.observer import Observer
-from harness.check.rank.parallelism import ParallelismObserver, world_size
+from harness.check.rank.parallelism import ParallelismObserver, active_wrapper, world_size
 from harness.check.rank.tensor_digest import tensor_digest, whole
 
 Statistics: Any = (torch.nn.modules.batchnorm._NormBase,)
@@ -43,7 +43,7 @@ class BufferObserver(Observer):
         broadcast = _broadcast(wrapper, module)
         buffers = dict(inner.named_buffers())
         if broadcast:  # of those that it knows: others may be left out on purpose, or be younger
-            known = {id(buffer) for buffer in wrapper.modules_buffers}
+            known = {id(buffer) for buffer in getattr(wrapper, "modules_buffers", ())}
             buffers = {name: value for name, value in buffers.items() if id(value) in known}
         if buffers:
             self._forwards.append(
@@ -78,9 +78,9 @@ def _broadcast(wrapper: Any, module: nn.Module) -> bool:
     """
     if wrapper is None or wrapper is module or hasattr(wrapper, "buffer_hook"):
         return False
-    # Private names: a version of torch that lacks one of them promises nothing here.
-    active = getattr(type(wrapper), "_active_ddp_module", None) is wrapper
-    return bool(active and wrapper.broadcast_buffers and getattr(wrapper, "require_forward_param_sync", False))
+    # A private name: a version of torch that lacks it promises nothing here.
+    synchronises = bool(getattr(wrapper, "require_forward_param_sync", False))
+    return active_wrapper() is wrapper and bool(wrapper.broadcast_buffers) and synchronises
 
 
 def _noted(buffer: Tensor) -> list[Any]:

@@ -69,6 +69,13 @@ class TrackedCall:
         return [one.parameter for one in self.parameters if one.requires_grad]
 
     @property
+    def eps(self) -> float:
+        """The relative spacing of numbers in the coarsest precision that it may compute in."""
+        dtypes = {one.parameter.dtype for one in self.parameters} | {one.dtype for one in self.outputs}
+        dtypes |= {one.dtype for one in self.autocast if one.enabled}
+        return max(torch.finfo(one).eps for one in dtypes if one.is_floating_point or one.is_complex)
+
+    @property
     def is_over(self) -> bool:
         """Whether no backward pass can reach the call any more."""
         return self.graph is not None and self.graph() is None

@@ -274,7 +274,8 @@ def _total(lengths: dict[int, float]) -> float:
 
 
 def _epsilon(parameter: Tensor) -> float:
-    return torch.finfo(parameter.dtype).eps
+    """Return the relative distance of a parameter's numbers; 0 of whole numbers, as frozen quantised weights are."""
+    return torch.finfo(parameter.dtype).eps if parameter.is_floating_point() or parameter.is_complex() else 0.0
 
 
 def _is_shard(parameter: Tensor) -> bool:

@@ -49,6 +49,7 @@ class EvidenceWriter:
             "passes": [_pass(f"pass {place}", one, tensors) for place, one in enumerate(step.passes)],
             "other_passes": [_pass(f"other {place}", one, tensors) for place, one in enumerate(step.other_passes)],
             "skipped": step.skipped,
+            "norm": step.norm,
             "facts": step.facts,
         }
         write_file(os.path.join(self._own(rank), f"step-{self._steps:05d}{SUFFIX}"), values, tensors)

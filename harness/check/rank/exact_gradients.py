@@ -20,6 +20,8 @@ Reduce = Callable[[Tensor], Tensor]
 
 NOT_REPEATABLE = "its forward does not depend on its recorded inputs alone, since it gave something else when run again"
 
+OUTSIDE = "it is used outside of any recorded call"
+
 
 @dataclass
 class ExactPass:
@@ -50,7 +52,7 @@ class ExactGradients:
         self._calls.forget()
         for number, parameters in self._calls.take_outside().items():
             for parameter in parameters:
-                passes.setdefault(number, ExactPass()).uncovered[parameter] = "it is used outside of any recorded call"
+                passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, OUTSIDE)
         for one in passes.values():
             for parameter in one.uncovered:
                 one.gradients.pop(parameter, None)
@@ -99,7 +101,7 @@ class _Step:
         if call.module in self._noise and apart <= agreement.SPREAD * self._noise[call.module]:
             return
         native = self._in_native(call)
-        if not agreement.reproduces(call.outputs, native.outputs, exact.outputs):
+        if not agreement.reproduces(call.outputs, native.outputs, exact.outputs, call.eps):
             raise CannotReplayError(f"{call.name}: {NOT_REPEATABLE}")
         self._noise[call.module] = max(self._noise.get(call.module, 0.0), apart)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import random
 import sys
 from typing import Any
@@ -59,16 +60,10 @@ def _states() -> dict[str, str]:
     states = {"torch": _digest(bytes(torch.get_rng_state().numpy())), "python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states["cuda"] = _digest(bytes(torch.cuda.get_rng_state().numpy()))
-    numpy = sys.modules.get("numpy")  # only where the script uses it
+    numpy = sys.modules.get("numpy")
     if numpy is not None:
-        states["numpy"] = _digest(
-            repr([part if isinstance(part, (str, int)) else bytes(part) for part in _legacy(numpy)])
-        )
+        states["numpy"] = _digest(pickle.dumps(numpy.random.get_state()))
     return states
-
-
-def _legacy(numpy: Any) -> list[Any]:
-    return list(numpy.random.get_state()[:3])
 
 
 def _digest(state: str | bytes) -> str:

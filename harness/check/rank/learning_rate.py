@@ -16,11 +16,9 @@ from harness.check.rank.wrapped import WrappingObserver, wrap_overrides
 class LearningRate(WrappingObserver):
     """Wraps the ``step`` of every scheduler.
 
-    Facts of a step: ``rates`` of the parameter groups; ``schedulers``: how many the optimizer has; ``schedule``: for
-    each time that one of them has stepped since the optimizer's last step, the number of the last backward pass that
-    had begun then, and whether the optimizer had not stepped since that pass began.
-    Facts of the process: ``after``: the same since each optimizer's last recorded step, in the order in which these
-    optimizers stepped first.
+    Facts of a step: ``rates`` of the parameter groups that have one; ``schedulers``: how many the optimizer has;
+    ``schedule``: for each time that one of them has stepped since the optimizer's last step, the number of the last
+    backward pass that had begun then, and whether the optimizer had not stepped since that pass began.
     """
 
     name = "learning-rate"
@@ -53,7 +51,7 @@ class LearningRate(WrappingObserver):
         """Return this step's rates and what schedulers did before it."""
         self._stepped.add(optimizer)
         return {
-            "rates": [float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+            "rates": [float(rate) for group in optimizer.param_groups if (rate := group.get("lr")) is not None],
             "schedulers": len(self._schedulers.get(optimizer, ())),
             "schedule": [list(call) for call in self._calls.pop(optimizer, [])],
         }
@@ -66,7 +64,9 @@ class LearningRate(WrappingObserver):
         finally:
             self._depth -= 1
         with self.notes():
-            self._schedulers.setdefault(scheduler.optimizer, WeakSet()).add(scheduler)
+            optimizer = getattr(scheduler, "optimizer", None)
+            if isinstance(optimizer, Optimizer):
+                self._schedulers.setdefault(optimizer, WeakSet()).add(scheduler)
 
     def _around_step(self, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         outermost = self._depth == 0
@@ -77,5 +77,6 @@ class LearningRate(WrappingObserver):
             self._depth -= 1
             if outermost and self.recording:
                 with self.notes():
-                    optimizer = scheduler.optimizer
-                    self._calls.setdefault(optimizer, []).append((self._pass, optimizer not in self._stepped))
+                    optimizer = getattr(scheduler, "optimizer", None)
+                    if isinstance(optimizer, Optimizer):
+                        self._calls.setdefault(optimizer, []).append((self._pass, optimizer not in self._stepped))

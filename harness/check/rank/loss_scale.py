@@ -12,9 +12,8 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts
 from harness.check.rank.optimizer_replay import local
-from harness.check.rank.update_replay import parameters_of
+from harness.check.rank.update_replay import parameters_of, weights_print
 from harness.check.rank.wrapped import WrappingObserver, wrap_overrides
-from harness.evidence.projection import fingerprint
 
 
 class LossScale(WrappingObserver):
@@ -149,10 +148,10 @@ def _prints(optimizer: Optimizer) -> dict[str, int]:
     """Return fingerprints of the weights and of the tensors of the state."""
     prints = {}
     for number, parameter in enumerate(parameters_of(optimizer)):
-        prints[f"weights {number}"] = fingerprint(local(parameter.detach()))
+        prints[f"weights {number}"] = weights_print(parameter)
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
-                prints[f"state {number} {key}"] = fingerprint(local(value))
+                prints[f"state {number} {key}"] = weights_print(value)
     return prints
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from harness.check.rank.batches import BatchObserver
 from harness.check.rank.buffers import BufferObserver
 from harness.check.rank.generators import GeneratorObserver
+from harness.check.rank.guarded import GuardedObserver
 from harness.check.rank.loaders import LoaderObserver
 from harness.check.rank.objective import ObjectiveObserver
 from harness.check.rank.observer import Observer
@@ -19,7 +20,7 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         count_tokens: count the labels of each batch, for a script whose loss is written by hand.
     """
     loaders, parallelism = LoaderObserver(), ParallelismObserver()
-    return [
+    observers: list[Observer] = [
         loaders,
         parallelism,
         BatchObserver(loaders),
@@ -28,3 +29,4 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         WeightObserver(parallelism),
         ObjectiveObserver(count_tokens=count_tokens),
     ]
+    return [GuardedObserver(observer) for observer in observers]

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,9 @@ ENTRY_BY_ENTRY = frozenset(
 )  # fmt: skip
 """Classes of torch.optim that update each entry by itself, so that a shard can be replayed alone."""
 
+_IMPLEMENTATIONS = ("fused", "foreach", "capturable")
+"""Options that choose among implementations of one step."""
+
 _COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 
 _OF_THE_BASE_CLASS = frozenset(vars(Optimizer([torch.zeros(1)], {}))) | {"step", "grad_scale", "found_inf"}
@@ -38,10 +42,14 @@ class NotReplayable(Exception):  # noqa: N818 - it is a statement about the opti
 
 @dataclass(frozen=True, eq=False)
 class Replayed:
-    """The right weights after a step, float64, and the same step in the parameter's own precision."""
+    """The right weights after a step, float64, and the same step in the parameter's own precision.
+
+    ``traced``: that step with the arithmetic of compiled code, None where nothing is compiled.
+    """
 
     exact: Tensor
     native: Tensor
+    traced: Tensor | None = None
 
 
 def is_of_torch(optimizer: Optimizer) -> bool:
@@ -103,22 +111,26 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
         raise NotReplayable(f"{name} combines entries of a parameter of which the rank has only its shard")
     try:
         with torch.no_grad(), guard.around(optimizer):
-            native = _stepped(optimizer, group, parameter, exact=False)
+            native = _stepped(optimizer, group, parameter)
             exact = _stepped(optimizer, group, parameter, exact=True)
+            compiled = is_of_torch(optimizer) and _is_anything_compiled()
+            traced = _stepped(optimizer, group, parameter, traced=True) if compiled else None
     except NotReplayable:
         raise
     except Exception as error:  # what another class does with its copy is not known beforehand
         raise NotReplayable(f"a copy of {name} cannot step ({type(error).__name__}: {error})") from error
-    return Replayed(exact, native)
+    return Replayed(exact, native, traced)
 
 
 class Guard:
     """Keeps the replay of a class that is not torch's own away from the training's tensors and from other ranks."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._protected = {_place(tensor) for tensor in _tensors_of(optimizer)} - {0}
+        self._protected = {memory(tensor) for tensor in _tensors_of(optimizer)} - {0}
 
-        self._devices = [place for place in {tensor.device for tensor in _parameters(optimizer)} if place.type != "cpu"]
+        self._devices = [
+            device for device in {tensor.device for tensor in _parameters(optimizer)} if device.type != "cpu"
+        ]
 
     @contextmanager
     def around(self, optimizer: Optimizer) -> Iterator[None]:
@@ -141,7 +153,7 @@ class _NoTouch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise NotReplayable("its step communicates with other ranks")
         if func not in _COPIES:
             for leaf in tree_leaves((args, kwargs or {})):
-                if isinstance(leaf, Tensor) and _place(leaf) in self._protected:
+                if isinstance(leaf, Tensor) and memory(leaf) in self._protected:
                     raise NotReplayable("its step uses tensors other than its parameter's own")
         return func(*args, **(kwargs or {}))
 
@@ -153,8 +165,20 @@ _COPIES = frozenset(
 """What the replay itself does with the training's tensors. None of them writes."""
 
 
-def _stepped(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, *, exact: bool) -> Tensor:
-    """Return the weights after one step of a twin of the optimizer."""
+def _is_anything_compiled() -> bool:
+    """Return whether torch.compile has seen a frame; whether this step was among them, is not told."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and bool(utils.counters["frames"])
+
+
+def _stepped(
+    optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, *, exact: bool = False, traced: bool = False
+) -> Tensor:
+    """Return the weights after one step of a twin of the optimizer.
+
+    ``exact`` is in float64. ``traced`` is as compiled code computes it: there the number of the step, and what follows
+    from it, are tensors in float32, where a plain step has Python's numbers; 1 - β₂ at the first step is off by 3e-5.
+    """
     assert parameter.grad is not None
     own = torch.nn.Parameter(_copied(parameter, exact))
     own.grad = _copied(parameter.grad, exact)
@@ -162,15 +186,31 @@ def _stepped(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, *, 
     twin.__dict__.update({key: copy.copy(value) for key, value in vars(optimizer).items() if key != "step"})
     twin._optimizer_step_pre_hooks = OrderedDict()
     twin._optimizer_step_post_hooks = OrderedDict()
-    twin.param_groups = [{**_options(group, parameter.dtype, exact), "params": [own]}]
+    options = _options(group, parameter.dtype, exact)
+    if traced:
+        options |= {key: False for key in _IMPLEMENTATIONS if key in options}
+    twin.param_groups = [{**options, "params": [own]}]
     twin.state = defaultdict(dict)
     if parameter in optimizer.state:
         twin.state[own] = {key: _copied(value, exact) for key, value in optimizer.state[parameter].items()}
-    if exact and not _unscaled(twin, own.grad):
+    if (exact or traced) and not _unscaled(twin, own.grad):
         return own.detach()
-    # Without what torch and others have wrapped around it: hooks would count the twin's step as one of the training.
-    inspect.unwrap(type(optimizer).step)(twin)
+    with _as_if_compiled() if traced else nullcontext():
+        # Without what torch and others have wrapped around it: hooks would count this as a step of the training.
+        inspect.unwrap(type(optimizer).step)(twin)
     return own.detach()
+
+
+@contextmanager
+def _as_if_compiled() -> Iterator[None]:
+    """Let optimizers compute as they do where torch.compile traces them, without tracing them."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = before
 
 
 def _unscaled(twin: Optimizer, gradient: Tensor) -> bool:
@@ -189,9 +229,9 @@ def _options(group: dict[str, Any], dtype: torch.dtype, exact: bool) -> dict[str
     if not exact:
         return {key: _copied(value, exact) for key, value in group.items() if key != "params"}
     options = {key: _number(value) for key, value in group.items() if key != "params"}
-    for implementation in ("fused", "foreach", "capturable", "differentiable"):
-        if options.get(implementation):
-            options[implementation] = False
+    for key in (*_IMPLEMENTATIONS, "differentiable"):
+        if options.get(key):
+            options[key] = False
     epsilon = options.get("eps")
     if isinstance(epsilon, (tuple, list)) and epsilon and epsilon[0] is None:
         # Adafactor takes the rounding unit of the parameter's dtype, which is not that of its copy.
@@ -247,7 +287,7 @@ def _tensors(values: Any) -> Iterable[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def _place(tensor: Tensor) -> int:
+def memory(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, 0 where it has none of its own (sparse tensors, wrappers)."""
     try:
         return local(tensor).untyped_storage().data_ptr()

@@ -29,16 +29,22 @@ def world_size() -> int:
     return group.get_world_size() if group.is_available() and group.is_initialized() else 1
 
 
+def active_wrapper() -> Any:
+    """Return the DistributedDataParallel whose forward is running, None where there is none."""
+    # A private name, in every version of torch so far.
+    return getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+
+
 class ParallelismObserver(Observer):
     """Notes the wrappers of the called modules, and what is reduced between the last backward pass and a step.
 
-    ``wrapper_of`` returns the DistributedDataParallel around a module, None where there is none.
+    A module's wrapper is the one whose forward was running when it was called for the first time.
     """
 
     name = "parallelism"
 
     def __init__(self) -> None:
-        self._wrapped: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+        self._wrappers: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
         self._modules: list[nn.Module] = []
         self._facts: list[Facts] = []
         self._meshes: list[Facts] = []
@@ -48,10 +54,9 @@ class ParallelismObserver(Observer):
         self._entries = 0
 
     def install(self) -> None:
-        """Wrap what makes wrappers, meshes and groups, and the collectives that reduce."""
+        """Wrap what makes meshes and groups, and the collectives that reduce."""
         if not torch.distributed.is_available():
             return
-        wrap(nn.parallel.DistributedDataParallel, "__init__", self._around_wrapper)
         mesh: Any = getattr(torch.distributed, "device_mesh", None)
         wrap(getattr(mesh, "DeviceMesh", None), "__init__", self._around_mesh)
         wrap(torch.distributed, "new_group", self._around_group)
@@ -59,14 +64,18 @@ class ParallelismObserver(Observer):
             wrap(torch.distributed, name, self._around_reduction)
 
     def wrapper_of(self, module: nn.Module) -> Any:
-        """Return the DistributedDataParallel that wraps a module, whether it is called through it or not."""
-        return module if isinstance(module, nn.parallel.DistributedDataParallel) else self._wrapped.get(module)
+        """Return the DistributedDataParallel through which a module has been called, None where there is none."""
+        return module if isinstance(module, nn.parallel.DistributedDataParallel) else self._wrappers.get(module)
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note how a module is parallel, when it is called for the first time."""
-        if not any(known is module for known in self._modules):
-            self._modules.append(module)
-            self._facts.append(self._describe(module))
+        if any(known is module for known in self._modules):
+            return
+        self._modules.append(module)
+        active = active_wrapper()
+        if active is not None and any(part is module for part in active.modules()):
+            self._wrappers[module] = active
+        self._facts.append(self._describe(module))
 
     def backward_begins(self, number: int) -> None:
         """What is reduced within a backward pass is the wrapper's concern."""
@@ -80,10 +89,11 @@ class ParallelismObserver(Observer):
     def before_step(self, optimizer: Optimizer) -> None:
         """Stop counting."""
         self._counting = False
-        self._entries = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        self._entries = sum(p.numel() for p in parameters if p.grad is not None)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return how many entries were reduced by hand, by the size of the group, and how many parameters have."""
+        """Return how many entries were reduced by hand, by the group's size, and how many the gradients have."""
         if not self._reduced:
             return None
         return {"reduced": {str(size): count for size, count in self._reduced.items()}, "entries": self._entries}
@@ -100,29 +110,12 @@ class ParallelismObserver(Observer):
         wrapper = self.wrapper_of(module)
         facts: Facts = {"class": type(module).__name__, "wrapper": None}
         if wrapper is not None:
-            facts["wrapper"] = {
-                "ranks": torch.distributed.get_world_size(wrapper.process_group),
-                "broadcast_buffers": bool(wrapper.broadcast_buffers),
-            }
+            facts["wrapper"] = {"ranks": torch.distributed.get_world_size(wrapper.process_group)}
         facts["sharded_as_data"] = any(
             base.__name__ in SHARDED_AS_DATA for part in module.modules() for base in type(part).__mro__
         ) or any(hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id") for p in module.parameters())
         facts["layouts"] = sorted({layout for p in module.parameters() if (layout := _layout(p))})
         return facts
-
-    def _around_wrapper(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def made(wrapper: Any, *args: Any, **kwargs: Any) -> None:
-            original(wrapper, *args, **kwargs)
-            attempt(self._note_wrapper, wrapper)
-
-        return made
-
-    def _note_wrapper(self, wrapper: Any) -> None:
-        # torch.compile's module is looked through by those who ask.
-        self._wrapped[wrapper.module] = wrapper
-        inner = getattr(wrapper.module, "_orig_mod", None)
-        if inner is not None:
-            self._wrapped[inner] = wrapper
 
     def _around_mesh(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def made(mesh: Any, *args: Any, **kwargs: Any) -> None:

@@ -31,16 +31,23 @@ class PassWindows:
             entry.closed = entry.closed or bool(entry.steps)
         self._entries.append(_Entry(one))
 
-    def take(self, optimizer: int) -> tuple[list[Pass], list[Pass]]:
-        """Return the passes since an optimizer's last step that belong to the step it takes now, and the others."""
+    def take(self, optimizer: int, running: Pass | None = None) -> tuple[list[Pass], list[Pass]]:
+        """Return the passes since an optimizer's last step that belong to the step it takes now, and the others.
+
+        Args:
+            optimizer: the number of the optimizer.
+            running: the pass inside of which it steps, from a hook on its parameter.
+        """
         last = self._last_step.get(optimizer, -1)
         since = [entry for entry in self._entries if entry.one.number > last]
         own = [entry for entry in since if not entry.closed]
         for entry in own:
             entry.steps.add(optimizer)
-        if self._entries:
-            self._last_step[optimizer] = self._entries[-1].one.number
-        return [entry.one for entry in own], [entry.one for entry in since if entry.closed]
+        passes = [entry.one for entry in own] + ([] if running is None else [running])
+        latest = [entry.one.number for entry in self._entries[-1:]] + [one.number for one in passes[-1:]]
+        if latest:
+            self._last_step[optimizer] = max(latest)
+        return passes, [entry.one for entry in since if entry.closed]
 
     def drop(self) -> None:
         """Forget passes that no optimizer known so far will ask for again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch._compile
 import torch.distributed
 from torch import Tensor, nn
 from torch.optim.optimizer import (
@@ -80,9 +82,11 @@ class TrainingRecorder:
     def install(self) -> None:
         """Follow every optimizer that the script makes."""
         self._gradients.install()
+        disable: Any = torch._compile._disable_dynamo
         self._handles = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
+            # Where a script compiles its step, the hooks stay outside of the graph.
+            register_optimizer_step_pre_hook(disable(lambda *args: self._before_step(*args))),
+            register_optimizer_step_post_hook(disable(lambda *args: self._after_step(*args))),
         ]
         optimizer_class: Any = Optimizer
         add = optimizer_class.add_param_group
@@ -217,7 +221,8 @@ class TrainingRecorder:
             return
         self._nested -= 1
         if self._nested == 0:
-            self._guarded(lambda: self._complete(optimizer, skipped=False))
+            skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
+            self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
     def _on_clipping(self, parameters: Sequence[Tensor]) -> None:
         """Take down gradients before they are clipped."""
@@ -244,12 +249,13 @@ class TrainingRecorder:
         self._world = _world()
         parameters = list(_parameters(optimizer))
         names = self._names.of(optimizer, parameters)
-        own, others = self._windows.take(self._optimizers.index(optimizer))
+        running = self._gradients.current
+        own, others = self._windows.take(self._optimizers.index(optimizer), running)
         unclipped, self._unclipped = self._unclipped, {}
         with torch.no_grad(), paused():
-            gradients = [_received(optimizer, parameter) for parameter in parameters]
-            received = torch.cat(gradients)
-            self._replay([*own, *others])
+            gradients, norms = zip(*(_received(optimizer, parameter) for parameter in parameters), strict=True)
+            if running is None:
+                self._replay([*own, *others])
             for observer in self._observers:
                 observer.before_step(optimizer)
         self._pending = RecordedStep(
@@ -259,9 +265,11 @@ class TrainingRecorder:
                 Parameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
                 for name, parameter in zip(names, parameters, strict=True)
             ),
-            received,
+            torch.cat(gradients),
             tuple(_vector(one, parameters) for one in own),
             tuple(_vector(one, parameters) for one in others),
+            facts={"gradient_hooks": sum(map(_has_own_hooks, parameters))},
+            norm=math.hypot(*norms),
             unclipped=_unclipped(unclipped, parameters, gradients),
         )
 
@@ -332,12 +340,19 @@ def _kept(gradient: Tensor) -> Tensor:
     return segment(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-def _received(optimizer: Optimizer, parameter: Tensor) -> Tensor:
-    """Return the segment of the gradient with which an optimizer steps, NaN where there is none."""
+def _received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
+    """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none."""
     if parameter.grad is None:
-        return torch.full((length(parameter),), torch.nan, dtype=torch.float64)
-    scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
-    return _kept(parameter.grad) if scale is None else _kept(parameter.grad) / float(scale)
+        return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
+    scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
+    gradient = whole(parameter.grad)
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
+
+
+def _has_own_hooks(parameter: Tensor) -> bool:
+    """Return whether the script has hooks on the parameter that may change its gradient; one of them is ours."""
+    return len(parameter._backward_hooks or ()) > 1 or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def _unclipped(before: dict[int, Tensor], parameters: Sequence[Tensor], received: Sequence[Tensor]) -> Tensor | None:

@@ -69,7 +69,7 @@ def replay(
     precision: Precision,
     receive: ReceiveGradient,
     replicas: Replicas,
-    drawn: list[torch.dtype] | None,
+    drawn: list[torch.dtype] | None = None,
 ) -> Replayed:
     """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
 

@@ -14,7 +14,10 @@ from harness.check.evidence import Facts
 ROWS_KEPT = 256
 """Rows of a batch whose hashes are kept. Of a larger batch those with the smallest hashes, the same on every rank."""
 
-_ENTRIES_AT_ONCE = 2**21
+_ENTRIES_AT_ONCE = 2**17
+"""They and what is made of them fit into a cpu's cache."""
+
+_ENTRIES_AT_ONCE_ON_DEVICE = 2**23
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -80,13 +83,16 @@ def _words(tensor: Tensor) -> Tensor:
     if plain.is_complex():
         plain = torch.view_as_real(plain)
     flat = plain.reshape(len(plain), -1).contiguous()
-    return flat.view(_WORDS[flat.element_size()])
+    eight = 8 // flat.element_size()
+    whole = flat.shape[1] % eight == 0 and flat.storage_offset() % eight == 0
+    return flat.view(torch.int64 if whole else _WORDS[flat.element_size()])
 
 
 def _row_sums(words: Tensor) -> Tensor:
     """Return a number (rows) for each row, in which the place of every entry counts."""
     rows, entries = words.shape
-    columns = max(1, _ENTRIES_AT_ONCE // max(rows, 1))
+    at_once = _ENTRIES_AT_ONCE if words.device.type == "cpu" else _ENTRIES_AT_ONCE_ON_DEVICE
+    columns = max(1, at_once // max(rows, 1))
     total = torch.zeros(rows, dtype=torch.int64, device=words.device)
     for start in range(0, entries, columns):
         part = words[:, start : start + columns].to(torch.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +16,7 @@ from harness.check.rank import unwrapping
 from harness.check.rank.alias import alias
 from harness.check.rank.autocast_state import Autocast
 from harness.check.rank.call import TrackedCall, UsedParameter, sample
+from harness.check.rank.module_calls import ModuleCalls
 from harness.check.rank.nested import map_tensors, tensors_in
 from harness.check.rank.random_state import RandomState
 from harness.check.rank.unwrapping import Role
@@ -54,12 +54,12 @@ class TrackedCalls:
         self._outside: dict[int, list[nn.Parameter]] = {}
         self._recording = False
         self._number = 0
-        self._patch: _ModuleCall | None = None
+        self._patch: ModuleCalls | None = None
 
     def start(self) -> None:
         """Begin to follow calls."""
         self._recording = True
-        self._patch = _ModuleCall(self._called)
+        self._patch = ModuleCalls(self._called)
         self._patch.install()
 
     def stop(self) -> None:
@@ -220,39 +220,6 @@ class TrackedCalls:
         new = tuple(None if one is None else one.detach() for one in cotangents)
         old = call.cotangents.get(number)
         call.cotangents[number] = new if old is None else tuple(map(_sum, old, new))
-
-
-class _ModuleCall:
-    """``torch.nn.Module.__call__`` while calls are followed.
-
-    Compiled code must not see a difference: TorchDynamo compares the method with the one that it knows, so that it is
-    told to know this one instead.
-    """
-
-    def __init__(self, called: Callable[..., Any]) -> None:
-        self.original = original = nn.Module.__call__
-
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            if unwrapping.is_compiling():
-                return original(module, *args, **kwargs)
-            return called(original, module, args, kwargs)
-
-        self.own = __call__
-
-    def install(self) -> None:
-        self._replace(self.original, self.own)
-
-    def remove(self) -> None:
-        self._replace(self.own, self.original)
-
-    @staticmethod
-    def _replace(old: Any, new: Any) -> None:
-        if nn.Module.__call__ is old:
-            nn.Module.__call__ = new  # type: ignore[method-assign]
-        for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
-            known: Any = sys.modules.get(name)
-            if getattr(known, "unpatched_nn_module_call", None) is old:
-                known.unpatched_nn_module_call = new
 
 
 def differentiable(output: Any) -> list[Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -84,8 +83,3 @@ def flat_sharding(module: nn.Module) -> bool:
 
 def _is_fsdp1(kind: type[nn.Module]) -> bool:
     return any((one.__module__, one.__name__) == _FSDP1 for one in kind.__mro__)
-
-
-def is_compiling() -> bool:
-    """Return whether TorchDynamo traces the caller, in which nothing may be recorded."""
-    return torch.compiler.is_compiling()

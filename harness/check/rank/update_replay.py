@@ -19,6 +19,7 @@ from harness.check.rank.optimizer_replay import (
     groups_of,
     is_of_torch,
     local,
+    memory,
     replayed,
     require_replayable,
     stepping,
@@ -29,11 +30,14 @@ from harness.evidence.projection import fingerprint
 
 @dataclass(eq=False)
 class _Due:
-    """One parameter before its step: weights, segments of the right and the native update, noise, one rounding."""
+    """One parameter before its step: weights, segments of the right and the native update, noise, one rounding.
+
+    ``native`` is None where the optimizer's class is one of torch's own.
+    """
 
     before: Tensor
     update: Tensor
-    native: Tensor
+    native: Tensor | None
     noise: float
     unit: float
 
@@ -62,8 +66,8 @@ class UpdateReplay(Observer):
     ``why``: why the step as a whole cannot be judged, "" if it can.
     ``hooks``: whether the script has hooks of its own on the step, which may change weights and gradients.
     ``parameters``: for each one judged its number, the error, the noise, the lengths of the update that was due and of
-    the one that was made, their scalar product, the distance from the replay in the parameter's own precision, and the
-    size of one rounding. Lengths of large parameters are those of projections.
+    the one that was made, their scalar product, the distance from the replay in the parameter's own precision (0 of
+    torch's own classes), and the size of one rounding. Lengths of large parameters are those of projections.
     ``unjudged``: numbers of parameters by the reason.
     ``outside``: parameters that changed since this optimizer's last step ended.
     ``shared``: places in shared memory, by parameter.
@@ -97,7 +101,7 @@ class UpdateReplay(Observer):
         pending = _Pending(optimizer)
         self._open.append(pending)
         parameters = parameters_of(optimizer)
-        pending.prints = [fingerprint(_real(one)) for one in parameters]
+        pending.prints = list(map(weights_print, parameters))
         last = self._prints.get(optimizer, pending.prints)
         if len(last) == len(pending.prints):
             pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
@@ -114,7 +118,7 @@ class UpdateReplay(Observer):
         if pending is None:
             return None
         parameters = parameters_of(optimizer)
-        prints = [fingerprint(_real(one)) for one in parameters]
+        prints = list(map(weights_print, parameters))
         self._prints[optimizer] = prints
         places = shared_places(map(local, parameters))
         rows = [] if skipped or pending.why else _compared(pending, parameters, prints)
@@ -145,6 +149,15 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def weights_print(parameter: Tensor) -> int:
+    """Return the fingerprint of what this rank holds of a parameter; 0 of tensors that do not show their bits."""
+    try:
+        own = _real(parameter)
+        return fingerprint(own.view(torch.uint8) if own.element_size() == 1 else own)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return 0
+
+
 def _replay(pending: _Pending) -> None:
     """Replay the step of every parameter that has a gradient, one after the other."""
     optimizer = stepping(pending.optimizer)
@@ -169,11 +182,27 @@ def _replay(pending: _Pending) -> None:
 def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guard: Guard) -> _Due:
     after = replayed(optimizer, group, parameter, guard)
     before = local(parameter.detach()).clone()
-    update = _wide(after.exact) - _wide(before)
-    rounded = torch.linalg.vector_norm(_wide(after.native) - _wide(after.exact))
-    unit = torch.linalg.vector_norm(_wide(before).abs() + update.abs()) * torch.finfo(before.dtype).eps / 2
-    native = _wide(after.native) - _wide(before)
-    return _Due(before, segment(update), segment(native), max(float(rounded), float(unit)), float(unit))
+    exact = _real(after.exact)
+    rough = [_real(one) for one in (after.native, after.traced) if one is not None]
+    noise = max(_length(one - exact) for one in rough)
+    # A copy of a class that is not torch's own must repeat the step, so that the replay in float64 says something.
+    native = None if is_of_torch(optimizer) else _segment(rough[0].double() - _real(before), before.dtype)
+    update = exact.sub_(_real(before))
+    unit = (_length(_real(before)) + _length(update)) * torch.finfo(before.dtype).eps / 2
+    return _Due(before, _segment(update, before.dtype), native, max(noise, unit), unit)
+
+
+def _length(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+
+
+def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the segment of an update, float64, of weights of a dtype.
+
+    Projecting float32 numbers is far cheaper. That rounds an update by less than its addition to weights does, unless
+    these are float64.
+    """
+    return segment(update if dtype in (torch.float64, torch.complex128) else update.float())
 
 
 def _compared(pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[int]) -> list[list[float]]:
@@ -183,9 +212,9 @@ def _compared(pending: _Pending, parameters: Sequence[Tensor], prints: Sequence[
     for number, parameter in enumerate(parameters):
         due = pending.due.pop(number, None)
         if due is not None and due.before.shape == local(parameter).shape:
-            made = segment(_wide(local(parameter.detach())) - _wide(due.before))
-            lengths = [float(vector.norm()) for vector in (made - due.update, due.update, made, made - due.native)]
-            error, right, moved, repeated = lengths
+            made = _segment(_real(parameter).double() - _real(due.before), due.before.dtype)
+            error, right, moved = (float(vector.norm()) for vector in (made - due.update, due.update, made))
+            repeated = 0.0 if due.native is None else float((made - due.native).norm())
             rows.append([number, error, due.noise, right, moved, float(made @ due.update), repeated, due.unit])
         elif due is None and number in pending.own - unjudged and prints[number] != pending.prints[number]:
             rows.append([number, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])  # by how much is not known
@@ -199,10 +228,6 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 def _real(tensor: Tensor) -> Tensor:
     own = local(tensor.detach())
     return torch.view_as_real(own) if own.is_complex() else own
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return _real(tensor).to(torch.float64)
 
 
 def _is_finite(gradient: Tensor) -> bool:
@@ -223,9 +248,10 @@ def _overlapping(parameters: Sequence[Tensor]) -> set[int]:
     ranges = []
     for number, parameter in enumerate(parameters):
         own = local(parameter)
-        if own.numel():
+        if own.numel() and (start := memory(own)):
             last = sum((size - 1) * stride for size, stride in zip(own.shape, own.stride(), strict=True))
-            ranges.append((own.data_ptr(), own.data_ptr() + (last + 1) * own.element_size(), number))
+            start += int(own.storage_offset()) * own.element_size()
+            ranges.append((start, start + (last + 1) * own.element_size(), number))
     ranges.sort()
     found: set[int] = set()
     end, holder = 0, -1

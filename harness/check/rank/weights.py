@@ -11,16 +11,15 @@ from torch.optim.optimizer import Optimizer
 from harness.check.evidence import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.parallelism import ParallelismObserver, world_size
-from harness.check.rank.tensor_digest import tensor_digest, whole
-from harness.evidence.projection import ROWS, sketch
+from harness.check.rank.tensor_digest import digest_and_projection, tensor_digest
 
 
 class WeightObserver(Observer):
     """Notes weights where there are several ranks; shards are left out, as each rank has its own.
 
     The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
-    the order of the optimizer's parameters, digests ``before``, ``gradients`` and ``after``, the ``norms`` after it,
-    and ``projections`` of ``ROWS`` numbers, whose distance is that of the weights.
+    the order of the optimizer's parameters, digests ``before``, ``gradients`` and ``after``, and ``projections`` of the
+    weights after it, whose relative distance is about that of the weights.
     """
 
     name = "weights"
@@ -72,13 +71,9 @@ class WeightObserver(Observer):
         if world_size() == 1:
             return None
         noted, self._noted = self._noted, {}
-        sketches = [_sketched(p) for p in _parameters(optimizer)]
-        return {
-            **noted,
-            "after": [digest for digest, _, _ in sketches],
-            "norms": [norm for _, norm, _ in sketches],
-            "projections": [projection for _, _, projection in sketches],
-        }
+        made = [digest_and_projection(p) for p in _parameters(optimizer)]
+        after, projections = [digest for digest, _ in made], [projection for _, projection in made]
+        return {**noted, "after": after, "projections": projections}
 
     def stop(self) -> None:
         """Let go of the modules."""
@@ -108,13 +103,3 @@ def _gradient_digest(gradient: Tensor) -> str | None:
         return tensor_digest(gradient)
     made = gradient.coalesce()
     return f"{tensor_digest(made.indices())} {tensor_digest(made.values())}"
-
-
-def _sketched(parameter: Tensor) -> tuple[str | None, float | None, list[float] | None]:
-    values = whole(parameter)
-    if values is None or not values.is_floating_point():
-        return tensor_digest(parameter), None, None
-    made = sketch(values, ROWS)
-    digest = f"{made.fingerprint & (1 << 64) - 1:016x}"
-    # JSON has no infinity.
-    return (digest, made.norm, made.values.sum(0).tolist()) if made.norm < float("inf") else (digest, None, None)

@@ -1,0 +1,173 @@
+"""Tiny stand-ins for what scripts download: ``python data.py KIND …`` writes them into the current folder."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+SENTENCE = "a plumb line shows whether wall is true and trainer of many devices does what one device would do"
+
+
+def sentences(count: int, seed: int = 0) -> list[str]:
+    """Return sentences of 4 to 20 words, always the same."""
+    chance = random.Random(seed)
+    return [" ".join(chance.choices(SENTENCE.split(), k=chance.randint(4, 20))) for _ in range(count)]
+
+
+def nanogpt() -> None:
+    """Write characters as tokens, as nanoGPT's prepare.py does."""
+    import pickle
+
+    import numpy as np
+
+    folder = Path("data/shakespeare_char")
+    folder.mkdir(parents=True, exist_ok=True)
+    chance = np.random.default_rng(0)
+    for split, length in (("train", 20_000), ("val", 2_000)):
+        chance.integers(0, 65, length, dtype=np.uint16).tofile(folder / f"{split}.bin")
+    letters = [chr(40 + i) for i in range(65)]
+    meta = {"vocab_size": 65, "itos": dict(enumerate(letters)), "stoi": {c: i for i, c in enumerate(letters)}}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+
+
+def wikitext() -> None:
+    """Write the three files of a language model's corpus."""
+    folder = Path("data/wikitext-2")
+    folder.mkdir(parents=True, exist_ok=True)
+    for split, count in (("train", 60), ("valid", 20), ("test", 20)):
+        (folder / f"{split}.txt").write_text("\n".join(sentences(count)) + "\n", encoding="utf-8")
+
+
+def lightning_wikitext() -> None:
+    """Write the corpus where Lightning's demos look for it: the splits need more than 4000 sequences of 35 words."""
+    for folder in (Path("wikitext-2"), Path("data")):
+        folder.mkdir(exist_ok=True)
+        (folder / "wikitext-2.txt").write_text("\n".join(sentences(12_500)) + "\n", encoding="utf-8")
+
+
+def sines() -> None:
+    """Write the waves of the example of time sequences."""
+    import numpy as np
+    import torch
+
+    shift = np.random.default_rng(2).integers(-80, 80, (8, 1))
+    torch.save(np.sin((np.arange(60) + shift) / 20.0).astype("float64"), "traindata.pt")
+
+
+def tokenizer(folder: Path) -> int:
+    """Write a tokenizer of whole words; return how many there are."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "<s>", "</s>"]
+    vocabulary = {word: i for i, word in enumerate([*special, *sorted(set(SENTENCE.split())), ".", ",", "the", "said"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=words,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=64,
+    )
+    fast.chat_template = (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}{% generation %}"
+        "{{ message['content'] + eos_token }}{% endgeneration %}{% else %}{{ message['content'] + eos_token }}"
+        "{% endif %}{% endfor %}"
+    )
+    fast.save_pretrained(folder)
+    return len(vocabulary)
+
+
+def bert() -> None:
+    """Write a BERT of two layers under the name that examples load."""
+    import torch
+    from transformers import BertConfig, BertForSequenceClassification
+
+    folder = Path("bert-base-cased")
+    words = tokenizer(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=words, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+
+
+def llama() -> None:
+    """Write a Llama of two layers, under the name of a small one too."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for folder in (Path("tiny-llama"), Path("HuggingFaceTB/SmolLM-360M")):
+        words = tokenizer(folder)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=words,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=128,
+        )
+        LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def glue() -> None:
+    """Write sentence pairs under the names that ``datasets`` loads."""
+    for folder in (Path("glue"), Path("nyu-mll/glue")):
+        for split, count in (("train", 64), ("validation", 8), ("test", 8)):
+            pairs = zip(sentences(count, 1), sentences(count, 2), strict=True)
+            rows = [
+                {"sentence1": one, "sentence2": two, "label": i % 2, "idx": i} for i, (one, two) in enumerate(pairs)
+            ]
+            write_rows(folder / f"mrpc/{split}.jsonl", rows)
+        files = "\n".join(f"  - split: {s}\n    path: mrpc/{s}.jsonl" for s in ("train", "validation", "test"))
+        (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: mrpc\n  data_files:\n{files}\n---\n")
+
+
+def accuracy() -> None:
+    """Write the metric that examples load: a module with one class, as ``evaluate`` asks for it."""
+    Path("glue").mkdir(exist_ok=True)
+    Path("glue/glue.py").write_text(
+        "import datasets\nimport evaluate\n\n\nclass Accuracy(evaluate.Metric):\n"
+        "    def _info(self):\n"
+        "        numbers = {'predictions': datasets.Value('int64'), 'references': datasets.Value('int64')}\n"
+        "        return evaluate.MetricInfo(description='', citation='', features=datasets.Features(numbers))\n\n"
+        "    def _compute(self, predictions, references):\n"
+        "        return {'accuracy': sum(p == r for p, r in zip(predictions, references)) / len(references)}\n"
+    )
+
+
+def texts() -> None:
+    """Write texts, conversations and preferences for fine-tuning."""
+    said = sentences(64)
+    write_rows(Path("texts/train.jsonl"), [{"text": text} for text in said])
+    write_rows(Path("texts/validation.jsonl"), [{"text": text} for text in said[:8]])
+    chats = [
+        [{"role": "user", "content": one}, {"role": "assistant", "content": said[-i]}] for i, one in enumerate(said)
+    ]
+    write_rows(Path("chats/train.jsonl"), [{"messages": messages} for messages in chats])
+    pairs = [
+        {"prompt": chat[:1], "chosen": chat[1:], "rejected": [{"role": "assistant", "content": "is a wall"}]}
+        for chat in chats
+    ]
+    write_rows(Path("preferences/train.jsonl"), pairs)
+
+
+def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write one JSON object per line."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    made.__name__: made for made in (nanogpt, wikitext, lightning_wikitext, sines, bert, llama, glue, accuracy, texts)
+}
+
+if __name__ == "__main__":
+    for kind in sys.argv[1:]:
+        KINDS[kind]()

@@ -1,0 +1,342 @@
+"""Mistakes that are put into copies of scripts, and the causes that name them.
+
+A mistake has one change per script: what the pattern finds is replaced. In scripts of other people patterns are as
+short as they can be.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+AMP, NANOGPT, ACCELERATE, DDP = (
+    "ddp-accumulation-amp",
+    "nanogpt ddp",
+    "accelerate gradient-accumulation",
+    "ddp",
+)
+FILES = {
+    AMP: "ddp_accumulation_amp.py",
+    NANOGPT: "train.py",
+    ACCELERATE: "examples/by_feature/gradient_accumulation.py",
+    DDP: "ddp.py",
+}
+"""The file of each script that is changed."""
+
+Changes = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    Attributes:
+        name: what it is called.
+        says: what is done wrong.
+        causes: the causes that name it; none where it cannot be told from another objective: nothing is accused then.
+        changes: patterns and what replaces them, by the name of a script.
+    """
+
+    name: str
+    says: str
+    causes: tuple[str, ...]
+    changes: dict[str, Changes]
+
+
+AFTER_BACKWARD = {
+    AMP: r"( +)(scaler\.unscale_\(optimizer\)\n)",
+    NANOGPT: r"( +)(# clip the gradient\n)",
+    ACCELERATE: r"( +)(optimizer\.step\(\)\n)",
+    DDP: r"( +)(nn\.utils\.clip_grad_norm_)",
+}
+"""Where all gradients of a step are there, before they are unscaled or clipped; the group is the indentation."""
+
+AFTER_STEP = {
+    AMP: r"( +)(scaler\.update\(\)\n)",
+    NANOGPT: r"( +)(scaler\.update\(\)\n)",
+    ACCELERATE: r"( +)(lr_scheduler\.step\(\)\n)",
+    DDP: r"( +)(scheduler\.step\(\)\n)",
+}
+"""After the optimizer's step."""
+
+WHEN = {AMP: "True", NANOGPT: "True", ACCELERATE: "accelerator.sync_gradients", DDP: "True"}
+"""Whether this iteration ends a window of micro-batches: an expression."""
+
+
+def before_step(statement: str, *names: str) -> dict[str, Changes]:
+    """Return the changes that execute a statement when the gradients of a step are complete."""
+    return {name: _inserted(AFTER_BACKWARD[name], statement, name) for name in names}
+
+
+def after_step(statement: str, *names: str) -> dict[str, Changes]:
+    """Return the changes that execute a statement after the step."""
+    return {name: _inserted(AFTER_STEP[name], statement, name) for name in names}
+
+
+def _inserted(pattern: str, statement: str, name: str) -> Changes:
+    return ((pattern, rf"\1if {WHEN[name]}: {statement}\n\1\2"),)
+
+
+def everywhere(pattern: str, text: str, *names: str) -> dict[str, Changes]:
+    """Return the same change for several scripts."""
+    return dict.fromkeys(names, ((pattern, text),))
+
+
+GRADIENTS = "[p.grad for p in model.parameters() if p.grad is not None]"
+RANK = "torch.distributed.get_rank()"
+
+MISTAKES = (
+    Mistake(
+        "inner module called",
+        "the module inside DDP is called, so nothing is reduced",
+        ("not-synchronised",),
+        {
+            AMP: ((r"model\(x\)", "model.module(x)"),),
+            NANOGPT: ((r"= model\(X, Y\)\n            loss = ", "= model.module(X, Y)\n            loss = "),),
+            ACCELERATE: ((r"output = model\(", "output = model.module("),),
+            DDP: ((r"model\(x\)", "model.module(x)"),),
+        },
+    ),
+    Mistake(
+        "always no_sync",
+        "no micro-batch is reduced",
+        ("not-synchronised",),
+        {
+            AMP: ((r"nullcontext\(\) if last else model\.no_sync\(\)", "model.no_sync()"),),
+            NANOGPT: ((r"model\.require_backward_grad_sync = .*", "model.require_backward_grad_sync = False"),),
+            ACCELERATE: ((r"accelerator\.accumulate\(model\)", "model.no_sync(), accelerator.accumulate()"),),
+        },
+    ),
+    Mistake(
+        "first micro-batch reduced",
+        "the first micro-batch is reduced instead of the last",
+        ("some-micro-batches-not-synchronised", "not-synchronised"),
+        {
+            AMP: ((r"nullcontext\(\) if last", "nullcontext() if i % ACCUMULATE == 0"),),
+            NANOGPT: ((r"\(micro_step == .* - 1\)", "(micro_step == 0)"),),
+        },
+    ),
+    Mistake(
+        "summed over ranks",
+        "DDP's mean is multiplied by the world size",
+        ("summed-over-ranks",),
+        before_step(f"torch._foreach_mul_({GRADIENTS}, 2.0)", AMP, NANOGPT, ACCELERATE, DDP),
+    ),
+    Mistake(
+        "averaged twice",
+        "DDP's mean is divided by the world size again",
+        ("averaged-twice",),
+        before_step(f"torch._foreach_div_({GRADIENTS}, 2.0)", AMP, NANOGPT, ACCELERATE, DDP),
+    ),
+    Mistake(
+        "zeroed in every micro-batch",
+        "zero_grad before each backward pass: only the last micro-batch counts",
+        ("only-last-micro-batch",),
+        {
+            AMP: ((r"( +)scaler\.scale", r"\1optimizer.zero_grad()\n\1scaler.scale"),),
+            NANOGPT: ((r"( +)scaler\.scale", r"\1optimizer.zero_grad()\n\1scaler.scale"),),
+            ACCELERATE: ((r"( +)accelerator\.backward", r"\1model.zero_grad()\n\1accelerator.backward"),),
+        },
+    ),
+    Mistake(
+        "divided twice",
+        "gradients are divided by the micro-batches although the loss is",
+        ("divided-twice",),
+        {
+            AMP: before_step(f"torch._foreach_div_({GRADIENTS}, 3.0)", AMP)[AMP],
+            NANOGPT: before_step(f"torch._foreach_div_({GRADIENTS}, 4.0)", NANOGPT)[NANOGPT],
+        },
+    ),
+    Mistake(
+        "loss not divided",
+        "the loss is not divided by the micro-batches: a sum, which may be meant",
+        (),
+        {AMP: ((r" / ACCUMULATE\n", "\n"),), NANOGPT: ((r"loss = loss / .*", "pass"),)},
+    ),
+    Mistake(
+        "clipped before unscaling",
+        "clip_grad_norm_ on gradients that still have the loss scale in them",
+        ("clipped-before-unscaling",),
+        {AMP: ((r" +scaler\.unscale_\(optimizer\)\n", ""),)},
+    ),
+    Mistake(
+        "clipped after the step",
+        "the optimizer steps before clipping",
+        ("not-clipped",),
+        {
+            AMP: (
+                (r"( +)(torch\.nn\.utils\.clip.*\n)( +scaler\.step\(optimizer\)\n)", r"\3\1\2"),
+                (r"( +)scaler\.unscale_\(optimizer\)\n", ""),
+            ),
+            DDP: ((r"( +nn\.utils\.clip.*\n)( +optimizer\.step\(\)\n)", r"\2\1"),),
+        },
+    ),
+    Mistake(
+        "clipped before averaging",
+        "each rank clips its own gradient, then they are averaged",
+        ("clipped-before-averaging",),
+        {
+            DDP: (
+                (r"model\(x\)", "model.module(x)"),
+                (
+                    r"( +)optimizer\.step\(\)\n",
+                    r"\1for p in model.parameters():\n\1    dist.all_reduce(p.grad)\n\1    p.grad /= 2\n"
+                    r"\1optimizer.step()\n",
+                ),
+            )
+        },
+    ),
+    Mistake(
+        "previous step not zeroed",
+        "zero_grad is missing",
+        ("previous-step-not-zeroed",),
+        {
+            AMP: ((r" +optimizer\.zero_grad\(\)\n", ""),),
+            NANOGPT: ((r" +optimizer\.zero_grad\(set_to_none=True\)\n", ""),),
+            ACCELERATE: ((r" +optimizer\.zero_grad\(\)\n", ""),),
+            DDP: ((r" +optimizer\.zero_grad\(set_to_none=True\)\n", ""),),
+        },
+    ),
+    Mistake(
+        "step without unscaling",
+        "optimizer.step() in place of scaler.step(optimizer), nothing unscales",
+        ("loss-scale-left-in",),
+        {
+            AMP: (
+                (r" +scaler\.unscale_\(optimizer\)\n", ""),
+                (r" +torch\.nn\.utils\.clip.*\n", ""),
+                (r"scaler\.step\(optimizer\)\n( +)scaler\.update\(\)", "optimizer.step()"),
+            )
+        },
+    ),
+    Mistake(
+        "unscaled twice",
+        "gradients are divided by the scale by hand and by the scaler",
+        ("unscaled-twice",),
+        before_step(f"torch._foreach_div_({GRADIENTS}, scaler.get_scale())", AMP),
+    ),
+    Mistake(
+        "schedule per micro-batch",
+        "the scheduler steps with every micro-batch",
+        ("schedule-stepped-every-micro-batch",),
+        {AMP: ((r"    ( +)scheduler\.step\(\)\n", r"\1scheduler.step()\n"),)},
+    ),
+    Mistake(
+        "no sampler",
+        "all ranks draw the same rows",
+        ("no-sampler", "ranks-alike"),
+        {
+            AMP: ((r"num_replicas=world_size, rank=rank", "num_replicas=world_size, rank=0"),),
+            NANOGPT: ((r"seed_offset = ddp_rank", "seed_offset = 0"),),
+            ACCELERATE: ((r"(model, optimizer), train_dataloader, (eval_dataloader.*?)", r"\1, \2"),),
+            DDP: ((r"DistributedSampler\(data, ", "DistributedSampler(data, num_replicas=2, rank=0, "),),
+        },
+    ),
+    Mistake(
+        "sampler seeds differ",
+        "each rank shuffles with a seed of its own, so shares overlap",
+        ("shards-overlap",),
+        {
+            AMP: ((r"rank=rank\)\n", "rank=rank, seed=rank)\n"),),
+            DDP: ((r"seed=3", "seed=3 + rank"),),
+        },
+    ),
+    Mistake(
+        "set_epoch never called",
+        "the same order in every epoch",
+        ("set-epoch-never-called",),
+        everywhere(r" +sampler\.set_epoch\(epoch\)\n", "", AMP, DDP),
+    ),
+    Mistake(
+        "own initial weights",
+        "each rank starts from weights of its own",
+        ("not-broadcast",),
+        {
+            AMP: (
+                (r"model = DDP\(Net\(\)\)", "torch.manual_seed(rank)\n    model = DDP(Net(), init_sync=False)"),
+            ),
+            DDP: (
+                (r"torch\.manual_seed\(1234\)", "torch.manual_seed(1234 + rank)"),
+                (r"nn\.Linear\(64, 4\)\)\)", "nn.Linear(64, 4)), init_sync=False)"),
+            ),
+            NANOGPT: (
+                (r"device_ids=None\)", "init_sync=False)"),
+                (r"model = GPT\(gptconf\)\nelif", "torch.manual_seed(ddp_rank); model = GPT(gptconf)\nelif"),
+            ),
+        },
+    ),
+    Mistake(
+        "parameter not in the optimizer",
+        "the last layer is left out of the optimizer",
+        ("parameter-not-in-optimizer",),
+        {
+            AMP: ((r"AdamW\(model\.parameters\(\)", "AdamW(list(model.parameters())[:-2]"),),
+            DDP: ((r"AdamW\(model\.parameters\(\)", "AdamW(list(model.parameters())[:-2]"),),
+            ACCELERATE: ((r"AdamW\(params=model\.parameters\(\)", "AdamW(params=list(model.parameters())[:-2]"),),
+        },
+    ),
+    Mistake(
+        "one tensor scaled",
+        "the gradient of one parameter is multiplied by three",
+        ("scaled-by-a-constant", "unexplained"),
+        before_step(f"{GRADIENTS}[0].mul_(3.0)", AMP, NANOGPT, ACCELERATE, DDP),
+    ),
+    Mistake(
+        "one tensor not reduced",
+        "a hook puts a rank's own gradient back for one parameter",
+        ("some-parameters-not-synchronised",),
+        {
+            DDP: (
+                (r"( +)loss\.backward\(\)",
+                r"\1(own,) = torch.autograd.grad(loss, model.module[0].weight, retain_graph=True)\n"
+                r"\1loss.backward()\n\1model.module[0].weight.grad = own"),
+            )
+        },
+    ),
+    Mistake(
+        "update applied twice",
+        "optimizer.step() is called twice",
+        ("changed-between-steps", "stepped-without-a-batch", "one-step-late", "batch-again"),
+        after_step("optimizer.step()", DDP, NANOGPT),
+    ),
+    Mistake(
+        "weights moved by hand",
+        "weights are decayed by hand after the step",
+        ("changed-between-steps", "scaled-update", "no-update"),
+        after_step("torch._foreach_mul_([p.data for p in model.parameters()], 0.999)", AMP, NANOGPT, ACCELERATE, DDP),
+    ),
+    Mistake(
+        "rate differs on a rank",
+        "rank 1 has another learning rate",
+        ("rates-differ",),
+        {
+            AMP: ((r"lr=2e-3", "lr=2e-3 * (1 + rank)"),),
+            DDP: ((r"lr=3e-3", "lr=3e-3 * (1 + rank)"),),
+            NANOGPT: ((r"lr = get_lr\(iter_num\) if", "lr = (1 + ddp_rank) * get_lr(iter_num) if"),),
+            ACCELERATE: ((r"lr=lr\)", "lr=lr * (1 + accelerator.process_index))"),),
+        },
+    ),
+    Mistake(
+        "one mask on all ranks",
+        "all ranks drop the same units",
+        ("one-seed-on-all-ranks", "one-state-on-all-ranks"),
+        {
+            AMP: ((r"torch\.manual_seed\(42 \+ rank\)", "torch.manual_seed(42)"),),
+            DDP: ((r"torch\.manual_seed\(1234 \+ rank\)", "torch.manual_seed(1234)"),),
+        },
+    ),
+)  # fmt: skip
+"""Every mistake."""
+
+
+def changed(text: str, changes: Changes) -> str:
+    """Return a script's text with a mistake in it.
+
+    Raises:
+        ValueError: a pattern is not found.
+    """
+    for pattern, replacement in changes:
+        text, count = re.subn(pattern, replacement, text)
+        if not count:
+            raise ValueError(f"nothing matches {pattern!r}")
+    return text

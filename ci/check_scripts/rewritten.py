@@ -1,0 +1,76 @@
+"""Scripts of our own, written in the manner in which users write: each shows one thing that trainings do."""
+
+from __future__ import annotations
+
+from script import Script
+
+TWO = "torchrun --standalone --nproc-per-node 2"
+FOUR = "torchrun --standalone --nproc-per-node 4"
+
+
+def alone(name: str, covers: str, **more: object) -> Script:
+    """Return a script of one process that Python starts."""
+    return Script(name.replace("_", "-"), f"python {name}.py", covers, **more)  # type: ignore[arg-type]
+
+
+def two(name: str, covers: str, **more: object) -> Script:
+    """Return a script that torchrun starts on two ranks."""
+    return Script(name.replace("_", "-"), f"{TWO} {name}.py", covers, ranks=2, **more)  # type: ignore[arg-type]
+
+
+REWRITTEN_SCRIPTS = (
+    alone("plain_loop", "plain loop, no group, momentum, StepLR", steps=6),
+    two("ddp", "DDP, sampler, clipping by norm, cosine schedule", steps=8),
+    two(
+        "ddp_accumulation_amp",
+        "no_sync accumulation, fp16 autocast, GradScaler, clipping, schedule, BatchNorm",
+        steps=4,
+    ),
+    alone("bf16_clip_value", "bf16 autocast, clipping by value, parameter groups, accumulation", steps=5),
+    alone("fp16_scaler_overflow", "GradScaler that skips steps", steps=14),
+    alone("gan_spawn", "mp.spawn, GAN, two optimizers, spectral_norm", ranks=2, steps=8),
+    two("ema_teacher", "EMA copy as a teacher", steps=5),
+    two("checkpointed", "activation checkpointing, dropout, clipping"),
+    two("compiled", "torch.compile inside DDP", steps=5),
+    two("tied_frozen", "tied and frozen weights, ignore_index"),
+    two("unused_branches", "unused parameters, find_unused_parameters", steps=5),
+    two("sparse_embedding", "sparse gradients, two optimizers in one step", steps=8),
+    alone("lightning_ddp", "Lightning: DDP, accumulation, clipping, bf16-mixed", ranks=2),
+    alone("lightning_manual_gan", "Lightning: manual optimization, two optimizers", steps=8),
+    alone("fabric_loop", "Fabric: no_backward_sync, clip_gradients", ranks=2, steps=4),
+    Script(
+        "accelerate-loop",
+        "accelerate launch --multi_gpu --num_processes 2 accelerate_loop.py",
+        "Accelerate: accumulate, clipping, unequal lengths",
+        ranks=2,
+    ),
+    two("trainer_llama", "Transformers Trainer: accumulation, unequal token counts"),
+    alone("ignite_engine", "Ignite: idist.Parallel, accumulation", ranks=2),
+    two("fsdp2", "FSDP2: blocks in shards, accumulation, clipping"),
+    Script("hsdp", f"{FOUR} hsdp.py", "HSDP on a 2 × 2 mesh, bf16 parameters", ranks=4),
+    two("zero_redundancy", "ZeroRedundancyOptimizer"),
+    Script(
+        "deepspeed-zero",
+        "deepspeed --num_accelerators 2 --master_port 29617 deepspeed_zero.py",
+        "DeepSpeed ZeRO 2, accumulation, clipping",
+        needs=("deepspeed",),
+        ranks=2,
+    ),
+    Script(
+        "srun-ddp",
+        "srun --nodes 2 --ntasks-per-node 1 python srun_ddp.py",
+        "DDP started by srun",
+        needs=("slurm",),
+        ranks=2,
+    ),
+    two("all_reduce_by_hand", "gradients averaged by hand"),
+    two("contrastive", "a loss over the features of all ranks"),
+    alone("gradient_penalty", "double backward"),
+    alone("two_heads", "two backward passes, a dict as output"),
+    alone("sharpness_aware", "SAM: weights moved between two passes"),
+    two("own_optimizer", "a user's own optimizer, a parameter as an output"),
+    two("diffusion", "randomness drawn inside the forward, AveragedModel"),
+    alone("global_counter", "a forward that is not a function of its inputs"),
+    alone("float64_lbfgs", "LBFGS closures in float64"),
+    alone("data_parallel", "nn.DataParallel, weight_norm, rate set by hand"),
+)

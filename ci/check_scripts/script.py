@@ -1,0 +1,50 @@
+"""A script of the corpus: where it comes from, how it is started, what it needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+REWRITTEN = "rewritten"
+
+
+@dataclass(frozen=True)
+class Script:
+    """One training script.
+
+    Attributes:
+        name: what it is called in the tables.
+        command: the command line, as a user types it in the folder ``folder``.
+        covers: what of a training it shows.
+        source: a repository ``owner/name`` on GitHub, or ``rewritten`` for a file of ``scripts/``.
+        folder: the folder of the repository that the command runs in.
+        also: the files and folders of the repository that it needs.
+        needs: modules it imports beside what the project's own tests need.
+        data: what ``data.py`` writes into the folder first.
+        environment: variables that are set for it.
+        changes: pairs of a pattern and what replaces it, where the original asks for devices that are not here. A
+            script with changes does not count as unmodified.
+        ranks: how many ranks train.
+        steps: how many optimizer steps it does.
+        wrong: what is wrong with the script as published, None if nothing is. Proven by hand.
+    """
+
+    name: str
+    command: str
+    covers: str
+    source: str = REWRITTEN
+    folder: str = "."
+    also: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    changes: tuple[tuple[str, str, str], ...] = ()
+    ranks: int = 1
+    steps: int = 4
+    wrong: str | None = None
+
+    @property
+    def is_unmodified(self) -> bool:
+        """Whether it is somebody else's script, as it was published."""
+        return self.source != REWRITTEN and not self.changes

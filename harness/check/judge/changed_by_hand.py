@@ -1,0 +1,75 @@
+"""What a script does to gradients itself, between the backward pass and the step: much of it is meant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.gradient_case import Fit, ReceivedGradient
+from harness.check.judge.objective import NEAR, step_objectives
+from harness.core.finding import Finding, is_unexplained
+from harness.core.outcome import Outcome
+
+MULTIPLES = frozenset(
+    {"summed-over-ranks", "averaged-twice", "divided-by-another-count", "divided-twice", "not-divided-by-micro-batches"}
+)
+"""Causes that are one factor: right if the loss is divided accordingly."""
+
+SAME_LENGTH = 1e-3
+"""Relative difference up to which two lengths are one limit of clipping: norms may be computed in float32."""
+
+
+def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding:
+    """Return the finding about wrong gradients, changed where the script's own code may have meant them.
+
+    A gradient that nobody changed after the backward pass is as wrong as before. A script that multiplies gradients
+    itself is right if all losses together have the weight 1 then. What is neither known nor explained is not judged.
+    """
+    if clipped_by_hand(wrong):
+        return _information(finding, "the script shortens gradients to one length by its own code: clipping by hand")
+    if not any(map(_is_changed, wrong)):
+        return finding
+    if is_unexplained(finding):
+        return _not_judged(
+            finding, "the script changes gradients by its own code, and the result is no combination that is known"
+        )
+    if finding.cause not in MULTIPLES:
+        return finding
+    objectives = list(step_objectives(training))
+    if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
+        return _information(finding, "the script multiplies gradients by its own code, as its loss asks for")
+    if objectives and all(abs(one.total / one.factor - 1) <= NEAR for one in objectives):
+        return finding  # the losses had the weight 1 in total before
+    return _not_judged(
+        finding,
+        f"the script multiplies gradients by its own code ({finding.cause}); whether its loss asks for that is "
+        "not known",
+    )
+
+
+def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
+    """Return whether wrong gradients of several steps are right in direction, shorter, and all of one length."""
+    fits = [(case, replace(case, free_factor=True)) for case in wrong]
+    if len({case.place for case in wrong}) < 2 or any(case.step.unclipped is not None for case in wrong):
+        return False
+    results: list[Fit] = [free.fit(free.evenly()) for _, free in fits]
+    lengths = [case.step.norm for case in wrong]
+    return (
+        all(fit.holds and 0 < fit.factor < 1 for fit in results)
+        and max(lengths) <= (1 + SAME_LENGTH) * min(lengths)
+        # One factor at every step is no clipping.
+        and max(fit.factor for fit in results) > (1 + SAME_LENGTH) * min(fit.factor for fit in results)
+    )
+
+
+def _is_changed(case: ReceivedGradient) -> bool:
+    return bool(case.step.facts.get("clipping", {}).get("by_hand") or case.step.facts.get("gradient_hooks"))
+
+
+def _information(finding: Finding, message: str) -> Finding:
+    return Finding(finding.check, Outcome.PASSED, message, step=finding.step)
+
+
+def _not_judged(finding: Finding, message: str) -> Finding:
+    return Finding(finding.check, Outcome.SKIPPED, f"not judged: {message}", step=finding.step)

@@ -1,0 +1,69 @@
+"""``torch.nn.Module.__call__`` while calls are followed, in such a way that compiled code sees no difference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+Run = Callable[..., Any]
+"""``torch.nn.Module.__call__`` as it was."""
+
+Called = Callable[[Run, nn.Module, "tuple[Any, ...]", "dict[str, Any]"], Any]
+"""Runs a module with ``run(module, *args, **kwargs)`` and returns its output."""
+
+
+class ModuleCalls:
+    """Sends the calls of modules through ``called``, except inside of regions that TorchDynamo compiles.
+
+    TorchDynamo traces modules whose ``__call__`` is the one that it knows in another way than others, so that it is
+    told to know this one instead; and it neither traces nor guards the function that stands in its place.
+    """
+
+    def __init__(self, called: Called) -> None:
+        self._original = original = nn.Module.__call__
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if torch.compiler.is_compiling() or _is_evaluated_by_dynamo():
+                return original(module, *args, **kwargs)
+            return called(original, module, args, kwargs)
+
+        self._own = __call__
+        _leave_uncompiled(__call__)
+        _leave_uncompiled(_is_evaluated_by_dynamo)
+
+    def install(self) -> None:
+        """Put the function in the place of ``Module.__call__``."""
+        self._replace(self._original, self._own)
+
+    def remove(self) -> None:
+        """Put ``Module.__call__`` back, unless somebody else has replaced it since."""
+        self._replace(self._own, self._original)
+
+    @staticmethod
+    def _replace(old: Any, new: Any) -> None:
+        if nn.Module.__call__ is old:
+            nn.Module.__call__ = new  # type: ignore[method-assign]
+        for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+            known: Any = sys.modules.get(name)
+            if getattr(known, "unpatched_nn_module_call", None) is old:
+                known.unpatched_nn_module_call = new
+
+
+def _is_evaluated_by_dynamo() -> bool:
+    """Return whether TorchDynamo looks at each function that is called here, and may compile it."""
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback is not None and callback is not False
+
+
+def _leave_uncompiled(function: Any) -> None:
+    """Tell TorchDynamo to run a function as it is, and to go on looking at what it calls."""
+    dynamo: Any = torch._C._dynamo.eval_frame  # torch._dynamo has the same, but takes a second to import
+    if hasattr(dynamo, "skip_code"):  # before torch 2.7
+        dynamo.skip_code(function.__code__)
+        return
+    skip, default = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    dynamo.set_code_exec_strategy(function.__code__, dynamo._FrameExecStrategy(skip, default))

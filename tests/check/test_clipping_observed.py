@@ -1,0 +1,252 @@
+"""Clipping: what was asked for, when, and of what; right ways pass, and each wrong one is named."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.clipping import clip_factor, judge_clipping
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+
+sys.path.insert(0, str(Path(__file__).parent))
+from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
+
+NORM = torch.nn.utils.clip_grad_norm_
+
+
+def findings(training: RecordedTraining) -> list[Finding]:
+    return list(judge_clipping(training))
+
+
+def causes(training: RecordedTraining) -> list[str | None]:
+    return [finding.cause for finding in findings(training) if finding.outcome.is_bad]
+
+
+def trained(
+    between: Callable[[nn.Module], object], *, micro_batches: int = 1, steps: int = 2, after: bool = False
+) -> RecordedTraining:
+    """Train with ``between`` called before, or ``after``, each optimizer step."""
+
+    def script() -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(steps):
+            optimizer.zero_grad()
+            for part in range(micro_batches):
+                loss_of(model, 10 * step + part).backward()
+            if not after:
+                between(model)
+            optimizer.step()
+            if after:
+                between(model)
+
+    return recorded(script)
+
+
+def _with_norm_of_all(model: nn.Module) -> None:
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+
+
+def _by_hand(model: nn.Module) -> None:
+    norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
+    for p in model.parameters():
+        p.grad *= min(1, 0.5 / norm)
+
+
+CORRECT: dict[str, Callable[[nn.Module], object]] = {
+    "by name": lambda model: NORM(model.parameters(), 0.5),
+    "by module": lambda model: torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm=0.5),
+    "by the norm": _with_norm_of_all,
+    "by another norm": lambda model: NORM(model.parameters(), 0.5, norm_type=1.0),
+    "by the largest": lambda model: NORM(model.parameters(), 0.01, math.inf),
+    "by value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
+    "by hand": _by_hand,
+    "only for its norm": lambda model: NORM(model.parameters(), math.inf),
+    "a part": lambda model: NORM(model[0].parameters(), 0.1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CORRECT)
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_nothing_is_found_wrong_with_clipping(how, micro_batches):
+    found = findings(trained(CORRECT[how], micro_batches=micro_batches))
+    assert {finding.outcome for finding in found} == {Outcome.PASSED}
+
+
+def test_nobody_clips_and_nothing_is_said():
+    assert findings(trained(lambda model: None)) == []
+
+
+@given(st.floats(1e-3, 1e3))
+def test_the_factor_that_is_due_is_what_torch_does(limit):
+    training = trained(lambda model: NORM(model.parameters(), limit))
+    for step in training.ranks[0].steps:
+        facts = step.facts["clipping"]
+        (call,) = facts["calls"]
+        assert clip_factor(facts, call["norm"], step.passes[-1].number) == pytest.approx(call["factor"], rel=1e-5)
+
+
+def test_the_factor_of_a_script_is_known():
+    (step, _) = trained(_by_hand).ranks[0].steps
+    facts = step.facts["clipping"]
+    assert facts["calls"] == []
+    factor = clip_factor(facts, 1.0)
+    assert factor == facts["by_hand"]["factor"]
+    assert 0 < factor < 1
+
+
+def test_the_factor_is_one_without_clipping_and_unknown_for_values_and_parts():
+    def of(how: Callable[[nn.Module], object]) -> float | None:
+        return clip_factor(trained(how).ranks[0].steps[0].facts["clipping"], 3.0)
+
+    assert of(lambda model: None) == 1.0
+    assert of(CORRECT["by value"]) is None
+    assert of(CORRECT["a part"]) is None
+
+
+def test_gradients_that_are_clipped_together_with_others_count_with_these():
+    def script() -> None:
+        first, second = small_model(), small_model()
+        optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in (first, second)]
+        (loss_of(first) + loss_of(second, 1)).backward()
+        NORM([*first.parameters(), *second.parameters()], 0.1)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    for step in recorded(script).ranks[0].steps:
+        facts = step.facts["clipping"]
+        (call,) = facts["calls"]
+        assert call["others"] > 0
+        assert clip_factor(facts, call["norm"]) == pytest.approx(call["factor"], rel=1e-5)
+
+
+def test_clipping_after_the_step_is_found():
+    assert causes(trained(CORRECT["by name"], after=True)) == ["not-clipped"]
+
+
+def test_a_norm_that_is_only_looked_at_after_the_step_is_not():
+    assert causes(trained(CORRECT["only for its norm"], after=True)) == []
+
+
+def test_clipping_every_micro_batch_is_found():
+    def script() -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(2):
+            optimizer.zero_grad()
+            for part in range(3):
+                loss_of(model, 10 * step + part).backward()
+                NORM(model.parameters(), 0.1)
+            optimizer.step()
+
+    assert causes(recorded(script)) == ["clipped-every-micro-batch"]
+
+
+def test_micro_batches_that_are_clipped_and_taken_away_are_not():
+    """As in differentially private training: the parts are added elsewhere."""
+
+    def script() -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(2):
+            total = [torch.zeros_like(p) for p in model.parameters()]
+            for part in range(3):
+                optimizer.zero_grad()
+                loss_of(model, 10 * step + part).backward()
+                NORM(model.parameters(), 0.1)
+                for kept, p in zip(total, model.parameters(), strict=True):
+                    kept += p.grad
+            for kept, p in zip(total, model.parameters(), strict=True):
+                p.grad = kept
+            optimizer.step()
+
+    assert causes(recorded(script)) == []
+
+
+@pytest.mark.parametrize("unscaled", [True, False])
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_clipping_before_unscaling_is_found(unscaled, by_hand):
+    def script() -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        for step in range(2):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, step)).backward()
+            if unscaled and not by_hand:
+                scaler.unscale_(optimizer)
+            elif unscaled:
+                for p in model.parameters():
+                    p.grad /= scaler.get_scale()
+            NORM(model.parameters(), 0.5)
+            if by_hand:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+
+    assert causes(recorded(script)) == ([] if unscaled else ["clipped-before-unscaling"])
+
+
+def test_a_limit_that_is_scaled_as_well_is_right():
+    def script() -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model)).backward()
+        NORM(model.parameters(), 0.5 * scaler.get_scale())
+        scaler.step(optimizer)
+
+    assert causes(recorded(script)) == []
+
+
+@pytest.mark.parametrize("first", ["clip", "average"])
+def test_each_rank_clipping_by_itself_is_found(first):
+    def script(rank: int) -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, 10 * step + rank).backward()
+            if first == "clip":
+                NORM(model.parameters(), 0.5)
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= 2
+            if first != "clip":
+                NORM(model.parameters(), 0.5)
+            optimizer.step()
+
+    assert causes(recorded_on_ranks(script)) == (["clipped-before-averaging"] if first == "clip" else [])
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_shards_that_are_clipped_by_their_own_norm_are_found(own):
+    from torch.distributed.fsdp import fully_shard
+
+    def script(rank: int) -> None:
+        model = fully_shard(small_model())
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, 10 * step + rank).backward()
+            if own:
+                norm = math.sqrt(sum(float(p.grad.to_local().square().sum()) for p in model.parameters()))
+                torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(norm))
+            else:
+                NORM(model.parameters(), 0.5)
+            optimizer.step()
+
+    assert causes(recorded_on_ranks(script)) == (["clipped-shard-by-shard"] if own else [])

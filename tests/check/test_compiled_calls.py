@@ -1,0 +1,116 @@
+"""Compiled modules are recorded, replayed eagerly, and compiled neither more often nor in other pieces."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+from replaying import Recording, assert_exact, recording
+
+sys.path.pop(0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.dropout = nn.LayerNorm(8), nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.linear(self.norm(x))))
+
+
+class Graphs:
+    """A backend that counts the graphs it is given."""
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.compiled += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs() -> Iterator[Graphs]:
+    torch._dynamo.reset()
+    yield Graphs()
+    torch._dynamo.reset()
+
+
+def step(model: nn.Module, recorded: Recording | None) -> None:
+    loss = model(torch.randn(4, 8)).pow(2).mean()
+    if recorded is None:
+        loss.backward()
+    else:
+        model.zero_grad()
+        recorded.backward(loss)
+
+
+def compiled_module(backend: Graphs) -> nn.Module:
+    return torch.compile(nn.Sequential(Block(), Block()), backend=backend)
+
+
+def compiled_in_place(backend: Graphs) -> nn.Module:
+    model = nn.Sequential(Block(), Block())
+    model.compile(backend=backend)
+    return model
+
+
+def compiled_blocks(backend: Graphs) -> nn.Module:
+    return nn.Sequential(
+        torch.compile(Block(), backend=backend), nn.Linear(8, 8), torch.compile(Block(), backend=backend)
+    )
+
+
+def compiled_forward(backend: Graphs) -> nn.Module:
+    model = nn.Sequential(Block(), Block())
+    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("make", [compiled_module, compiled_in_place, compiled_blocks, compiled_forward])
+@pytest.mark.parametrize("warm", [True, False], ids=["compiled-before", "compiled-while-recorded"])
+def test_recording_compiles_nothing_again(make: Any, warm: bool, graphs: Graphs) -> None:
+    reference = Graphs()
+    step(make(reference), None)
+    torch._dynamo.reset()
+
+    model = make(graphs)
+    if warm:
+        step(model, None)
+    for _ in range(2):
+        with recording() as recorded:
+            step(model, recorded)
+            step_gradients_are_exact(recorded, model)
+        step(model, None)
+    assert graphs.compiled == reference.compiled
+
+
+def step_gradients_are_exact(recorded: Recording, model: nn.Module) -> None:
+    assert recorded.calls.calls
+    assert_exact(recorded, model)
+
+
+def test_a_compiled_step_is_left_alone(graphs: Graphs) -> None:
+    model = nn.Sequential(Block(), Block())
+
+    @torch.compile(backend=graphs)
+    def forward(x: Tensor) -> Tensor:
+        return model(x).pow(2).mean()
+
+    forward(torch.randn(4, 8)).backward()
+    before = graphs.compiled
+    with recording() as recorded:
+        recorded.backward(forward(torch.randn(4, 8)))
+        gradients, uncovered = recorded.total()
+    forward(torch.randn(4, 8)).backward()
+    assert graphs.compiled == before
+    assert not gradients
+    assert set(uncovered) == set(model.parameters())

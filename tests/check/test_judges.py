@@ -1,0 +1,393 @@
+"""Judges of data, weights and objectives on evidence made by hand: what cannot be chance, and what may be meant."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.judge.buffers import judge_buffers
+from harness.check.judge.consequences import settle
+from harness.check.judge.initial_weights import judge_initial_weights
+from harness.check.judge.objective import judge_objective
+from harness.check.judge.rank_layout import rank_layout
+from harness.check.judge.ranks_agree import judge_ranks_agree
+from harness.check.judge.rng import judge_rng
+from harness.check.judge.samples import judge_samples
+from harness.check.rank.row_hashes import digest
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+
+WRAPPED: Facts = {
+    "modules": [{"class": "Net", "wrapper": {"ranks": 2}, "sharded_as_data": False, "layouts": []}],
+    "meshes": [],
+    "groups": [],
+}
+
+
+def forward(rows: Sequence[int], fetched: Facts | None = None, module: int = 0) -> Facts:
+    return {
+        "module": module,
+        "training": True,
+        "fetched": fetched,
+        "rows": len(rows),
+        "distinct": len(set(rows)),
+        "order": digest(list(rows)),
+        "hashes": list(rows),
+    }
+
+
+def a_rank(
+    rank: int,
+    passes: Sequence[Facts],
+    *,
+    local: Sequence[float] = (1.0, 2.0),
+    received: Sequence[float] | None = None,
+    process: Facts | None = None,
+    step: Facts | None = None,
+    accumulate: int = 1,
+    world: int = 2,
+) -> RecordedRank:
+    vector = torch.tensor(local, dtype=torch.float64)
+    made = [BackwardPass(number, vector, facts=facts) for number, facts in enumerate(passes)]
+    steps = [
+        RecordedStep(
+            0,
+            number,
+            (Parameter("weight", (2,), "float32"),),
+            vector * accumulate if received is None else torch.tensor(received, dtype=torch.float64),
+            tuple(made[start : start + accumulate]),
+            facts=step or {},
+        )
+        for number, start in enumerate(range(0, len(made), accumulate))
+    ]
+    return RecordedRank(rank, world, tuple(steps), {"parallelism": WRAPPED, **(process or {})})
+
+
+def training(*ranks: RecordedRank) -> RecordedTraining:
+    return RecordedTraining(ranks)
+
+
+def of_rows(*ranks: Sequence[Sequence[int]], parallelism: Facts = WRAPPED) -> RecordedTraining:
+    return training(
+        *(
+            a_rank(
+                i,
+                [{"batches": {"forwards": [forward(rows)]}} for rows in batches],
+                process={"parallelism": parallelism},
+            )
+            for i, batches in enumerate(ranks)
+        )
+    )
+
+
+def bad(findings: Any) -> list[str | None]:
+    return [one.cause for one in findings if one.outcome.is_bad]
+
+
+# Rows
+
+
+def test_ranks_with_the_same_rows_are_accused() -> None:
+    batches = [list(range(start, start + 4)) for start in range(0, 16, 4)]
+    assert bad(judge_samples(of_rows(batches, batches))) == ["no-sampler"]
+
+
+@given(st.integers(1, 12), st.integers(1, 8), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_rows_drawn_with_replacement_are_never_accused(values: int, size: int, steps: int, draw: random.Random) -> None:
+    def rank() -> list[list[int]]:
+        return [[draw.randrange(values) for _ in range(size)] for _ in range(steps)]
+
+    assert bad(judge_samples(of_rows(rank(), rank()))) == []
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40))
+def test_data_of_a_few_rows_are_never_accused(rows: list[int]) -> None:
+    batches = [rows[start : start + 2] for start in range(0, len(rows), 2)]
+    assert bad(judge_samples(of_rows(batches, batches))) == []
+
+
+def test_a_fixed_batch_is_no_evidence() -> None:
+    batches = [list(range(64))] * 4
+    (finding,) = judge_samples(of_rows(batches, batches))
+    assert finding.outcome is Outcome.PASSED
+
+
+def test_equal_noise_beside_different_data_is_no_evidence() -> None:
+    def rank(number: int) -> list[Facts]:
+        data = [forward([100 * number + 10 * step + i for i in range(10)]) for step in range(4)]
+        noise = [forward([5000 + 10 * step + i for i in range(10)], module=1) for step in range(4)]
+        return [{"batches": {"forwards": [one, other]}} for one, other in zip(data, noise, strict=True)]
+
+    assert bad(judge_samples(training(a_rank(0, rank(0)), a_rank(1, rank(1))))) == []
+
+
+def test_equal_inputs_with_other_targets_are_no_evidence() -> None:
+    def rank(number: int) -> list[Facts]:
+        call = {"function": "mse_loss", "targets": str(number), "weight": 1.0, "terms": 1, "even": True, "value": 1.0}
+        return [
+            {
+                "batches": {"forwards": [forward(range(10 * step, 10 * step + 10))]},
+                "objective": {"calls": [{**call, "reduction": "mean"}], "alone": True},
+            }
+            for step in range(4)
+        ]
+
+    assert bad(judge_samples(training(a_rank(0, rank(0)), a_rank(1, rank(1))))) == []
+
+
+def test_equal_inputs_with_other_gradients_are_no_evidence() -> None:
+    passes = [{"batches": {"forwards": [forward(range(10 * step, 10 * step + 10))]}} for step in range(4)]
+    other = a_rank(1, passes, local=(-1.0, 2.0))
+    assert bad(judge_samples(training(a_rank(0, passes), other))) == []
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    [
+        {"modules": []},
+        {**WRAPPED, "groups": [2]},
+        {**WRAPPED, "meshes": [{"shape": [1, 2], "names": ["dp", "tp"]}]},
+        {**WRAPPED, "modules": [{**WRAPPED["modules"][0], "layouts": ["1: Shard"]}]},
+        {**WRAPPED, "modules": [{**WRAPPED["modules"][0], "wrapper": None}]},
+    ],
+)
+def test_ranks_that_may_share_rows_on_purpose_are_not_accused(parallelism: Facts) -> None:
+    batches = [list(range(start, start + 8)) for start in range(0, 32, 8)]
+    (finding,) = judge_samples(of_rows(batches, batches, parallelism=parallelism))
+    assert finding.outcome is Outcome.PASSED
+    assert "is not known" in finding.message
+
+
+def test_what_is_data_parallel() -> None:
+    def layout(parallelism: Facts) -> bool:
+        return rank_layout(of_rows([[1]], [[2]], parallelism=parallelism)).is_data_parallel
+
+    sharded = {"class": "Net", "wrapper": None, "sharded_as_data": True}
+    assert layout(WRAPPED)
+    assert layout({**WRAPPED, "modules": [{**sharded, "layouts": ["1: Shard"]}]})
+    hybrid = {**WRAPPED, "modules": [{**sharded, "layouts": ["2: Replicate Shard"]}], "groups": [2]}
+    assert layout({**hybrid, "meshes": [{"shape": [2, 2], "names": []}]})
+    assert layout({**WRAPPED, "meshes": [{"shape": [2, 1], "names": ["dp", "tp"]}]})
+    assert not layout({**WRAPPED, "modules": [{**sharded, "layouts": ["2: Shard Shard"]}]})
+
+
+# Samplers
+
+
+def sampled(rank: int, **settings: Any) -> RecordedRank:
+    """A rank that trained two whole epochs of a sampler with these settings."""
+    one = {
+        "sampler": 0, "class": "DistributedSampler", "distributed": True, "own": True, "gradients": True,
+        "complete": True, "began": 0, "ended": 5, "head": "a", "count": 10, "epoch": 0, "seed": 0, "rank": rank,
+        "num_replicas": 2, "shuffle": True, "length": 20, **settings,
+    }  # fmt: skip
+    fetched = {"loader": 0, "pass": 0, "sampler": 0, "batch": 1}
+    passes = [{"batches": {"forwards": [forward(range(100 * rank, 100 * rank + 10), fetched)]}}]
+    return a_rank(rank, passes, process={"loaders": {"samplers": [one, {**one, "began": 5, "ended": 10}]}})
+
+
+def test_two_epochs_of_one_order_are_accused() -> None:
+    assert bad(judge_samples(training(sampled(0), sampled(1)))) == ["set-epoch-never-called"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"complete": False}, {"shuffle": False}, {"ended": 0}, {"gradients": False}, {"own": False}, {"began": None}],
+)
+def test_a_pass_that_did_not_train_is_no_epoch(settings: Facts) -> None:
+    assert bad(judge_samples(training(sampled(0, **settings), sampled(1, **settings)))) == []
+
+
+def test_seeds_that_differ_are_accused() -> None:
+    ranks = sampled(0, complete=False), sampled(1, seed=1, complete=False)
+    assert bad(judge_samples(training(*ranks))) == ["shards-overlap"]
+
+
+# Objective
+
+
+def call(terms: float, weight: float, value: float = 1.0, reduction: str = "mean") -> Facts:
+    return {
+        "function": "cross_entropy", "reduction": reduction, "terms": terms, "weight": weight, "value": value,
+        "even": True, "targets": "",
+    }  # fmt: skip
+
+
+def of_calls(*ranks: Sequence[Facts], batches: bool = True, **options: Any) -> RecordedTraining:
+    def one_pass(place: int, noted: Facts) -> Facts:
+        fetched = {"loader": 0, "pass": 0, "sampler": 0, "batch": place} if batches else None
+        return {
+            "objective": {"calls": [noted], "alone": True},
+            "batches": {"forwards": [forward([place], fetched)]},
+        }
+
+    def passes(calls: Sequence[Facts]) -> list[Facts]:
+        return [one_pass(place, noted) for place, noted in enumerate(calls)]
+
+    made = [
+        a_rank(i, passes(calls), accumulate=len(calls), process={"parallelism": WRAPPED}, **options)
+        for i, calls in enumerate(ranks)
+    ]
+    return training(*made)
+
+
+def test_a_sum_over_micro_batches_is_accused() -> None:
+    calls = [call(10, 1.0)] * 4
+    assert bad(judge_objective(of_calls(calls, calls))) == ["not-divided-by-micro-batches"]
+
+
+def test_gradients_divided_afterwards_are_right() -> None:
+    calls = [call(10, 1.0)] * 4
+    divided = of_calls(calls, calls, received=(1.0, 2.0))
+    (finding,) = judge_objective(divided)
+    assert finding.message == "optimised: the mean over all 80 terms of cross_entropy"
+
+
+def test_a_sum_that_is_clipped_is_accused_all_the_same() -> None:
+    calls = [call(10, 1.0)] * 4
+    clipping = {"clipping": {"calls": [{"factor": 0.125}]}}
+    clipped = of_calls(calls, calls, received=(0.5, 1.0), step=clipping)
+    assert bad(judge_objective(clipped)) == ["not-divided-by-micro-batches"]
+
+
+def test_two_losses_of_one_batch_are_not_micro_batches() -> None:
+    calls = [call(10, 1.0)] * 2
+    assert bad(judge_objective(of_calls(calls, calls, batches=False))) == []
+
+
+@given(st.lists(st.floats(0.01, 3.0), min_size=2, max_size=5).filter(lambda some: len({round(x, 3) for x in some}) > 1))
+def test_losses_of_several_weights_are_never_accused(weights: list[float]) -> None:
+    calls = [call(10, weight) for weight in weights]
+    assert bad(judge_objective(of_calls(calls, calls))) == []
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 50), min_size=3, max_size=3), min_size=2, max_size=2),
+    st.lists(st.floats(0.1, 5.0), min_size=6, max_size=6),
+)
+def test_a_mean_over_all_tokens_is_recognised(counts: list[list[int]], values: list[float]) -> None:
+    total = sum(map(sum, counts))
+    ranks = [
+        # As trainers that divide by the tokens of all ranks do: times the world size, as gradients are averaged.
+        [call(count, 2 * count / total, values[3 * rank + place], "sum") for place, count in enumerate(own)]
+        for rank, own in enumerate(counts)
+    ]
+    (finding,) = judge_objective(of_calls(*ranks))
+    assert finding.message == f"optimised: the mean over all {total} terms of cross_entropy"
+
+
+def test_a_mean_of_means_is_told_with_its_distance() -> None:
+    ranks = [[call(10, 0.5, 1.0), call(30, 0.5, 2.0)]] * 2
+    (finding,) = judge_objective(of_calls(*ranks))
+    assert finding.outcome is Outcome.PASSED
+    assert "weighted mean of cross_entropy over 2 micro-batches of 2 ranks" in finding.message
+    assert "14.29%" in finding.message  # 1.5 instead of 1.75
+    assert "3 ×" in finding.message
+
+
+def test_a_loss_by_hand_is_not_judged_but_its_tokens_are_told() -> None:
+    passes = [{"objective": {"calls": [], "alone": False, "tokens": [count]}} for count in (10, 40)]
+    (finding,) = judge_objective(training(a_rank(0, passes), a_rank(1, passes)))
+    assert finding.outcome is Outcome.SKIPPED
+    assert "10 to 40 labels" in finding.message
+
+
+# Weights
+
+
+def of_weights(*ranks: Facts, wrapped: bool = True, gradients: Sequence[str] = ("g", "g")) -> RecordedTraining:
+    return training(
+        *(
+            a_rank(
+                i,
+                [{}],
+                step={"weights": {"wrapped": [wrapped], "gradients": [gradients[i]], **facts}},
+                process={"parallelism": WRAPPED},
+            )
+            for i, facts in enumerate(ranks)
+        )
+    )
+
+
+def weights(before: str, after: str, at: float = 1.0) -> Facts:
+    return {"before": [before], "after": [after], "projections": [[at] * 8]}
+
+
+def judged(made: RecordedTraining) -> list[Finding]:
+    return [*judge_initial_weights(made), *judge_ranks_agree(made)]
+
+
+def test_equal_weights_pass() -> None:
+    assert bad(judged(of_weights(weights("a", "b"), weights("a", "b")))) == []
+
+
+def test_weights_that_differ_only_by_rounding_are_not_accused() -> None:
+    assert bad(judged(of_weights(weights("a", "b"), weights("x", "y", 1 + 2e-7)))) == []
+
+
+def test_weights_that_are_not_kept_equal_are_not_accused() -> None:
+    made = of_weights(weights("a", "b"), weights("x", "y", 2.0), wrapped=False, gradients=("g", "h"))
+    assert bad(judged(made)) == []
+
+
+def test_weights_that_step_with_one_gradient_are_meant_to_be_equal() -> None:
+    made = of_weights(weights("a", "b"), weights("x", "y", 2.0), wrapped=False)
+    assert bad(judge_initial_weights(made)) == ["not-broadcast"]
+
+
+def test_an_update_that_differs_is_accused() -> None:
+    made = of_weights(weights("a", "b"), weights("a", "c", 2.0))
+    assert bad(judged(made)) == ["updates-differ"]
+
+
+def test_a_consequence_without_its_mistake_is_information() -> None:
+    made = of_weights(weights("a", "b"), weights("a", "c", 2.0), gradients=("g", "h"))
+    (finding,) = judge_ranks_agree(made)
+    assert (finding.cause, finding.consequence_of) == ("not-synchronised", "gradients")
+    assert bad(settle([finding])) == []
+    assert bad(settle([finding, Finding("gradients", Outcome.FAILED, "")])) == ["not-synchronised", None]
+
+
+def test_one_rank_that_skips_is_named() -> None:
+    made = of_weights(weights("a", "b"), weights("a", "a", 2.0))
+    (step,) = made.ranks[1].steps
+    skipped = replace(made.ranks[1], steps=(replace(step, skipped=True),))
+    assert bad(judge_ranks_agree(training(made.ranks[0], skipped))) == ["overflow-decided-alone"]
+
+
+# Buffers and generators
+
+
+def of_buffers(*values: str, broadcast: bool) -> RecordedTraining:
+    def facts(value: str) -> Facts:
+        return {"module": 0, "wrapped": True, "broadcast": broadcast, "buffers": {"mean": [value, 1.0]}}
+
+    return training(*(a_rank(i, [{"buffers": {"forwards": [facts(v)]}}]) for i, v in enumerate(values)))
+
+
+def test_buffers_are_promised_only_where_they_are_broadcast() -> None:
+    assert bad(judge_buffers(of_buffers("a", "b", broadcast=True))) == ["buffers-not-broadcast"]
+    assert bad(judge_buffers(of_buffers("a", "b", broadcast=False))) == []
+    assert bad(judge_buffers(of_buffers("a", "a", broadcast=True))) == []
+
+
+@given(st.lists(st.sampled_from("ab"), min_size=2, max_size=2), st.booleans())
+def test_random_numbers_are_never_a_failure(states: list[str], drew: bool) -> None:
+    forwards = [{"states": {"torch": state}, "drew": ["torch"] if drew else []} for state in states]
+    made = training(*(a_rank(i, [{"generators": {"forwards": [one]}}]) for i, one in enumerate(forwards)))
+    assert bad(judge_rng(made)) == []
+
+
+def test_evidence_without_any_facts_says_nothing_bad() -> None:
+    empty = training(*(RecordedRank(i, 2, ()) for i in range(2)))
+    bare = training(*(a_rank(i, [{}], process={"parallelism": {}}) for i in range(2)))
+    questions = judge_samples, judge_rng, judge_buffers, judge_initial_weights, judge_ranks_agree, judge_objective
+    assert [bad(question(made)) for question in questions for made in (empty, bare)] == [[]] * 12

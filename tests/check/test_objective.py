@@ -1,0 +1,132 @@
+"""The weight of each loss term is read off the gradient of the loss, whatever the script does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from harness.check.evidence import Facts
+from harness.check.rank.objective import ObjectiveObserver
+from harness.check.rank.pause import paused
+
+SCORES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.tensor([0, 1, -100, 3, -100, 2])
+
+
+@pytest.fixture
+def observer() -> Iterator[ObjectiveObserver]:
+    """An observer whose patches are taken back."""
+    names = [name for name in dir(functional) if name.endswith(("loss", "entropy", "logits", "div"))]
+    kept = {name: getattr(functional, name) for name in names}
+    backward, script = torch.autograd.backward, torch.jit.script
+    made = ObjectiveObserver()
+    made.install()
+    made.start()
+    yield made
+    torch.autograd.backward, torch.jit.script = backward, script
+    for name, function in kept.items():
+        setattr(functional, name, function)
+
+
+def noted(observer: ObjectiveObserver, loss: Callable[[Tensor], Tensor]) -> Facts:
+    loss(SCORES.clone().requires_grad_()).backward()
+    return observer.backward_ends(0) or {}
+
+
+CASES: list[tuple[Callable[[Tensor], Tensor], dict[str, Any]]] = [
+    (lambda s: functional.cross_entropy(s, TARGETS), {"terms": 4, "weight": 1.0}),
+    (lambda s: functional.cross_entropy(s, TARGETS) / 8, {"terms": 4, "weight": 0.125}),
+    (lambda s: nn.CrossEntropyLoss()(s, TARGETS) * 1024, {"terms": 4, "weight": 1024.0}),
+    (lambda s: functional.cross_entropy(s, TARGETS, reduction="sum") / 4, {"terms": 4, "weight": 1.0}),
+    (lambda s: functional.cross_entropy(s, TARGETS, reduction="none").sum() / 4, {"terms": 4, "weight": 1.0}),
+    (lambda s: functional.cross_entropy(s, s.detach().softmax(1)), {"terms": 6, "weight": 1.0}),
+    (lambda s: functional.nll_loss(s.log_softmax(1), TARGETS.abs() % 4), {"terms": 6, "weight": 1.0}),
+    (lambda s: functional.mse_loss(s, torch.zeros(6, 4)), {"terms": 24, "weight": 1.0}),
+    (lambda s: functional.l1_loss(s, torch.zeros(6, 4), reduction="sum"), {"terms": 24, "weight": 24.0}),
+    (lambda s: functional.kl_div(s, torch.ones(6, 4), reduction="batchmean"), {"terms": 6, "weight": 1.0}),
+    (lambda s: functional.binary_cross_entropy_with_logits(s, torch.ones(6, 4)), {"terms": 24, "weight": 1.0}),
+    (lambda s: functional.huber_loss(s, torch.zeros(6, 4)) * 0.5, {"terms": 24, "weight": 0.5}),
+]
+
+
+@pytest.mark.parametrize("place", range(len(CASES)))
+def test_terms_and_weight(observer: ObjectiveObserver, place: int) -> None:
+    loss, expected = CASES[place]
+    facts = noted(observer, loss)
+    (call,) = facts["calls"]
+    assert {name: call[name] for name in expected} == pytest.approx(expected)
+    assert call["even"]
+
+
+def test_class_weights_count() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    from harness.check.rank.loss_functions import describe
+
+    call = describe("cross_entropy", functional.cross_entropy, (SCORES, TARGETS, weight), {})
+    assert call.terms == 10.0
+
+
+def test_a_division_in_place_keeps_the_weight(observer: ObjectiveObserver) -> None:
+    def loss(scores: Tensor) -> Tensor:
+        result = functional.cross_entropy(scores, TARGETS)
+        result /= 4
+        return result
+
+    (call,) = noted(observer, loss)["calls"]
+    assert call["weight"] == 0.25
+
+
+def test_uneven_weights_are_known(observer: ObjectiveObserver) -> None:
+    shares = torch.tensor([1.0, 2, 0, 1, 0, 1])
+    (call,) = noted(observer, lambda s: (functional.cross_entropy(s, TARGETS, reduction="none") * shares).sum())[
+        "calls"
+    ]
+    assert (call["weight"], call["even"]) == (5.0, False)
+
+
+def test_a_loss_that_is_not_differentiated_does_not_count(observer: ObjectiveObserver) -> None:
+    def loss(scores: Tensor) -> Tensor:
+        functional.mse_loss(scores, torch.zeros(6, 4))
+        return functional.cross_entropy(scores, TARGETS)
+
+    facts = noted(observer, loss)
+    assert [call["function"] for call in facts["calls"]] == ["cross_entropy"]
+    assert facts["alone"]
+
+
+def test_a_loss_with_something_added_is_not_alone(observer: ObjectiveObserver) -> None:
+    assert not noted(observer, lambda s: functional.cross_entropy(s, TARGETS) + s.square().mean())["alone"]
+
+
+def test_nothing_is_noted_in_a_replay_or_after_the_end(observer: ObjectiveObserver) -> None:
+    with paused():
+        assert noted(observer, lambda s: functional.cross_entropy(s, TARGETS)) == {}
+    observer.stop()
+    assert noted(observer, lambda s: functional.cross_entropy(s, TARGETS)) == {}
+
+
+def test_results_have_the_bits_that_they_had(observer: ObjectiveObserver) -> None:
+    followed = functional.cross_entropy(SCORES.clone().requires_grad_(), TARGETS)
+    observer.stop()
+    assert torch.equal(followed, functional.cross_entropy(SCORES, TARGETS))
+
+
+def test_scripted_functions_still_compile(observer: ObjectiveObserver) -> None:
+    scripted = torch.jit.script(_scripted)
+    assert float(scripted(SCORES, TARGETS)) == float(functional.cross_entropy(SCORES, TARGETS))
+    assert functional.cross_entropy.__wrapped__ is not None
+
+
+def _scripted(scores: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(scores, targets)
+
+
+def test_labels_are_counted_where_that_is_asked_for() -> None:
+    observer = ObjectiveObserver(count_tokens=True)
+    observer.forward_begins(nn.Identity(), (), {"labels": TARGETS})
+    assert (observer.backward_ends(0) or {})["tokens"] == [4]

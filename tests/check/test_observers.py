@@ -1,0 +1,182 @@
+"""Observers on real torch objects in one process: they note what happens, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset, dataloader
+
+from harness.check.rank.generators import GeneratorObserver
+from harness.check.rank.guarded import GuardedObserver
+from harness.check.rank.loaders import HEAD, LoaderObserver
+from harness.check.rank.observer import Observer
+from harness.check.rank.tensor_digest import SMALL, digest_and_projection, tensor_digest
+
+
+@pytest.fixture
+def loaders() -> Iterator[LoaderObserver]:
+    """An observer of loaders, whose patches are taken back."""
+    owners: list[Any] = [DistributedSampler, RandomSampler, DataLoader]
+    kept = [(owner, "__iter__", owner.__iter__) for owner in owners]
+    base: Any = dataloader._BaseDataLoaderIter
+    kept.append((base, "__next__", base.__next__))
+    observer = LoaderObserver()
+    observer.install()
+    yield observer
+    for owner, name, function in kept:
+        setattr(owner, name, function)
+
+
+def batches(workers: int = 0, seed: int = 5) -> list[list[float]]:
+    torch.manual_seed(seed)
+    data = TensorDataset(torch.arange(100.0))
+    # Both draws come from the global generator: their order shows whether an observer moved one.
+    loader = DataLoader(data, 7, shuffle=True, num_workers=workers)
+    return [[*batch.tolist(), float(torch.rand(()))] for (batch,) in loader]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_orders_and_random_numbers_stay_as_they_were(request: pytest.FixtureRequest, workers: int) -> None:
+    plain = batches(workers)
+    observer = request.getfixturevalue("loaders")
+    observer.start()
+    assert batches(workers) == plain
+
+
+def test_a_pass_is_noted_with_its_settings(loaders: LoaderObserver) -> None:
+    data = TensorDataset(torch.arange(200.0))
+    sampler = DistributedSampler(data, num_replicas=2, rank=1, seed=3)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert len(list(DataLoader(data, 10, sampler=sampler))) == 10
+    first, second = (loaders.final_facts() or {})["samplers"]
+    assert {name: first[name] for name in ("rank", "num_replicas", "seed", "shuffle", "length", "count", "epoch")} == {
+        "rank": 1, "num_replicas": 2, "seed": 3, "shuffle": True, "length": 200, "count": HEAD, "epoch": 0,
+    }  # fmt: skip
+    assert first["complete"]
+    assert first["sampler"] == second["sampler"]
+    assert first["head"] != second["head"]
+
+
+def test_a_pass_that_is_broken_off_is_not_complete(loaders: LoaderObserver) -> None:
+    next(iter(DataLoader(TensorDataset(torch.arange(200.0)), 10, shuffle=True)))
+    (noted,) = (loaders.final_facts() or {})["samplers"]
+    assert not noted["complete"]
+
+
+def test_a_sampler_with_an_order_of_its_own_is_told_apart(loaders: LoaderObserver) -> None:
+    class Backwards(DistributedSampler[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(list(super().__iter__())[::-1])
+
+    data = TensorDataset(torch.arange(20.0))
+    list(DataLoader(data, 5, sampler=Backwards(data, num_replicas=1, rank=0)))
+    list(DataLoader(data, 5, sampler=DistributedSampler(data, num_replicas=1, rank=0)))
+    assert [one["own"] for one in (loaders.final_facts() or {})["samplers"]] == [False, True]
+
+
+def test_steps_in_a_pass_are_known_by_a_version(loaders: LoaderObserver) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.rand(20, 1)), 5, shuffle=True)
+    loaders.start()
+    for epoch in range(3):
+        for (inputs,) in loader:
+            model(inputs).sum().backward()
+            loaders.before_step(optimizer)
+            if epoch < 2:
+                optimizer.step()
+            optimizer.zero_grad()
+    versions = [(one["began"], one["ended"]) for one in (loaders.final_facts() or {})["samplers"]]
+    assert [ended > began for began, ended in versions] == [True, True, False]
+
+
+def test_the_batch_that_was_fetched_last_is_known_only_while_recording(loaders: LoaderObserver) -> None:
+    iterator = iter(DataLoader(TensorDataset(torch.rand(20, 1)), 5, shuffle=True))
+    next(iterator)
+    assert loaders.fetched is None
+    loaders.start()
+    next(iterator)
+    assert loaders.fetched == {"loader": 0, "pass": 0, "sampler": 0, "batch": 1}
+    loaders.stop()
+    assert loaders.fetched is None
+
+
+def test_a_forward_that_draws_is_known() -> None:
+    observer = GeneratorObserver()
+    layer = nn.Linear(2, 2)
+    for draw in (False, True):
+        observer.forward_begins(layer, (), {})
+        if draw:
+            torch.rand(1)
+        observer.backward_begins(0)
+    first, second = (observer.backward_ends(0) or {})["forwards"]
+    assert (first["drew"], second["drew"]) == ([], ["torch"])
+    assert first["states"] == second["states"]
+
+
+def test_states_are_read_and_not_moved() -> None:
+    layer = nn.Linear(2, 2)
+    before = torch.get_rng_state()
+    GeneratorObserver().forward_begins(layer, (), {})
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("size", [1, 100, SMALL, SMALL + 1, 3 * SMALL])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_projection_is_as_far_as_the_weights(size: int, dtype: torch.dtype) -> None:
+    weights = torch.randn(size).to(dtype)
+    moved = (weights.double() * 1.01).to(dtype)
+    (one, first), (other, second) = digest_and_projection(weights), digest_and_projection(moved)
+    assert one != other
+    assert one == digest_and_projection(weights.clone())[0]
+    left, right = torch.tensor(first, dtype=torch.float64), torch.tensor(second, dtype=torch.float64)
+    distance = float((left - right).norm() / left.norm())
+    true = float((weights.double() - moved.double()).norm() / weights.double().norm())
+    # Rounding is no multiple of the weights; eight random numbers know its length to a factor.
+    assert true / 4 < distance < true * 4
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(True),
+        torch.tensor(3),
+        torch.empty(0),
+        torch.ones(3, dtype=torch.complex64),
+        torch.ones(4, 4).t(),
+        torch.randint(9, (5000,)),
+        torch.ones(4, dtype=torch.float8_e4m3fn),
+    ],
+)
+def test_tensors_of_every_kind_have_a_digest(tensor: torch.Tensor) -> None:
+    assert tensor_digest(tensor) == tensor_digest(tensor.clone()) is not None
+
+
+def test_tensors_without_values_have_none() -> None:
+    assert tensor_digest(torch.empty(3, device="meta")) is None
+    assert tensor_digest(torch.eye(3).to_sparse()) is None
+
+
+def test_an_observer_that_fails_stops_alone() -> None:
+    class Broken(Observer):
+        name = "broken"
+        stopped = False
+
+        def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            raise ValueError("no")
+
+        def stop(self) -> None:
+            self.stopped = True
+
+    broken = Broken()
+    guarded = GuardedObserver(broken)
+    guarded.forward_begins(nn.Linear(1, 1), (), {})
+    assert guarded.backward_ends(0) is None
+    guarded.stop()
+    assert broken.stopped
+    assert guarded.final_facts() == {"error": "ValueError: no"}

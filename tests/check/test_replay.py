@@ -1,0 +1,131 @@
+"""A replay computes the gradient of what the script ran, exactly, and leaves no trace."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.check.rank.precision import Precision
+from harness.check.rank.replay import Replicas, replay
+from harness.check.rank.tracked_calls import differentiable
+
+sys.path.insert(0, str(Path(__file__).parent))
+from replayed_models import EXAMPLES, Example
+from replaying import Recording, assert_exact, recording
+
+sys.path.pop(0)
+
+every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES.keys())
+
+
+def forward_backward(example: Example, model: nn.Module, recorded: Recording, batches: list[Tensor]) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = example.loss(model(batch.clone()))
+        recorded.backward(loss)
+        losses.append(loss.item())
+    return losses
+
+
+@every_example
+def test_the_exact_gradient_is_that_of_the_training(example: Example) -> None:
+    torch.manual_seed(1)
+    model = example.make()
+    with recording() as recorded:
+        forward_backward(example, model, recorded, [example.batch() for _ in range(2)])
+        assert_exact(recorded, model)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() - {"drawing", "casting", "lists"}))
+def test_the_exact_gradient_is_that_of_a_training_in_float64(name: str) -> None:
+    example = EXAMPLES[name]
+    torch.manual_seed(2)
+    # a spectral norm refines its buffers in each call, in float32
+    model, batches = example.make(), [example.batch() for _ in range(1 if "norms" in name else 2)]
+    twin = example.make()
+    twin.load_state_dict(model.state_dict())
+    twin.double()
+    _without_dropout(model)  # masks differ between precisions
+    _without_dropout(twin)
+    with recording() as recorded:
+        cotangents = []
+        for batch in batches:
+            outputs = differentiable(model(batch.clone()))
+            cotangents.append([torch.randn_like(one) for one in outputs])
+            recorded.backward(*outputs, grad_tensors=cotangents[-1])
+        gradients, uncovered = recorded.total()
+    assert not uncovered
+
+    for batch, given in zip(batches, cotangents, strict=True):
+        outputs = differentiable(twin(batch.double() if batch.is_floating_point() else batch))
+        torch.autograd.backward(outputs, [one.double() for one in given])
+    scale = max(float(one.grad.abs().max()) for one in twin.parameters() if one.grad is not None)
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        assert (ours in gradients) == (theirs.grad is not None)
+        if theirs.grad is not None:
+            assert float((gradients[ours] - theirs.grad).abs().max()) <= 1e-12 * scale
+
+
+def _without_dropout(model: nn.Module) -> None:
+    for one in model.modules():
+        if isinstance(one, nn.Dropout):
+            one.p = 0.0
+        elif isinstance(one, (nn.MultiheadAttention, nn.RNNBase)):
+            one.dropout = 0.0
+
+
+@every_example
+def test_a_native_replay_gives_the_gradient_bit_for_bit(example: Example) -> None:
+    torch.manual_seed(3)
+    model = example.make()
+    with recording() as recorded:
+        forward_backward(example, model, recorded, [example.batch()])
+        found: dict[nn.Parameter, Tensor] = {}
+
+        def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+            found[parameter] = found[parameter] + gradient if parameter in found else gradient.clone()
+
+        (call,) = recorded.calls.pending()
+        with recorded.calls.paused():
+            replay(call, Precision.NATIVE, receive, Replicas(Precision.NATIVE))
+    for parameter in model.parameters():
+        assert (parameter.grad is None and parameter not in found) or torch.equal(parameter.grad, found[parameter])
+
+
+@every_example
+def test_recording_and_replaying_change_nothing(example: Example) -> None:
+    def train(*, check: bool) -> tuple[list[float], dict[str, Tensor], Tensor, float]:
+        torch.manual_seed(4)
+        random.seed(4)
+        model = example.make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        losses = []
+        with recording() as recorded:
+            if not check:
+                recorded.calls.stop()
+            for _ in range(3):
+                losses += forward_backward(example, model, recorded, [example.batch(), example.batch()])
+                if check:
+                    attributes = [(vars(one), dict(vars(one))) for one in model.modules()]
+                    recorded.exact()
+                    assert all(now == before for now, before in attributes if not _has_tensor_lists(before))
+                optimizer.step()
+                optimizer.zero_grad()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return losses, state, torch.get_rng_state(), random.random()
+
+    plain, checked = train(check=False), train(check=True)
+    assert plain[0] == checked[0]
+    assert all(torch.equal(plain[1][name], checked[1][name]) for name in plain[1])
+    assert torch.equal(plain[2], checked[2])
+    assert plain[3] == checked[3]
+
+
+def _has_tensor_lists(attributes: dict[str, object]) -> bool:
+    """Tensors in lists cannot be compared with ==."""
+    return any(isinstance(one, (list, dict, Tensor)) for one in attributes.values())

@@ -1,0 +1,67 @@
+"""Rows of inputs are known again by their bits, and only by those."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.check.rank.row_hashes import ROWS_KEPT, row_hashes, rows_of
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def _tensor(rows: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(rows, 3, 40, generator=torch.Generator().manual_seed(seed)) * 50).to(dtype)
+
+
+@given(st.integers(1, 20), st.integers(0, 100), st.sampled_from(DTYPES))
+def test_a_row_has_its_hash_wherever_it_stands(rows: int, seed: int, dtype: torch.dtype) -> None:
+    tensor = _tensor(rows, seed, dtype)
+    order = torch.randperm(rows)
+    assert row_hashes([tensor[order]]) == [row_hashes([tensor])[place] for place in order]
+
+
+@given(st.integers(0, 100), st.integers(0, 119), st.sampled_from((torch.float32, torch.int64, torch.uint8)))
+def test_every_entry_counts(seed: int, place: int, dtype: torch.dtype) -> None:
+    tensor = _tensor(2, seed, dtype)
+    other = tensor.clone()
+    other.view(2, -1)[0, place] += 1
+    changed, same = (a != b for a, b in zip(row_hashes([tensor]), row_hashes([other]), strict=True))
+    assert changed
+    assert not same
+
+
+@given(st.integers(0, 100))
+def test_the_order_of_entries_counts(seed: int) -> None:
+    tensor = _tensor(4, seed, torch.float32)
+    assert row_hashes([tensor]) != row_hashes([tensor.flip(-1)])
+
+
+def test_a_transposed_tensor_has_the_hashes_of_its_values() -> None:
+    tensor = torch.randn(5, 6)
+    assert row_hashes([tensor.t()]) == row_hashes([tensor.t().contiguous()])
+
+
+def test_tensors_of_one_length_make_up_the_rows_together() -> None:
+    tokens, labels = torch.arange(12).view(3, 4), torch.tensor([0, 1, 0])
+    one = rows_of((), {"tokens": tokens, "labels": labels, "positions": torch.arange(4).view(1, 4)})
+    other = rows_of((), {"tokens": tokens, "labels": torch.tensor([0, 1, 1])})
+    assert one is not None
+    assert other is not None
+    assert [a == b for a, b in zip(one["hashes"], other["hashes"], strict=True)] == [True, True, False]
+    assert one["shapes"] == [[3, 4], [3]]
+
+
+def test_of_a_large_batch_the_same_rows_are_kept_in_any_order() -> None:
+    tensor = torch.randn(ROWS_KEPT * 3, 2)
+    one, other = rows_of((tensor,), {}), rows_of((tensor.flip(0),), {})
+    assert one is not None
+    assert other is not None
+    assert one["hashes"] == other["hashes"]
+    assert len(one["hashes"]) == ROWS_KEPT
+    assert one["order"] != other["order"]
+
+
+def test_a_call_without_tensors_has_no_rows() -> None:
+    assert rows_of((1, "a"), {"x": None}) is None

@@ -1,0 +1,98 @@
+"""Trainings of two real ranks: each mistake is named, and nothing is said against the right ones."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from harness.check.evidence import RecordedTraining
+from harness.check.judge.buffers import judge_buffers
+from harness.check.judge.initial_weights import judge_initial_weights
+from harness.check.judge.objective import judge_objective
+from harness.check.judge.ranks_agree import judge_ranks_agree
+from harness.check.judge.rng import judge_rng
+from harness.check.judge.samples import judge_samples
+from harness.core.finding import Finding
+
+QUESTIONS = (
+    judge_initial_weights, judge_samples, judge_rng, judge_objective, judge_ranks_agree, judge_buffers,
+)  # fmt: skip
+
+SCENES = Path(__file__).with_name("rank_scenes.py")
+
+RIGHT = (
+    "right", "right_accumulation", "right_by_hand", "right_alone", "right_benchmark", "right_few_tokens",
+    "right_two_losses", "right_evaluated_on_training_data", "own_statistics",
+    "right_sharded", "right_tensor_parallel",
+)  # fmt: skip
+
+WRONG = {
+    "no_sampler": ("samples", "no-sampler"),
+    "sharded_without_sampler": ("samples", "no-sampler"),
+    "same_rank": ("samples", "ranks-alike"),
+    "seeds_differ": ("samples", "shards-overlap"),
+    "whole_data": ("samples", "no-sampler"),
+    "no_set_epoch": ("samples", "set-epoch-never-called"),
+    "not_divided": ("objective", "not-divided-by-micro-batches"),
+    "divided_twice": ("objective", "divided-twice"),
+    "biases_differ": ("initial-weights", "not-broadcast"),
+    "never_broadcast": ("initial-weights", "not-broadcast"),
+    "changed_between": ("ranks-agree", "changed-between-steps"),
+    "overflow_in_statistics": ("buffers", None),
+}
+
+
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, RecordedTraining]:
+    folder = tmp_path_factory.mktemp("scenes")
+    commands = [
+        [sys.executable, str(SCENES), str(rank), str(folder / "store"), str(folder / f"rank-{rank}")]
+        for rank in range(2)
+    ]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+    finally:
+        for process in processes:
+            process.kill()
+    left, right = (pickle.loads((folder / f"rank-{rank}").read_bytes()) for rank in range(2))
+    return {name: RecordedTraining((left[name], right[name])) for name in left}
+
+
+def findings(training: RecordedTraining) -> list[Finding]:
+    return [finding for question in QUESTIONS for finding in question(training)]
+
+
+@pytest.mark.parametrize("scene", RIGHT)
+def test_nothing_is_said_against_a_right_training(trainings: Mapping[str, RecordedTraining], scene: str) -> None:
+    assert [finding for finding in findings(trainings[scene]) if finding.outcome.is_bad] == []
+
+
+@pytest.mark.parametrize("scene", WRONG)
+def test_a_mistake_is_named_and_nothing_else_is(trainings: Mapping[str, RecordedTraining], scene: str) -> None:
+    bad = [one for one in findings(trainings[scene]) if one.outcome.is_bad and one.consequence_of is None]
+    assert [(one.check, one.cause) for one in bad] == [WRONG[scene]]
+
+
+def test_equal_dropout_masks_are_told_and_are_no_failure(trainings: Mapping[str, RecordedTraining]) -> None:
+    (finding,) = judge_rng(trainings["right_accumulation"])
+    assert "the same generator state on all ranks" in finding.message
+
+
+def test_the_objective_counts_every_term_of_a_step(trainings: Mapping[str, RecordedTraining]) -> None:
+    (finding,) = judge_objective(trainings["right_accumulation"])
+    assert finding.message == "optimised: the mean over all 24 terms of cross_entropy"
+
+
+def test_evidence_is_small(trainings: Mapping[str, RecordedTraining]) -> None:
+    import json
+
+    step = trainings["right"].ranks[0].steps[0]
+    assert len(json.dumps([step.facts, [one.facts for one in step.passes]])) < 10_000
