@@ -14,7 +14,6 @@ import pytest
 
 from harness.check.command import START_FOLDER
 from harness.cli.main import main
-from harness.core.invocation import command as invocation
 
 LOOP = """
 import torch
@@ -178,7 +177,9 @@ def test_a_torch_that_is_too_old_is_named(check, folder, monkeypatch):
 
 def test_a_python_that_is_too_old_is_named(tmp_path):
     (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
-    start = f"import sys, runpy; sys.version_info = (3, 9, 18); runpy.run_path({str(START_FOLDER / 'sitecustomize.py')!r})"
+    start = (
+        f"import sys, runpy; sys.version_info = (3, 9, 18); runpy.run_path({str(START_FOLDER / 'sitecustomize.py')!r})"
+    )
     code = f"{start}; sys.path.insert(0, {str(tmp_path)!r}); import torch"
     subprocess.run([sys.executable, "-S", "-c", code], env={**os.environ, "PLUMBLINE_CHECK": str(tmp_path)}, check=True)
     (notes,) = tmp_path.glob("process-*")
@@ -203,7 +204,7 @@ def test_an_interrupted_check_ends_the_command_and_judges_what_was_recorded(fold
     marker, file = tmp_path / "marker", tmp_path / "verdict.json"
     after = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(600)"
     (folder / "train.py").write_text(LOOP.format(steps=3, after=after))
-    words = [*invocation("plumbline", "check"), "--json", str(file), "--", sys.executable, "train.py"]
+    words = [sys.executable, "-m", "harness.cli.main", "check", "--json", str(file), "--", sys.executable, "train.py"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         while not marker.exists():
             assert process.poll() is None
