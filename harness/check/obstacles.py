@@ -71,6 +71,8 @@ def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> st
 def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -> str:
     after = checked.options.after
     most = max(one.steps for one in trained)
+    if most and checked.options.dry_run:
+        return f"the script takes only {counted(most, 'optimizer step')}: a dry run needs {after + 1}"
     if most:
         return f"the script takes {counted(most, 'optimizer step')}, and --after {after} leaves none: take a smaller N"
     if not any(one.optimizers for one in trained):
