@@ -36,7 +36,7 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
         )
     if finding.cause not in MULTIPLES:
         return finding
-    objectives = list(step_objectives(training))
+    objectives = list(step_objectives(training.ranks))
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return _information(finding, "the script multiplies gradients by its own code, as its loss asks for")
     if objectives and all(abs(one.total / one.factor - 1) <= NEAR for one in objectives):

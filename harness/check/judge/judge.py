@@ -8,7 +8,6 @@ from harness.check.evidence import RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.clipping import judge_clipping
 from harness.check.judge.consequences import settle
-from harness.check.judge.coverage import judge_coverage
 from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.learning_rate import judge_learning_rate
@@ -35,7 +34,6 @@ QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
     judge_buffers,
     judge_precision,
     judge_objective,
-    judge_coverage,
 ]
 
 

@@ -117,34 +117,12 @@ def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
 
 
 def _factor(steps: Sequence[RecordedStep]) -> float:
-    """Return by what the mean over ranks of the local gradients was multiplied, apart from clipping by norm."""
-    if any(one.local.shape != steps[0].received.shape for step in steps for one in step.passes):
-        return math.nan  # shards of unequal sizes
-    local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(steps[0].received))
-    mean, received = local / len(steps), steps[0].received.nan_to_num()
+    """Return by what the mean over ranks of the local gradients was multiplied, before it was clipped."""
+    first = steps[0]
+    local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
+    mean, received = local / len(steps), (first.received if first.unclipped is None else first.unclipped).nan_to_num()
     square = float(mean @ mean)
-    calls = steps[0].facts.get("clipping", {}).get("calls", ())
-    if any(call.get("kept") for call in calls):
-        return math.nan  # only some of the passes were clipped
-    clipping = math.prod(call["factor"] for call in calls)
-    return float(received @ mean) / square / clipping if square and clipping else math.nan
-
-
-def _tokens(ranks: Sequence[RecordedRank]) -> str:
-    """Return what the numbers of labels say about a loss that is written by hand, "" where they were not counted."""
-    counts = [
-        sum(tokens)
-        for rank in ranks
-        for one in passes_of(rank)
-        if (tokens := one.facts.get("objective", {}).get("tokens"))
-    ]
-    if not counts or not min(counts):
-        return ""
-    ratio = max(counts) / min(counts)
-    return (
-        f"; micro-batches have {min(counts)} to {max(counts)} labels: if each one's loss is a mean of its own, a token "
-        f"counts up to {ratio:.3g} × as much as another"
-    )
+    return float(received @ mean) / square if square else math.nan
 
 
 def _shares(step: RecordedStep) -> list[Share] | None:
