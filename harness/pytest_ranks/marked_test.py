@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import pytest
@@ -37,14 +38,14 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
         BaseException: what the rank that was the first to fail raised, or what skips the test or expects its failure.
     """
     body = BodyOnRank(item)
-    capture = item.config.pluginmanager.getplugin("capturemanager")
-    with capture.global_and_fixture_disabled():
+    with _not_captured(item.config):
         try:
             ends = run_on_ranks(
                 body,
                 marker.ranks,
                 timeout=marker.timeout,
                 backend=marker.backend,
+                init=marker.init,
                 capture=item.config.option.capture != "no",
                 describe=body.describe,
             )
@@ -60,6 +61,17 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
                 if kind is Kind.SKIPPED:
                     item.stash[SHOWN] = (*end.description.place, f"Skipped: rank {end.rank}: {end.description.reason}")
                 raise raised(end.description.reason)
+
+
+@contextmanager
+def _not_captured(config: pytest.Config) -> Iterator[None]:
+    """Let the ranks inherit the standard streams of pytest itself, so that each can have its own, or a debugger."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    capture.suspend(in_=True)
+    try:
+        yield
+    finally:
+        capture.resume()
 
 
 def _kind(end: RankEnd) -> Kind | None:

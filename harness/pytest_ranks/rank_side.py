@@ -111,7 +111,7 @@ class BodyOnRank:
             chain=links,
             message=crash.message if crash else str(shown),
             place=(calls[-1].filename, calls[-1].lineno or 0),
-            trail=(type(error).__qualname__, *((call.filename, call.lineno) for call in calls)),
+            trail=(type(error).__qualname__, *_from_test_on(calls, str(self.item.path))),
             observed=self._observed,
             quit=self._has_quit,
         )
@@ -150,6 +150,13 @@ class BodyOnRank:
             self._has_quit = True
         finally:
             terminal.leave()
+
+
+def _from_test_on(calls: list[traceback.FrameSummary], file: str) -> list[tuple[str, int | None]]:
+    """Return the places of the calls that follow the first one in the test's file; those before depend on the rank."""
+    places = [(call.filename, call.lineno) for call in calls]
+    first = next((number for number, (name, _) in enumerate(places) if name == file), 0)
+    return places[first:]
 
 
 class _DebuggerAtTerminal:

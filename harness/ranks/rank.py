@@ -16,13 +16,13 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 import torch
 
 from harness.ranks.channel import Channel
 from harness.ranks.rank_end import RankError
-from harness.ranks.world import World
+from harness.ranks.world import World, separate_rendezvous
 from harness.worker.processes import die_with
 from harness.worker.recording.process_groups import keep_process_groups
 
@@ -118,7 +118,15 @@ def _redirect(rank: int, streams: Streams) -> tuple[int, ...]:
         if target is not None:
             os.dup2(target, number)
     os.close(null)
+    if streams.stdout is not None:
+        # What they were may write elsewhere: to memory, or where it was redirected to.
+        sys.stdin, sys.stdout, sys.stderr = (_text_stream(number) for number in (0, 1, 2))
     return saved
+
+
+def _text_stream(number: int) -> TextIO:
+    mode = "r" if number == 0 else "w"
+    return open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
 
 
 def _prepare_process(rank: int, world: World, streams: Streams) -> None:
@@ -132,6 +140,7 @@ def _prepare_process(rank: int, world: World, streams: Streams) -> None:
     # would wait for ever.
     torch.set_num_threads(1)
     keep_process_groups(lambda: None)
+    separate_rendezvous()
 
 
 def _call(rank: int, world: World, function: Function, describe: Describe, terminal: Terminal) -> Report:

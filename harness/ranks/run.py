@@ -30,12 +30,13 @@ def run_on_ranks(
     *,
     timeout: float = DEFAULT_TIMEOUT_S,
     backend: str | None = None,
+    init: bool = True,
     capture: bool = True,
     describe: Callable[[BaseException], Any] = _traceback,
 ) -> tuple[RankEnd, ...]:
     """Call ``function`` on ``ranks`` processes that are forked from this one, and return how each ended, by rank.
 
-    In each the default process group is there, and so are the environment variables that torchrun sets. The function
+    In each the environment variables that torchrun sets are there, and so is the default process group. The function
     may be a closure, and finds whatever this process has in memory; what it returns is pickled. Each rank has one
     thread for computing. When one fails, the others have a second to end. Nothing that they start outlives this call.
 
@@ -44,6 +45,7 @@ def run_on_ranks(
         ranks: Number of ranks, at least 1.
         timeout: Seconds after which ranks that have not ended are ended.
         backend: Of the default process group; None is nccl where there is a CUDA device for each rank, else gloo.
+        init: Whether the default process group is there; without it the function can initialise its own.
         capture: Whether to keep what ranks print, or let it go where this process prints.
         describe: Called on a rank with what ``function`` raised; its result, or the traceback where it raises itself,
             becomes the ``description``.
@@ -53,7 +55,7 @@ def run_on_ranks(
     """
     import torch._dynamo  # noqa: F401  # the first DistributedDataParallel(...) imports it, which takes a second
 
-    world = World.prepare(ranks, backend)
+    world = World.prepare(ranks, backend, init)
     order = Order(function, describe, timeout, capture)
     here, there = Channel.pair()
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):

@@ -2,36 +2,42 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from harness.core.errors import LaunchError
 from harness.launch.this_machine import ELASTIC, loopback
 from harness.trainer.gpus import driver_started
 
-
 @dataclass(frozen=True)
 class World:
-    """``size`` ranks on this machine that meet at ``listener``, a socket that listens before any rank is there."""
+    """``size`` ranks on this machine that meet at ``listener``, a socket that listens before any rank is there.
+
+    Without a ``backend`` they do not join a group: the variables are set with which the function can.
+    """
 
     size: int
-    backend: str
+    backend: str | None
     address: str
     listener: socket.socket
 
     @classmethod
-    def prepare(cls, size: int, backend: str | None) -> World:
+    def prepare(cls, size: int, backend: str | None, init: bool) -> World:
         """Return a world for ranks that will be forked from this process.
 
         Args:
             size: Number of ranks.
             backend: As ``init_process_group`` takes it; None is nccl where there is a CUDA device for each rank, else
                 gloo.
+            init: Whether they join the default process group.
 
         Raises:
             LaunchError: this system cannot fork, there are too few devices for nccl, or this process has started CUDA,
@@ -41,7 +47,7 @@ class World:
             raise LaunchError("ranks are forked, which this system cannot do: use Linux or macOS")
         devices = torch.cuda.device_count()  # by NVML: it does not start CUDA
         backend = backend or ("nccl" if devices >= size else "gloo")
-        if "nccl" in backend:
+        if init and "nccl" in backend:
             if devices < size:
                 raise LaunchError(
                     f"nccl needs a CUDA device for each rank: {size} ranks, {devices} devices; use backend='gloo'"
@@ -55,7 +61,7 @@ class World:
                 )
         address = loopback()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return cls(size, backend, address, socket.create_server((address, 0), family=family, backlog=1024))
+        return cls(size, backend if init else None, address, socket.create_server((address, 0), family=family, backlog=1024))
 
     def serve(self) -> TCPStore:
         """Return the store in which the ranks meet, in the process that holds it. It starts threads: fork before."""
@@ -86,6 +92,26 @@ class World:
 
     def join(self, rank: int) -> None:
         """Join the default process group as ``rank``, with the variables set."""
+        if self.backend is None:
+            return
         if "nccl" in self.backend:
             torch.cuda.set_device(rank)
         torch.distributed.init_process_group(self.backend)
+
+
+def separate_rendezvous() -> None:
+    """Let each rendezvous of this process by the variables use keys of its own in the store.
+
+    A function may destroy the default group and initialise it again. All such groups have the same name, and a second
+    one would find the addresses that the first one wrote, where nobody listens any more.
+    """
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    env, done = handlers["env"], 0
+
+    def separate(*arguments: Any, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        nonlocal done
+        done += 1
+        for store, rank, size in env(*arguments, **options):
+            yield PrefixStore(f"rendezvous {done}", store), rank, size
+
+    handlers["env"] = separate
