@@ -57,8 +57,8 @@ class Observed:
 class Failure:
     """What a rank tells of an exception: pytest's representation of it, and what tells it from another.
 
-    ``reason`` is that of ``pytest.skip`` and its like, by ``kind``. ``place`` is the innermost call in which it was
-    raised, for what is skipped. Exceptions with the same ``trail``, their type and the lines that led there, have the
+    ``reason`` is that of ``pytest.skip`` and its like, by ``kind``. ``place`` is where it was raised,
+    for what is skipped. Exceptions with the same ``trail``, their type and the lines that led there, have the
     same cause. ``quit``: a user has left the debugger by ``q``.
     """
 
@@ -110,7 +110,7 @@ class BodyOnRank:
             reason=str(getattr(error, "msg", "")),
             chain=links,
             message=crash.message if crash else str(shown),
-            place=(calls[-1].filename, calls[-1].lineno or 0),
+            place=(crash.path, crash.lineno) if crash else (str(self.item.path), 0),
             trail=(type(error).__qualname__, *_from_test_on(calls, str(self.item.path))),
             observed=self._observed,
             quit=self._has_quit,

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO, cast
 
 import torch
 
@@ -126,7 +126,8 @@ def _redirect(rank: int, streams: Streams) -> tuple[int, ...]:
 
 def _text_stream(number: int) -> TextIO:
     mode = "r" if number == 0 else "w"
-    return open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    stream = open(number, mode, buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
+    return cast(TextIO, stream)
 
 
 def _prepare_process(rank: int, world: World, streams: Streams) -> None:

@@ -17,6 +17,7 @@ from harness.core.errors import LaunchError
 from harness.launch.this_machine import ELASTIC, loopback
 from harness.trainer.gpus import driver_started
 
+
 @dataclass(frozen=True)
 class World:
     """``size`` ranks on this machine that meet at ``listener``, a socket that listens before any rank is there.
@@ -61,7 +62,9 @@ class World:
                 )
         address = loopback()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return cls(size, backend if init else None, address, socket.create_server((address, 0), family=family, backlog=1024))
+        return cls(
+            size, backend if init else None, address, socket.create_server((address, 0), family=family, backlog=1024)
+        )
 
     def serve(self) -> TCPStore:
         """Return the store in which the ranks meet, in the process that holds it. It starts threads: fork before."""

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 MODULE = torch.nn.Linear(2, 2)
 
 
-class TwoArguments(Exception):
+class TwoArgumentsError(Exception):
     """Cannot be pickled: it is made of two arguments, and keeps one."""
 
     def __init__(self, first, second):
@@ -157,7 +157,7 @@ def test_xpass():
 def test_raises(rank):
     with pytest.raises(ValueError, match="this"):
         raise ValueError("this")
-    with pytest.warns(UserWarning):
+    with pytest.warns(UserWarning, match="expected"):
         warnings.warn("expected", stacklevel=1)
 
 
@@ -168,7 +168,7 @@ def test_fail_without_traceback():
 
 @pytest.mark.ranks(2)
 def test_cannot_be_pickled():
-    raise TwoArguments("its message", "lost")
+    raise TwoArgumentsError("its message", "lost")
 
 
 @pytest.mark.ranks(2)
