@@ -67,6 +67,11 @@ def run_pytest(folder: Path, *arguments: str) -> Run:
     return Run(done.returncode, done.stdout + done.stderr, results)
 
 
+@pytest.fixture(name="command", scope="session")
+def _command():
+    return command
+
+
 @pytest.fixture
 def users(tmp_path):
     """Return a function that runs a user's test file with pytest."""
