@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+collect_ignore = ["foreign"]  # test_foreign_suite.py runs it, as its owner would
 # An installation from before there was the entry point has to name the plugin.
 INSTALLED = any(point.name == "plumbline-ranks" for point in entry_points(group="pytest11"))
 PLUGIN = () if INSTALLED else ("-p", "harness.pytest_ranks.plugin")
@@ -70,6 +71,11 @@ def run_pytest(folder: Path, *arguments: str) -> Run:
 @pytest.fixture(name="command", scope="session")
 def _command():
     return command
+
+
+@pytest.fixture(name="run_pytest", scope="session")
+def _run_pytest():
+    return run_pytest
 
 
 @pytest.fixture
