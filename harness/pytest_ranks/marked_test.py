@@ -46,7 +46,7 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
                 timeout=marker.timeout,
                 backend=marker.backend,
                 init=marker.init,
-                capture=item.config.option.capture != "no",
+                capture=item.config.getoption("capture", "no") != "no",
                 describe=body.describe,
             )
         except LaunchError as error:
@@ -67,6 +67,9 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
 def _not_captured(config: pytest.Config) -> Iterator[None]:
     """Let the ranks inherit the standard streams of pytest itself, so that each can have its own, or a debugger."""
     capture = config.pluginmanager.getplugin("capturemanager")
+    if capture is None:
+        yield
+        return
     capture.suspend(in_=True)
     try:
         yield

@@ -94,7 +94,7 @@ def pytest_runtest_makereport(
 
         if SHOWN in item.stash and report.longrepr is not None:
             report.longrepr = item.stash[SHOWN]
-        if item.config.option.usepdb and ON_RANK not in item.stash:
+        if item.config.getoption("usepdb", False) and ON_RANK not in item.stash:
             # A rank was debugged where it failed. Here there is nothing to see, and pytest starts no debugger for this.
             call.excinfo = pytest.ExceptionInfo.from_exc_info((bdb.BdbQuit, bdb.BdbQuit(), call.excinfo.tb))
     return report

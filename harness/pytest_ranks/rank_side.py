@@ -133,7 +133,7 @@ class BodyOnRank:
     def _debug(self, error: BaseException, terminal: Terminal) -> None:
         """With ``--pdb``, let pytest open its debugger where the exception was raised."""
         item = self.item
-        if not (item.config.option.usepdb and terminal.is_available):
+        if not (item.config.getoption("usepdb", False) and terminal.is_available):
             return
 
         def raise_again() -> None:

@@ -13,11 +13,9 @@ from typing import Any
 from harness.core.errors import LaunchError
 from harness.ranks.channel import Channel
 from harness.ranks.rank import Terminal
-from harness.ranks.rank_end import RankEnd
+from harness.ranks.rank_end import How, RankEnd
 from harness.ranks.supervisor import Order, PickledEnd, opened, supervise
 from harness.ranks.world import World
-
-DEFAULT_TIMEOUT_S = 60.0
 
 
 def _traceback(error: BaseException) -> str:
@@ -28,7 +26,7 @@ def run_on_ranks(
     function: Callable[[Terminal], Any],
     ranks: int,
     *,
-    timeout: float = DEFAULT_TIMEOUT_S,
+    timeout: float,
     backend: str | None = None,
     init: bool = True,
     capture: bool = True,
@@ -66,7 +64,10 @@ def run_on_ranks(
         # Since Python 3.12, where this process has threads. Only what torch does after a fork matters here: it computes
         # in the thread that remains.
         warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            raise LaunchError(f"no process can be started for the ranks: {error.strerror}; see ulimit -u") from error
     if not pid:
         here.close()
         supervise(world, order, there, parent)
@@ -85,7 +86,7 @@ def run_on_ranks(
 
 def _end(end: PickledEnd) -> RankEnd:
     outcome = opened(end.outcome)
-    raised = isinstance(outcome, BaseException) and end.description is not None and end.how.value == "raised"
+    raised = end.how is How.RAISED
     return RankEnd(
         rank=end.rank,
         how=end.how,

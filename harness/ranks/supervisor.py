@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from harness.launch.stacks import Call
 from harness.ranks.channel import Channel
-from harness.ranks.rank import Debugging, Describe, Function, run
+from harness.ranks.rank import WITH_TERMINAL, Debugging, Describe, Function, run
 from harness.ranks.rank_end import How
 from harness.ranks.rank_process import RankProcess
 from harness.ranks.world import World
@@ -71,6 +71,8 @@ class Supervisor:
         self._ranks: list[RankProcess] = []
         self._begun = time.monotonic()
         self._deadline = self._begun + order.timeout
+        self._caller_is_gone = False
+        self._callers_group = os.getpgid(os.getppid())
         self._last_how = How.HUNG
         """How those ended that are there when the deadline is over."""
 
@@ -81,21 +83,21 @@ class Supervisor:
             CallerGone: the caller does not wait for it any more; everything has been ended.
         """
         wake = self._listen_for_signals()
-        for rank in range(self._world.size):
-            self._fork(rank)
-        store = self._world.serve()
         try:
+            for rank in range(self._world.size):
+                self._fork(rank)
+            store = self._world.serve()
             self._selector.register(wake, selectors.EVENT_READ)
             self._selector.register(self._caller, selectors.EVENT_READ, self._caller)
             while self._unsettled:
                 if not self._follow(self._deadline):
                     self._end_late()
             self._let_exit()
+            del store
         finally:
             for process in self._alive:
                 process.kill()
             end_all()
-            del store
         return [self._end_of(process) for process in self._ranks]
 
     @property
@@ -112,9 +114,13 @@ class Supervisor:
             os.set_blocking(descriptor, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGTERM, _raise_caller_gone)
+        # It only wakes the loop: an exception could interrupt the clean-up that the caller's end has begun already.
+        signal.signal(signal.SIGTERM, self._note_end_of_caller)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the caller, which ends us in order
         return wake
+
+    def _note_end_of_caller(self, *_: object) -> None:
+        self._caller_is_gone = True
 
     def _fork(self, rank: int) -> None:
         parent, process = os.getpid(), RankProcess(rank, self._order.capture)
@@ -132,6 +138,9 @@ class Supervisor:
             for other in self._ranks:
                 other.close_in_fork()
             order = self._order
+            if rank == WITH_TERMINAL:
+                with suppress(OSError):  # the caller's group is gone
+                    os.setpgid(0, self._callers_group)
             run(rank, self._world, order.function, order.describe, process.rank_channel, process.streams, parent)
         finally:
             os._exit(70)
@@ -140,6 +149,8 @@ class Supervisor:
         """Take in what happens next; return False when the deadline is over."""
         left = deadline - time.monotonic()
         ready = self._selector.select(None if math.isinf(left) else max(left, 0.0))
+        if self._caller_is_gone:
+            raise CallerGone
         self._reap()  # first: a rank that dies does so before others notice, and are heard
         for key, _ in ready:
             if isinstance(key.data, RankProcess):
@@ -161,7 +172,7 @@ class Supervisor:
         for message in messages:
             if isinstance(message, Debugging):
                 process.is_debugging = message.active
-            else:
+            elif process.how is None:
                 process.report, process.is_debugging = message, False
                 process.settle(How.RAISED if message.raised else How.RETURNED)
             self._move_deadline()
@@ -233,10 +244,11 @@ def supervise(world: World, order: Order, caller: Channel, parent: int) -> NoRet
     """Be the supervisor of one launch, and send its ends to the caller. Does not return: the process ends here."""
     try:
         die_with(parent, signal.SIGTERM)
+        os.setpgid(0, 0)  # what kills the caller's group is to leave somebody who cleans up
         adopt()
         gc.freeze()  # what was there before the fork is no garbage of these processes', nor copied to find that out
         caller.send(Supervisor(world, order, caller).run())
-    except (CallerGone, OSError):
+    except CallerGone:
         pass
     except BaseException:
         with suppress(OSError):
@@ -248,7 +260,3 @@ def supervise(world: World, order: Order, caller: Channel, parent: int) -> NoRet
 def opened(data: bytes | None) -> Any:
     """Return what a rank has pickled, None where it has sent nothing."""
     return None if data is None else pickle.loads(data)
-
-
-def _raise_caller_gone(*_: object) -> NoReturn:
-    raise CallerGone

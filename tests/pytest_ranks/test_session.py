@@ -195,3 +195,17 @@ def test_the_suites_plugin_and_this_one_do_not_meet(tmp_path, command):
         capture_output=True, text=True, check=False, cwd=tmp_path,
     )  # fmt: skip
     assert listed.returncode == 0, listed.stdout + listed.stderr
+
+
+def test_marked_tests_come_first_where_there_are_devices(users, tmp_path):
+    """The marker forks pytest's process, which other tests may have given a CUDA context."""
+    (tmp_path / "conftest.py").write_text(
+        "import os\nimport harness.pytest_ranks.plugin as plugin\nplugin._DEVICES = (os.devnull,)\n"
+    )
+    run = users(
+        "import pytest\n\ndef test_one():\n    pass\n\n"
+        "@pytest.mark.ranks(2)\ndef test_two():\n    pass\n\ndef test_three():\n    pass\n",
+        "--collect-only",
+        "-q",
+    )
+    assert [line.partition("::")[2] for line in run.stdout.splitlines()[:3]] == ["test_two", "test_one", "test_three"]
