@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.consequences import settle
+from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.objective import judge_objective
 from harness.check.judge.rank_layout import rank_layout
@@ -414,3 +415,24 @@ def test_evidence_without_any_facts_says_nothing_bad() -> None:
     bare = training(*(a_rank(i, [{}], process={"parallelism": {}}) for i in range(2)))
     questions = judge_samples, judge_rng, judge_buffers, judge_initial_weights, judge_ranks_agree, judge_objective
     assert [bad(question(made)) for question in questions for made in (empty, bare)] == [[]] * 12
+
+
+@pytest.mark.parametrize(("hooks", "outcome"), [([], Outcome.FAILED), (["fp16_compress_hook"], Outcome.SKIPPED)])
+def test_what_a_communication_hook_does_to_gradients_is_not_judged(hooks: list[str], outcome: Outcome) -> None:
+    rounded = (1.0005, 2.0001)  # no known combination of the ranks' gradients
+    process: Facts = {"precision": {"hooks": hooks}}
+    ranks = tuple(a_rank(rank, [{}], received=rounded, process=process) for rank in range(2))
+    (finding,) = judge_gradients(RecordedTraining(ranks))
+    assert finding.outcome is outcome
+    assert all(hook in finding.message for hook in hooks)
+
+
+@pytest.mark.parametrize(("reduced", "outcome"), [("", Outcome.FAILED), ("bfloat16", Outcome.PASSED)])
+def test_gradients_may_round_as_the_format_does_in_which_they_are_reduced(reduced: str, outcome: Outcome) -> None:
+    ranks = []
+    for rank in range(2):
+        made = a_rank(rank, [{}], received=(1.004, 2.0))
+        parameters = tuple(replace(one, reduced=reduced) for one in made.steps[0].parameters)
+        ranks.append(replace(made, steps=(replace(made.steps[0], parameters=parameters),)))
+    (finding,) = judge_gradients(RecordedTraining(tuple(ranks)))
+    assert finding.outcome is outcome
