@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from harness.check.options import RecordingOptions, write_options
 from harness.check.process_notes import PythonProcess, read_processes
 from harness.check.running import CommandEnd, CommandError, run_command
+from harness.check.watch import ProcessWatch
 
 if TYPE_CHECKING:
     from harness.check.judging import CheckedTraining
@@ -34,6 +35,7 @@ LEAST_ROOM = 16 * 2**20
 class CheckedCommand:
     """A command, how it ended, and what was recorded below it and found.
 
+    ``processes`` are in the order in which they ended, as far as that is known.
     ``full_folder`` is the temporary folder if it had no room left when the command ended, None if it had.
     ``judging_s`` is the time that judging took.
     """
@@ -63,9 +65,10 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
         # Importing torch takes a second or more: the command runs meanwhile.
         loading = Thread(target=import_module, args=("harness.check.judging",), daemon=True)
         loading.start()
-        end = run_command(
-            command, environment(str(folder)), ENVIRONMENT, time_limit, leaves_nothing=options.stop or options.dry_run
-        )
+        with closing(ProcessWatch(folder)) as watch:
+            ended = options.stop or options.dry_run
+            variables = environment(str(folder))
+            end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
         full = folder.parent if shutil.disk_usage(folder).free < LEAST_ROOM else None
         loading.join()
         from harness.check.judging import judged_trainings
@@ -73,7 +76,9 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
         begun = time.monotonic()
         trainings = judged_trainings(folder)
         took = time.monotonic() - begun
-        return CheckedCommand(tuple(command), options, end, read_processes(folder), trainings, took, time_limit, full)
+        return CheckedCommand(
+            tuple(command), options, end, read_processes(folder, watch.ended), trainings, took, time_limit, full
+        )
 
 
 @contextmanager

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from harness.check.evidence import RecordedStep, RecordedTraining, segments
+from harness.check.evidence import RecordedStep, RecordedTraining
 
 NO_REPLAY = "its backward passes were not computed again in float64"
 NO_GRADIENT = "no gradient arrived at it in the recorded steps"
@@ -78,14 +79,18 @@ def _by_reason(why: Mapping[tuple[int, str], str], entries: Mapping[tuple[int, s
 
 def _parameters(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tuple[str, int, str, bool]]:
     """Yield each parameter's name and size, why it was not replayed ("" if it was), and whether a gradient arrived."""
-    local = [segments(one.local, step.parameters) for one in step.passes]
-    exact = [None if one.exact is None else segments(one.exact, step.parameters) for one in step.passes]
-    for parameter in step.parameters:
-        name = parameter.name
-        reached = [place for place, one in enumerate(local) if bool((one[name] != 0).any())]
-        replayed = all(_is_known(exact[place], name) for place in reached)
-        yield name, parameter.entries, "" if replayed else reasons.get(name, NO_REPLAY), bool(reached)
+    reached = [_holds_any(one.local != 0, step) for one in step.passes]
+    unknown = [
+        there if one.exact is None else there & _holds_any(one.exact.isnan(), step)
+        for there, one in zip(reached, step.passes, strict=True)
+    ]
+    for place, parameter in enumerate(step.parameters):
+        why = reasons.get(parameter.name, NO_REPLAY) if any(bool(one[place]) for one in unknown) else ""
+        yield parameter.name, parameter.entries, why, any(bool(one[place]) for one in reached)
 
 
-def _is_known(exact: Mapping[str, Tensor] | None, name: str) -> bool:
-    return exact is not None and not bool(exact[name].isnan().any())
+def _holds_any(marked: Tensor, step: RecordedStep) -> Tensor:
+    """Return for each parameter whether any entry of its segment is marked."""
+    lengths = torch.tensor([one.length for one in step.parameters])
+    numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+    return torch.zeros(len(lengths), dtype=torch.long).index_add_(0, numbers, marked.long()) > 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.check.coverage import Coverage, coverage_of
+from harness.check.estimate import Estimate, estimate
 from harness.check.evidence import RecordedTraining
 from harness.check.judge.judge import judge
 from harness.check.read import read_trainings
@@ -14,11 +15,12 @@ from harness.core.finding import Finding, in_reading_order
 
 @dataclass(frozen=True)
 class CheckedTraining:
-    """One training of a command and what was found in it, in reading order."""
+    """One training of a command and what was found in it, in reading order; ``estimate`` is that of a dry run."""
 
     training: RecordedTraining
     findings: list[Finding]
     coverage: Coverage
+    estimate: Estimate | None = None
 
 
 def judged_trainings(folder: Path) -> list[CheckedTraining]:
@@ -27,4 +29,7 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
     Raises:
         TraceError: evidence cannot be read.
     """
-    return [CheckedTraining(one, in_reading_order(judge(one)), coverage_of(one)) for one in read_trainings(folder)]
+    return [
+        CheckedTraining(one, in_reading_order(judge(one)), coverage_of(one), estimate(one, folder))
+        for one in read_trainings(folder)
+    ]

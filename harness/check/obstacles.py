@@ -71,6 +71,8 @@ def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> st
 def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -> str:
     after = checked.options.after
     most = max(one.steps for one in trained)
+    if most and checked.options.dry_run:
+        return f"the script takes only {counted(most, 'optimizer step')}: a dry run needs {after + 1}"
     if most:
         return f"the script takes {counted(most, 'optimizer step')}, and --after {after} leaves none: take a smaller N"
     if not any(one.optimizers for one in trained):
@@ -109,9 +111,9 @@ def _by(checked: CheckedCommand) -> str:
 
 
 def _reason(processes: Sequence[PythonProcess]) -> str:
-    """Return what ended the first of these processes that has a rank, or else the last one that began."""
+    """Return what ended the first of these processes: of those with a rank, where there are such."""
     ranked = [one for one in processes if one.rank is not None and one.torch]
-    one = next(iter(ranked), processes[-1] if processes else None)
+    one = next(iter(ranked or processes), None)
     if one is None:
         return ""
     who = "" if one.rank is None else f"on rank {one.rank}: "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,11 @@ class PythonProcess:
     steps: int = 0
 
 
-def read_processes(folder: Path) -> list[PythonProcess]:
-    """Return the processes that began below a command, in the order of their ids."""
-    files = sorted(folder.glob("process-*"), key=lambda file: int(file.name.rpartition("-")[2]))
-    read = [_process(int(file.name.rpartition("-")[2]), _facts(file)) for file in files]
+def read_processes(folder: Path, ended: Sequence[int] = ()) -> list[PythonProcess]:
+    """Return the processes that began below a command, in the order in which they ``ended``, then by their ids."""
+    files = {int(file.name.rpartition("-")[2]): file for file in folder.glob("process-*")}
+    pids = [pid for pid in ended if pid in files]
+    read = [_process(pid, _facts(files[pid])) for pid in (*pids, *sorted(files.keys() - set(pids)))]
     return [one for one in read if one is not None]
 
 

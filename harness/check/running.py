@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 
+from harness.check.watch import ProcessWatch
 from harness.core.errors import PlumblineError
 from harness.launch.process_tags import end_tagged
 from harness.worker.processes import kills_for_memory
@@ -64,6 +65,7 @@ def run_command(
     command: Sequence[str],
     environment: Mapping[str, str],
     tag: str,
+    watch: ProcessWatch,
     time_limit: float | None = None,
     *,
     leaves_nothing: bool = False,
@@ -84,7 +86,7 @@ def run_command(
     by = EndedBy.ITSELF
     with _termination_as_interrupt():
         try:
-            process.wait(time_limit)
+            watch.wait(process, time_limit)
         except subprocess.TimeoutExpired:
             by = EndedBy.TIME_LIMIT
         except KeyboardInterrupt:

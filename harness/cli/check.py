@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import PlanError
-from harness.core.exit_codes import USAGE
+from harness.core.exit_codes import TROUBLE, USAGE
 
 
 def add_to(commands: Any) -> None:
@@ -25,6 +25,11 @@ def add_to(commands: Any) -> None:
     command.add_argument("--stop", action="store_true", help="end the script after the recorded steps (default: go on)")
     command.add_argument(
         "--time-limit", type=_seconds, metavar="S", help="end the command after S seconds, and judge what it recorded"
+    )
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="take a few steps, print what recording K of them costs in time, memory and files, and end the script",
     )
     command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
@@ -56,13 +61,34 @@ def check(options: argparse.Namespace) -> int:
     from harness.check.report.terminal import verdict_screen
     from harness.check.verdict import verdict_of
 
+    if options.dry_run:
+        return _dry_run(command, options)
     checked = run_check(command, RecordingOptions(options.steps, options.after, options.stop), options.time_limit)
     verdict = verdict_of(checked)
-    is_terminal = sys.stderr.isatty()
-    width = min(shutil.get_terminal_size().columns, 100) if is_terminal else 80
-    print(f"\n{verdict_screen(checked, verdict, width=width, colour=is_terminal)}", file=sys.stderr, flush=True)
+    _print(verdict_screen(checked, verdict, **_form()))
     write_files(checked, verdict, html=options.html, json=options.json)
     return verdict.exit_code
+
+
+def _dry_run(command: list[str], options: argparse.Namespace) -> int:
+    from harness.check.command import check as run_check
+    from harness.check.estimate import PLAIN_STEPS
+    from harness.check.options import RecordingOptions
+    from harness.check.report.terminal import dry_run_screen
+
+    recording = RecordingOptions(1, options.after + PLAIN_STEPS, stop=True, dry_run=True)
+    checked = run_check(command, recording, options.time_limit)
+    _print(dry_run_screen(checked, options.steps, **_form()))
+    return 0 if any(one.estimate for one in checked.trainings) else TROUBLE
+
+
+def _form() -> dict[str, Any]:
+    is_terminal = sys.stderr.isatty()
+    return {"width": min(shutil.get_terminal_size().columns, 100) if is_terminal else 80, "colour": is_terminal}
+
+
+def _print(screen: str) -> None:
+    print(f"\n{screen}", file=sys.stderr, flush=True)
 
 
 def _at_least(least: int) -> Any:

@@ -25,8 +25,8 @@ from harness.launch.node_launch import gather
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.launch.this_machine import new_store
+from harness.own_workloads.find import workload_of
 from harness.worker.assignment import Assignment
-from harness.workloads import find
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class CellLaunch:
     def _due(self) -> int:
         """How many optimizer steps a rank has attempted that has trained to the end of this launch."""
         assignment = self.assignments[0]
-        workload = find(assignment.cell.workload, assignment.cell.seed)
+        workload = workload_of(assignment.cell)
         if assignment.stop_after_step is not None:
             return assignment.stop_after_step
         return workload.steps(assignment.cell.topology.devices) - (

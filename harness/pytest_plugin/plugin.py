@@ -60,7 +60,17 @@ def add_options(add: Callable[..., object]) -> None:
     add("--nodes", type=int, metavar="N", help="largest number of nodes (default: the splits of --gpus into nodes)")
     add("--backends", metavar="A,B", help=f"backends, of {', '.join(BACKENDS)} (default: all)")
     add("--precisions", metavar="A,B", help="precisions, of 64, 32, 16, bf16 (default: all)")
-    add("--workloads", metavar="A,B", help="workloads by name (default: all)")
+    add(
+        "--workloads",
+        metavar="A,B",
+        help="built-in workloads by name (default: all; none beside --workload)",
+    )
+    add(
+        "--workload",
+        action="append",
+        metavar="WHAT",
+        help="workload of your own: file.py, file.py::name or module (repeatable; default: none)",
+    )
     add(
         "--subject",
         action="append",

@@ -14,6 +14,7 @@ from harness.check.rank.loss_scale import LossScale
 from harness.check.rank.observers import training_observers
 from harness.check.rank.precision_used import PrecisionUsed
 from harness.check.rank.recorder import TrainingRecorder
+from harness.check.rank.recording_cost import RecordingCost
 from harness.check.rank.update_replay import UpdateReplay
 
 
@@ -44,5 +45,6 @@ def make_recorder(folder: str) -> TrainingRecorder:
     options = read_options(folder)
     scale = LossScale()
     clipping = Clipping(scale)
-    others = [LearningRate(), PrecisionUsed(), *training_observers(), UpdateReplay()]
+    replays = RecordingCost() if options.dry_run else UpdateReplay()
+    others = [LearningRate(), PrecisionUsed(), *training_observers(), replays]
     return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others)

@@ -179,6 +179,8 @@ class TrainingRecorder:
             self._guarded(lambda: self._end_pass(one))
 
     def _end_pass(self, one: Pass) -> None:
+        if self._gradients.error is not None:
+            raise self._gradients.error
         for observer in self._observers:
             facts = observer.backward_ends(one.number)
             if facts is not None:
@@ -276,6 +278,9 @@ class TrainingRecorder:
 
     def _replay(self, passes: Sequence[Pass]) -> None:
         """Compute what arrived in these passes again, in float64; passes without calls to replay have no exact part."""
+        if self._options.dry_run:
+            self._calls.forget()
+            return
         exact = self._exact.compute()
         for one in passes:
             found = exact.get(one.number)

@@ -10,7 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.check.command import CheckedCommand
+from harness.check.estimate import estimate_lines
 from harness.check.judging import CheckedTraining
+from harness.check.obstacles import why_nothing_was_recorded
 from harness.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
 from harness.check.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from harness.core.finding import Finding
@@ -36,6 +38,19 @@ def verdict_screen(checked: CheckedCommand, verdict: Verdict, *, width: int = 80
         parts += _training(one)
     parts += [Text(), _indented(ran(checked), "dim")]
     return rendered(*parts, width=width, colour=colour)
+
+
+def dry_run_screen(checked: CheckedCommand, steps: int, *, width: int = 80, colour: bool = False) -> str:
+    """Return what recording ``steps`` steps will cost, or why that is not known."""
+    parts: list[RenderableType] = []
+    for one in checked.trainings:
+        if one.estimate is not None:
+            first, *others = estimate_lines(one.estimate, steps)
+            parts += [Text.assemble("DRY RUN: ", (first, "bold"), overflow="fold"), *map(_indented, others)]
+    if not parts:
+        why = f"the ranks of the training did not take {checked.options.after + 1} steps each"
+        parts = [Text.assemble("DRY RUN: ", why if checked.trainings else why_nothing_was_recorded(checked))]
+    return rendered(*parts, Text(), _indented(ran(checked), "dim"), width=width, colour=colour)
 
 
 def _headline(answer: Answer, sentence: str, before: str = "") -> Text:

@@ -1,0 +1,71 @@
+"""What recording and replaying a training will cost, from one step that was recorded without a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.check.evidence import RecordedTraining
+from harness.report.text import counted, in_words
+
+PLAIN_STEPS = 2
+"""Steps that a dry run takes before the one that it records: the second one is timed."""
+
+_GRADIENTS_AND_WEIGHTS = 2 * 8
+"""Bytes for each entry of a parameter: a replay holds its weight and its gradient in float64."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Costs of the rank that has most of them; times in seconds, for one step.
+
+    ``replay_s`` is the time of a plain step multiplied by how many times longer a matrix product takes in float64.
+    ``extra_bytes`` is what a replay holds beside the training: weights and gradients in float64, recorded inputs, and
+    what the largest forward saves for its backward pass in float64. ``evidence_bytes`` is that of a rank and step.
+    """
+
+    ranks: int
+    plain_s: float
+    recorded_s: float
+    replay_s: float
+    parameter_bytes: int
+    extra_bytes: int
+    evidence_bytes: int
+
+
+def estimate(training: RecordedTraining, folder: Path) -> Estimate | None:
+    """Return what was measured in a dry run, whose evidence is in ``folder``; None where a rank measured nothing."""
+    facts: list[dict[str, Any]] = [rank.facts["cost"] for rank in training.ranks if rank.facts.get("cost")]
+    if not facts or len(facts) < len(training.ranks):
+        return None
+    return Estimate(
+        training.world_size,
+        max(one["plain_s"] for one in facts),
+        max(one["recorded_s"] for one in facts),
+        max(one["plain_s"] * one["float64_ratio"] for one in facts),
+        max(one["parameter_bytes"] for one in facts),
+        max(_GRADIENTS_AND_WEIGHTS * one["parameters"] + one["input_bytes"] + one["saved_bytes"] for one in facts),
+        max(file.stat().st_size for file in folder.glob("rank-*/step-*")),
+    )
+
+
+def estimate_lines(one: Estimate, steps: int) -> Iterator[str]:
+    """Yield what so many steps will cost, in sentences."""
+    recorded, plain = steps * (max(one.recorded_s, one.plain_s) + one.replay_s), steps * one.plain_s
+    yield f"{counted(steps, 'recorded step')} will take about {in_words(recorded, 's')}, in place of " + (
+        f"{in_words(plain, 's')} without a check"
+    )
+    yield (
+        f"time: a plain step took {in_words(one.plain_s, 's')}, a recorded one {in_words(one.recorded_s, 's')}; "
+        f"computing its gradients again in float64 takes about {in_words(one.replay_s, 's')}"
+    )
+    yield (
+        f"memory: about {in_words(one.extra_bytes, 'bytes')} more on each rank, beside "
+        f"{in_words(one.parameter_bytes, 'bytes')} of parameters"
+    )
+    yield (
+        f"evidence: {in_words(one.evidence_bytes, 'bytes')} a rank and step, "
+        f"{in_words(one.evidence_bytes * steps * one.ranks, 'bytes')} in the temporary folder"
+    )

@@ -1,0 +1,67 @@
+"""Checked commands as `plumbline check` would have made them, without running any."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.check.command import CheckedCommand
+from harness.check.coverage import coverage_of
+from harness.check.evidence import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.judging import CheckedTraining
+from harness.check.options import RecordingOptions
+from harness.check.running import CommandEnd, EndedBy
+from harness.core.finding import Finding, in_reading_order
+from harness.core.outcome import Outcome
+
+WEIGHT, SCALE = Parameter("net.weight", (6,), "float32"), Parameter("scale", (2,), "float32")
+
+RIGHT = Finding(
+    "gradients",
+    Outcome.PASSED,
+    "every gradient is the mean over 2 ranks of what the backward passes computed",
+    error_x_noise=1.02,
+    limit_x_noise=2.0,
+)
+WRONG = Finding(
+    "gradients",
+    Outcome.FAILED,
+    "gradients at step 1 on rank 0 are those of rank 0's own samples: does the forward go through the DDP object?",
+    cause="not-synchronised",
+    family="sync",
+    error_x_noise=3.9e6,
+    step=1,
+    parameter="net.weight",
+    rank=0,
+    limit_x_noise=2.0,
+    parameters=(("net.weight", 3.9e6), ("scale", float("inf"))),
+)
+FOLLOWS = Finding("ranks-agree", Outcome.FAILED, "weights differ between ranks", consequence_of="gradients")
+NOT_JUDGED = Finding("gradients", Outcome.SKIPPED, "no gradients were judged: gradients were not finite")
+BROKEN = Finding("update", Outcome.ERRORED, "it could not be judged: ZeroDivisionError")
+
+
+def training(*findings, ranks=2, steps=4, optimizers=1, replayed=True, error="", facts=None):
+    """Return a training with a replayed parameter of six entries, and one of two that was not replayed."""
+    local = torch.ones(8, dtype=torch.float64)
+    exact = torch.tensor([1.0] * 6 + [torch.nan] * 2, dtype=torch.float64) if replayed else None
+    taken = tuple(
+        RecordedStep(optimizer, number, (WEIGHT, SCALE), local, (BackwardPass(number, local, exact),))
+        for number in range(steps)
+        for optimizer in range(optimizers)
+    )
+    noted = {"uncovered": {"scale": "it is used outside of any recorded call"}, **(facts or {})}
+    recorded = RecordedTraining(tuple(RecordedRank(rank, ranks, taken, noted, error) for rank in range(ranks)))
+    return CheckedTraining(recorded, in_reading_order(findings), coverage_of(recorded))
+
+
+def checked(*trainings, code=0, by=EndedBy.ITSELF, processes=(), options=None, out_of_memory=0, **more):
+    """Return a command that ended with a code and left these trainings."""
+    return CheckedCommand(
+        ("torchrun", "--nproc-per-node", "2", "train.py"),
+        options or RecordingOptions(),
+        CommandEnd(code, by, 12.5, out_of_memory),
+        list(processes),
+        list(trainings),
+        0.25,
+        **more,
+    )

@@ -1,0 +1,223 @@
+"""``plumbline check`` on real commands: what the user sees, the exit code, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.check.command import START_FOLDER
+from harness.cli.main import main
+
+LOOP = """
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+for step in range({steps}):
+    optimizer.zero_grad()
+    torch.nn.functional.mse_loss(model(torch.randn(3, 4)), torch.zeros(3, 2)).backward()
+    optimizer.step()
+{after}
+"""
+
+TWO_RANKS = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(rank, port):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    for step in range(1000):
+        optimizer.zero_grad()
+        model.module(torch.randn(3, 4)).square().mean().backward()
+        optimizer.step()
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(train, (int(sys.argv[1]),), nprocs=2)
+    print("after training")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Return a script's folder, apart from the one for temporary files."""
+    for name in ("temporary", "script"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path / "script")
+    yield tmp_path / "script"
+    assert not list((tmp_path / "temporary").glob("plumbline-*")), "evidence was left behind"
+
+
+@pytest.fixture
+def check(folder, capfd, tmp_path):
+    """Return a function that checks a script, and gives the exit code, its output, the verdict and the JSON file."""
+
+    def check(text, *options, arguments=(), python=(sys.executable,)):
+        (folder / "train.py").write_text(text)
+        before = set(folder.iterdir())
+        file = tmp_path / "verdict.json"
+        code = main(["check", "--json", str(file), *options, "--", *python, "train.py", *arguments])
+        assert {path for path in folder.iterdir() if path.name != "__pycache__"} == before, "something was left there"
+        out, err = capfd.readouterr()
+        return code, out, err, json.loads(file.read_text())
+
+    return check
+
+
+def said(text):
+    return " ".join(text.split())
+
+
+def test_a_right_script_keeps_its_output_and_its_surroundings(check, folder, monkeypatch):
+    (folder / "own").mkdir()
+    (folder / "own" / "sitecustomize.py").write_text("print('my own sitecustomize')")
+    (folder / "own" / "harness.py").write_text("MINE = 'my own harness'")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "own"))
+    after = "import harness, os, subprocess; print(harness.MINE); os.chdir('/'); subprocess.run(['echo', 'a child'])"
+    code, out, err, written = check(LOOP.format(steps=5, after=after))
+    assert out.splitlines() == ["my own sitecustomize", "my own harness", "a child"]
+    assert said(err).startswith("RIGHT: 4 steps, every gradient")
+    assert code == written["script"]["exit_code"] == 0
+    (training,) = written["trainings"]
+    assert (training["ranks"], training["steps"], training["optimizers"]) == (1, 4, ["SGD"])
+    assert training["coverage"]["replayed"] == 1
+
+
+def test_a_script_that_fails_after_its_steps_is_judged_and_its_failure_is_said_first(check):
+    code, _, err, written = check(LOOP.format(steps=2, after="raise SystemExit(5)"))
+    assert "RIGHT: the command failed: exit code 5; until then 2 steps" in said(err)
+    assert "! 2 of 4 steps were taken before the script ended" in said(err)
+    assert (code, written["script"]["exit_code"]) == (2, 5)
+
+
+def test_ranks_end_together_with_stop_and_the_mistake_is_in_the_first_line(check, free_port):
+    code, out, err, written = check(TWO_RANKS, "--stop", "--steps", "2", "--after", "3", arguments=[str(free_port)])
+    assert said(err).startswith("WRONG: gradients: not synchronised")
+    assert out == "after training\n"
+    assert code == 1
+    assert written["script"] == {**written["script"], "exit_code": 0, "ended_by": "itself"}
+    (training,) = written["trainings"]
+    assert (training["ranks"], training["steps"]) == (2, 2)
+    assert not tagged()
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def tagged():
+    """Return processes that carry the environment of a check of this test."""
+    tag = f"PLUMBLINE_CHECK={os.environ['TMPDIR']}".encode()
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if tag in (place / "environ").read_bytes():
+                found.append(place.name)
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence", "code"),
+    [
+        ("print('hello')", "NOT JUDGED: no process of the command imports torch", 0),
+        ("1 / 0", "NOT JUDGED: the script failed before it imported torch: exit code 1 (ZeroDivisionError", 1),
+        (
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "NOT JUDGED: the script failed before it imported torch: signal SIGKILL (process",
+            -9,
+        ),
+        ("import os; os._exit(3)", "NOT JUDGED: the script failed before it imported torch: exit code 3", 3),
+    ],
+)
+def test_a_script_that_cannot_be_judged_keeps_its_exit_code(check, text, sentence, code):
+    verdict, _, err, written = check(text)
+    assert sentence in said(err)
+    assert (verdict, written["script"]["exit_code"]) == (2, code)
+
+
+def test_the_traceback_of_a_script_stays(check):
+    _, _, err, _ = check("1 / 0")
+    assert "Traceback (most recent call last)" in err
+    assert err.index("ZeroDivisionError") < err.index("NOT JUDGED")
+
+
+def test_a_torch_that_is_too_old_is_named(check, folder, monkeypatch):
+    (folder / "old").mkdir()
+    (folder / "old" / "torch.py").write_text("__version__ = '2.3.1+cpu'")
+    monkeypatch.setenv("PYTHONPATH", str(folder / "old"))
+    _, _, err, _ = check("import torch")
+    assert "NOT JUDGED: torch 2.3.1+cpu is too old: 2.4 is needed" in said(err)
+
+
+def test_a_python_that_is_too_old_is_named(tmp_path):
+    (tmp_path / "torch.py").write_text("__version__ = '2.13.0'")
+    start = (
+        f"import sys, runpy; sys.version_info = (3, 9, 18); runpy.run_path({str(START_FOLDER / 'sitecustomize.py')!r})"
+    )
+    code = f"{start}; sys.path.insert(0, {str(tmp_path)!r}); import torch"
+    subprocess.run([sys.executable, "-S", "-c", code], env={**os.environ, "PLUMBLINE_CHECK": str(tmp_path)}, check=True)
+    (notes,) = tmp_path.glob("process-*")
+    assert "Python 3.9 is too old: 3.10 is needed" in notes.read_text()
+
+
+def test_python_that_reads_no_environment_is_said_where_it_cannot_be_seen_beforehand(check):
+    _, _, err, _ = check("print(1)", python=("env", sys.executable, "-I"))
+    assert "no Python process of the command has loaded the recorder" in said(err)
+
+
+def test_a_time_limit_ends_every_process_of_the_command(check):
+    sleep = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    code, _, err, written = check(sleep, "--time-limit", "2")
+    assert "when the command was ended at the time limit of 2 s" in said(err)
+    assert (code, written["script"]["ended_by"]) == (2, "time limit")
+    assert not tagged()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_check_ends_the_command_and_judges_what_was_recorded(folder, tmp_path, number):
+    marker, file = tmp_path / "marker", tmp_path / "verdict.json"
+    after = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(600)"
+    (folder / "train.py").write_text(LOOP.format(steps=3, after=after))
+    words = [sys.executable, "-m", "harness.cli.main", "check", "--json", str(file), "--", sys.executable, "train.py"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        while not marker.exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(number)
+        err = process.communicate()[1]
+    assert process.returncode == 130
+    assert "the command was ended by Ctrl-C or a signal" in said(err)
+    assert json.loads(file.read_text())["trainings"][0]["steps"] == 3
+    assert not tagged()
+
+
+def test_a_folder_for_evidence_that_cannot_be_made_is_said_with_the_way_out(folder, monkeypatch, capsys):
+    monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
+    assert main(["check", "--", sys.executable, "-c", "print(1)"]) == 2
+    assert "with the variable TMPDIR" in capsys.readouterr().err

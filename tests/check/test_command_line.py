@@ -1,0 +1,79 @@
+"""A command that cannot be checked is refused before it is started, with the way out."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from harness.check.command_line import command_in
+from harness.cli.main import main
+from harness.core.errors import PlanError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "not_executable").touch()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "way_out"),
+    [
+        ([], "write `--` and then the command"),
+        (["python", "train.py"], "plumbline check -- python train.py"),
+        (["--"], "no command after `--`"),
+        (["--", "no-such-command"], "is it installed"),
+        (["--", "./no/such/command"], "is the path right"),
+        (["--", "train.py"], "write python train.py"),
+        (["--", "./not_executable"], "chmod \\+x"),
+        (["--", "/"], "is a folder"),
+        (["--", sys.executable, "nothing.py"], "there is no file nothing.py"),
+        (["--", sys.executable, "-I", "train.py"], "leave out -I"),
+        (["--", sys.executable, "-uE", "-m", "train"], "leave out -E"),
+        (["--", sys.executable, "-W", "ignore", "-S", "train.py"], "leave out -S"),
+    ],
+)
+def test_it_says_the_way_out(words, way_out):
+    with pytest.raises(PlanError, match=way_out):
+        command_in(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train.py", "-I", "-S"],
+        ["-u", "train.py"],
+        ["-X", "importtime", "-W", "error", "train.py"],
+        ["-WEIS", "train.py"],
+        ["-m", "torch.distributed.run", "-E"],
+        ["-c", "nothing", "-I"],
+        ["-"],
+    ],
+)
+def test_what_can_be_checked_is_let_through(words):
+    assert command_in(["--", sys.executable, *words]) == [sys.executable, *words]
+
+
+@pytest.mark.parametrize(
+    ("options", "way_out"),
+    [
+        (["--steps", "0"], "take at least 1"),
+        (["--steps", "-3"], "take at least 1"),
+        (["--steps", "many"], "invalid number value: 'many'"),
+        (["--after", "-1"], "take at least 0"),
+        (["--time-limit", "0"], "take a number of seconds above 0"),
+        (["--time-limit", "nan"], "take a number of seconds above 0"),
+        (["--json", "no/folder/file.json"], "make it first"),
+        (["--html", "/"], "is a folder: name a file"),
+    ],
+)
+def test_an_option_that_cannot_be_meant_is_a_usage_error(options, way_out, capsys):
+    try:
+        code = main(["check", *options, "--", sys.executable, "train.py"])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 4
+    assert way_out in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""What a checked command comes to: the answer, its reason, the exit code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.check.options import RecordingOptions
+from harness.check.process_notes import PythonProcess
+from harness.check.running import EndedBy
+from harness.check.verdict import Answer, verdict_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
+
+
+def process(**facts):
+    return PythonProcess(7, "3.11.7", ("python", "train.py"), **{"rank": None, "ended": True, **facts})
+
+
+@pytest.mark.parametrize(
+    ("trainings", "code", "by", "answer", "expected"),
+    [
+        ([[RIGHT]], 0, EndedBy.ITSELF, Answer.RIGHT, 0),
+        ([[WRONG, FOLLOWS]], 0, EndedBy.ITSELF, Answer.WRONG, 1),
+        ([[WRONG]], 3, EndedBy.ITSELF, Answer.WRONG, 1),
+        ([[RIGHT]], 3, EndedBy.ITSELF, Answer.RIGHT, 2),
+        ([[RIGHT]], -9, EndedBy.ITSELF, Answer.RIGHT, 2),
+        ([[RIGHT]], -15, EndedBy.TIME_LIMIT, Answer.RIGHT, 0),
+        ([[RIGHT]], -2, EndedBy.USER, Answer.RIGHT, 130),
+        ([[WRONG]], -2, EndedBy.USER, Answer.WRONG, 1),
+        ([[NOT_JUDGED]], 0, EndedBy.ITSELF, Answer.NOT_JUDGED, 2),
+        ([], 0, EndedBy.ITSELF, Answer.NOT_JUDGED, 2),
+        ([[RIGHT, BROKEN]], 0, EndedBy.ITSELF, Answer.RIGHT, 0),
+        ([[RIGHT], [NOT_JUDGED]], 0, EndedBy.ITSELF, Answer.NOT_JUDGED, 2),
+        ([[RIGHT], [NOT_JUDGED], [WRONG]], 0, EndedBy.ITSELF, Answer.WRONG, 1),
+    ],
+)
+def test_a_mistake_counts_more_than_the_script_s_failure_and_that_more_than_being_right(
+    trainings, code, by, answer, expected
+):
+    verdict = verdict_of(checked(*(training(*one) for one in trainings), code=code, by=by, time_limit=60))
+    assert (verdict.answer, verdict.exit_code) == (answer, expected)
+
+
+def test_a_question_that_could_not_be_judged_accuses_nobody():
+    assert verdict_of(checked(training(RIGHT, BROKEN))).answer is Answer.RIGHT
+    assert verdict_of(checked(training(BROKEN))).answer is Answer.NOT_JUDGED
+
+
+def test_the_sentence_has_the_cause_and_the_noise_in_plain_words():
+    sentence = verdict_of(checked(training(FOLLOWS, WRONG))).sentence
+    assert sentence == "gradients: not synchronised (3,900,000 × rounding noise)"
+
+
+def test_a_script_that_failed_is_said_first():
+    failed = process(rank=1, torch="2.13.0", raised="ValueError: no more data")
+    sentence = verdict_of(checked(training(RIGHT), code=1, processes=[failed])).sentence
+    assert sentence.startswith("the command failed: exit code 1 (on rank 1: ValueError: no more data); until then")
+
+
+@pytest.mark.parametrize(
+    ("processes", "more", "sentence"),
+    [
+        ([], {}, "-I, -E and -S keep it out"),
+        ([], {"code": 3}, "failed before it started Python: exit code 3"),
+        ([process()], {}, "no process of the command imports torch"),
+        ([process(raised="NameError: x")], {"code": 1}, "failed before it imported torch: exit code 1 (NameError: x)"),
+        ([process(torch="2.3.0", obstacle="torch 2.3.0 is too old: 2.4 is needed")], {}, "torch 2.3.0 is too old"),
+        ([process(torch="2.13.0")], {}, "no optimizer of torch.optim"),
+        ([process(torch="2.13.0", optimizers=1)], {}, "no backward pass"),
+        ([process(torch="2.13.0", optimizers=1, passes=9)], {}, "never calls its optimizer's step"),
+        (
+            [process(torch="2.13.0", optimizers=1, passes=9, steps=9)],
+            {"options": RecordingOptions(after=10)},
+            "takes 9 optimizer steps, and --after 10 leaves none",
+        ),
+        (
+            [process(torch="2.13.0", rank=0, raised="RuntimeError: no data"), process(torch="2.13.0")],
+            {"code": 1},
+            "failed before its first optimizer step: exit code 1 (on rank 0: RuntimeError: no data)",
+        ),
+        (
+            [process(torch="2.13.0", rank=3, ended=False)],
+            {"code": -9},
+            "signal SIGKILL (on rank 3: process 7 was killed)",
+        ),
+        ([process(torch="2.13.0")], {"by": EndedBy.TIME_LIMIT, "time_limit": 5.0}, "at the time limit of 5 s"),
+        ([process(torch="2.13.0")], {"full_folder": Path("/t")}, "no room left in /t: make room, or name another"),
+    ],
+)
+def test_each_reason_for_recording_nothing_has_a_sentence(processes, more, sentence):
+    verdict = verdict_of(checked(processes=processes, **more))
+    assert verdict.answer is Answer.NOT_JUDGED
+    assert sentence in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("one", "more", "incident"),
+    [
+        (training(RIGHT, steps=2), {}, "2 of 4 steps were taken before the script ended"),
+        (training(RIGHT, error="MemoryError: out"), {}, "rank 0: MemoryError: out"),
+        (training(RIGHT), {"out_of_memory": 1}, "out of memory"),
+        (training(RIGHT), {"by": EndedBy.TIME_LIMIT, "time_limit": 9.0}, "ended at the time limit of 9 s"),
+        (training(WRONG), {"code": 137}, "the command failed: exit code 137 (SIGKILL)"),
+    ],
+)
+def test_what_went_wrong_beside_the_training_is_said(one, more, incident):
+    assert any(incident in said for said in verdict_of(checked(one, **more)).incidents)
+
+
+def test_ranks_with_different_numbers_of_steps_are_named():
+    ranks = [training(RIGHT, steps=steps).training.ranks[rank] for rank, steps in ((0, 4), (1, 2))]
+    one = training(RIGHT)
+    uneven = type(one)(type(one.training)(tuple(ranks)), one.findings, one.coverage)
+    (said,) = verdict_of(checked(uneven)).incidents
+    assert said == (
+        "ranks took different numbers of steps: rank 1 recorded 2, rank 0 4; only those that all have are judged"
+    )
+
+
+def test_ranks_that_left_nothing_are_named():
+    one = training(RIGHT)
+    alone = type(one)(type(one.training)(one.training.ranks[:1]), one.findings, one.coverage)
+    assert "rank 1 of 2 left no step" in verdict_of(checked(alone)).incidents[0]

@@ -1,0 +1,118 @@
+"""The verdict on a terminal, as JSON and as a page: all say the same, and text from a script is only text."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.check.report.json_file import as_json
+from harness.check.report.lines import percent
+from harness.check.report.page import verdict_page
+from harness.check.report.terminal import verdict_screen
+from harness.check.verdict import verdict_of
+from harness.core.finding import Finding
+
+sys.path.insert(0, str(Path(__file__).parent))
+from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
+
+EVERYTHING = checked(training(WRONG, FOLLOWS, BROKEN), training(RIGHT, ranks=1, optimizers=2), code=1)
+
+
+def screen(command, **options):
+    return verdict_screen(command, verdict_of(command), **options)
+
+
+def page(command):
+    return verdict_page(command, verdict_of(command))
+
+
+def document(command):
+    return json.loads(as_json(command, verdict_of(command)))
+
+
+def test_the_first_line_is_the_answer():
+    assert screen(checked(training(RIGHT))).startswith("RIGHT: 4 steps on 2 ranks, every gradient")
+    assert screen(checked(training(WRONG))).startswith(
+        "WRONG: gradients: not synchronised (3,900,000 × rounding noise)"
+    )
+    assert screen(checked(training(NOT_JUDGED))).startswith("NOT JUDGED: no gradients were judged")
+
+
+def test_place_and_what_to_look_at_follow_the_first_line():
+    lines = screen(checked(training(WRONG, FOLLOWS))).splitlines()
+    assert lines[1].strip() == "first at step 1, rank 0, parameter net.weight"
+    assert "does the forward go through" in " ".join(" ".join(lines[2:4]).split())
+
+
+def test_a_screen_fits_80_columns_and_is_plain():
+    text = screen(EVERYTHING, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "\x1b" not in text
+    assert "\x1b" in screen(EVERYTHING, colour=True)
+
+
+def test_each_question_has_a_line_with_its_answer():
+    text = screen(checked(training(WRONG, FOLLOWS, BROKEN)))
+    assert re.search(r"wrong +ranks-agree +follows from gradients", text)
+    assert re.search(r"not judged +update +it could not be judged", text)
+
+
+def test_what_was_not_covered_is_said_as_a_share_with_the_reason():
+    text = " ".join(screen(checked(training(RIGHT))).split())
+    assert "75 % of 8 trainable parameters were computed again in float64" in text
+    assert "not covered: 25 %, scale: it is used outside of any recorded call" in text
+
+
+def test_without_a_replay_it_is_said_what_gradients_were_compared_with():
+    text = " ".join(screen(checked(training(RIGHT, replayed=False))).split())
+    assert "100 % of 8 trainable parameters were compared with what the script's own backward passes computed" in text
+
+
+def test_only_all_is_100_percent():
+    assert [percent(share) for share in (0, 1e-9, 0.5, 1 - 1e-9, 1)] == ["0 %", "0.1 %", "50 %", "99.9 %", "100 %"]
+
+
+def test_each_of_several_trainings_has_an_answer():
+    text = screen(EVERYTHING)
+    assert text.startswith("WRONG: 1 of 2 trainings: gradients")
+    assert "training 1: WRONG" in text
+    assert "training 2: RIGHT" in text
+    assert "2 × an optimizer" in text
+
+
+def test_json_has_every_field_of_every_finding():
+    written = document(EVERYTHING)
+    assert (written["version"], written["verdict"], written["exit_code"]) == (1, "wrong", 1)
+    assert written["script"] == {"exit_code": 1, "ended_by": "itself", "seconds": 12.5}
+    first, second = written["trainings"]
+    assert [one["check"] for one in first["findings"]] == ["gradients", "ranks-agree", "update"] or len(
+        first["findings"]
+    ) == 3
+    assert set(first["findings"][0]) == {field.name for field in fields(Finding)}
+    assert first["findings"][0]["parameters"] == {"net.weight": 3.9e6, "scale": "inf"}
+    assert first["findings"][1]["error_x_noise"] is None
+    assert (second["ranks"], second["steps"], second["optimizers"]) == (1, 4, ["an optimizer", "an optimizer"])
+    assert second["coverage"]["replayed"] == 0.75
+
+
+def test_a_page_works_offline():
+    text = page(EVERYTHING)
+    assert not re.search(r"""(src|href)=["'](?!#|data:)""", text)
+    assert "<script" not in text
+    assert "default-src 'none'" in text
+
+
+@given(st.text(max_size=40))
+def test_text_of_a_script_is_only_text(text):
+    hostile = f"<script>{text}</script>\x1b[31m & [bold]"
+    named = replace(WRONG, parameter=hostile, message=hostile, parameters=((hostile, 1.0),))
+    command = replace(checked(training(named, replace(BROKEN, message=hostile))), command=("python", hostile))
+    assert "<script" not in page(command)
+    assert "\x1b" not in screen(command)
+    assert document(command)["trainings"][0]["findings"][0]["message"] == hostile
