@@ -2,13 +2,16 @@
 
     python ci/bench_evidence.py [--parameters 1e5 1e6 1e7 1e8 1e9] [--tokens 2048] [--rounds 5]
 
-Steps with and without the recorder take turns in one process of one thread, as a rank has; a ratio compares neighbours,
+Steps with and without recorders take turns in one process of one thread, as a rank has; a ratio compares neighbours,
 and the median of the ratios is printed. Seconds are those of the cpu, so that what else runs on the machine counts for
 less. A model is a stack of square linear layers with biases, trained by plain SGD:
 per parameter and token six operations, as in any dense layer or transformer, and the cheapest of all optimizers, so
 that nothing hides the recorder. ``--tokens`` is how many rows a rank's step sends through every layer. 2048 is little:
 one sequence of a language model, ten images of a vision transformer; a device is mostly given a multiple of that. The
-recorder's own time does not depend on it, so the last column says from how many tokens on it is within 5 %.
+recorder's own time does not depend on it.
+
+Two ranks record each step: the first writes all large tensors to the launch's store, the second finds them there. Of n
+ranks that agree, each writes about the n-th part.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import argparse
 import math
 import os
 import resource
+import shutil
 import statistics
 import tempfile
 import time
@@ -27,24 +31,28 @@ import torch
 from torch import nn
 
 from harness.evidence import rank_file as evidence
-from harness.evidence.trace import RankTrace
+from harness.evidence.tensor_store import TensorStore
+from harness.evidence.trace import STORE_ABOVE, RankTrace
 from harness.worker.recording.recorder import Recorder
 
-LIMIT = 1.05
 
-
-class Switched(Recorder):
-    """A recorder that can look away."""
+class Timed(Recorder):
+    """A recorder that can look away, and that takes its own time."""
 
     on = False
+    seconds = 0.0
 
     def _before_step(self, *arguments: Any) -> None:
-        if self.on:
-            super()._before_step(*arguments)
+        self._timed(super()._before_step, arguments)
 
     def _after_step(self, *arguments: Any) -> None:
+        self._timed(super()._after_step, arguments)
+
+    def _timed(self, record: Any, arguments: Any) -> None:
         if self.on:
-            super()._after_step(*arguments)
+            begun = time.process_time()
+            record(*arguments)
+            self.seconds += time.process_time() - begun
 
 
 def stack(parameters: float) -> nn.Sequential:
@@ -59,51 +67,55 @@ def stack(parameters: float) -> nn.Sequential:
     return model
 
 
-def measure(parameters: float, tokens: int, rounds: int) -> str:
-    """Return one line of the table."""
+def measure(parameters: float, tokens: int, rounds: int, folder: Path) -> str:
+    """Return one line of the table; the store lies in ``folder``."""
     model = stack(parameters)
     count = sum(parameter.numel() for parameter in model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     first = model[0]
     assert isinstance(first, nn.Linear)
     inputs = torch.randn(tokens, first.in_features)
-    recorder = Switched()
-    recorder.install()
-    recorder.watch(model)
+    ranks = [Timed(TensorStore(str(folder / "tensors"), STORE_ABOVE)) for _ in range(2)]
+    for recorder in ranks:
+        recorder.install()
+        recorder.watch(model)
 
-    def step(on: bool) -> float:
-        recorder.on = on
+    def step(on: bool) -> tuple[float, float, float]:
+        """Return the seconds of a step, and in it those of each rank's recorder."""
+        for recorder in ranks:
+            recorder.on, recorder.seconds = on, 0.0
         begun = time.process_time()
         model(inputs).square().mean().backward()
         optimizer.step()
         seconds = time.process_time() - begun
         optimizer.zero_grad()
-        return seconds
+        return seconds, ranks[0].seconds, ranks[1].seconds
 
-    for on in (False, True, True):  # the first step of all warms up, and the first recorded one has no step before it
+    for on in (False, True):  # the first step of all warms up, and the first recorded one has no step before it
         step(on)
-    pairs = []
+    plain, writing, finding, stored = [], [], [], []
     for number in range(rounds):
-        order = (False, True) if number % 2 else (True, False)
-        seconds = {on: step(on) for on in order}
-        pairs.append((seconds[False], seconds[True]))
-    plain, recorded = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratio = statistics.median(with_it / without for without, with_it in pairs)
-    needed = tokens * (ratio - 1) / (LIMIT - 1)
-    bytes_a_step = written(recorder) / len(recorder.steps)
+        shutil.rmtree(folder / "tensors", ignore_errors=True)
+        for on in (False, True) if number % 2 else (True, False):
+            seconds, one, other = step(on)
+            if on:
+                writing.append(one)
+                finding.append(other)
+            else:
+                plain.append(seconds)
+        stored.append(sum(file.stat().st_size for file in folder.glob("tensors/*")))
+    own = folder / "rank-0.safetensors"
+    evidence.write_rank(str(own), RankTrace(0, 1, tuple(ranks[0].steps)))
+    ratios = [
+        1 + statistics.median(part / whole for part, whole in zip(parts, plain, strict=True))
+        for parts in (writing, finding)
+    ]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return (
-        f"| {count:.2e} | {len(list(model.parameters()))} | {2 * 4 * count / 2**20:.4g} | {bytes_a_step / 2**20:.3g} "
-        f"| {plain:.3g} | {recorded:.3g} | {ratio:.3f} | {max(needed, 0):.0f} | {peak:.1f} |"
+        f"| {count:.2e} | {len(list(model.parameters()))} | {2 * 4 * count / 2**20:.4g} "
+        f"| {statistics.median(stored) / 2**20:.4g} | {own.stat().st_size / len(ranks[0].steps) / 2**20:.3g} "
+        f"| {statistics.median(plain):.3g} | {ratios[0]:.3f} | {ratios[1]:.3f} | {peak:.1f} |"
     )
-
-
-def written(recorder: Recorder) -> int:
-    """Return the size of the recorder's evidence as a file."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rank-0.safetensors"
-        evidence.write_rank(str(path), RankTrace(0, 1, tuple(recorder.steps)))
-        return path.stat().st_size
 
 
 def main() -> None:
@@ -114,15 +126,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(f"{options.tokens} tokens a step, medians of {options.rounds} rounds, one thread")
-    print("| parameters | tensors | whole MiB | kept MiB | plain s | recorded s | ratio | 5 % from tokens | GiB |")
+    print("| parameters | tensors | whole MiB | stored MiB | own MiB | plain s | writes | finds | GiB |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for parameters in options.parameters:
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)
-            print(measure(parameters, options.tokens, options.rounds), flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
+        with tempfile.TemporaryDirectory() as folder:
+            child = os.fork()
+            if child == 0:
+                torch.set_num_threads(1)
+                print(measure(parameters, options.tokens, options.rounds, Path(folder)), flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
 
 
 if __name__ == "__main__":

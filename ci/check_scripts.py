@@ -17,42 +17,53 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
 
 from mistakes import FILES, MISTAKES, Mistake, changed
-from page import Checked, Tried, page
+from page import number, page
 from published import PUBLISHED
+from result import Result, is_right, last_lines, losses_of, read, write
 from rewritten import REWRITTEN_SCRIPTS
 from running import CannotRunError, Placed, interpreter, prepare
 from script import Script
 
 ROOT = Path(__file__).resolve().parent.parent
-Ended = TypeVar("Ended", Checked, Tried)
 SCRIPTS = {script.name: script for script in (*PUBLISHED, *REWRITTEN_SCRIPTS)}
 
 
 def main() -> int:
     """Run what is asked for, print the page, and write it if it was everything."""
     asked = parsed()
-    only: list[str] = asked.only
-    scripts: list[Checked] = []
-    mistakes: list[Tried] = []
-    if asked.part != "mistakes":
-        chosen = [one for one in SCRIPTS.values() if not only or any(word in one.name for word in only)]
-        scripts = [told(checked(one, asked)) for one in chosen]
-    if asked.part in (None, "mistakes"):
-        for mistake in MISTAKES:
-            for name in mistake.changes:
-                if not only or any(word in f"{mistake.name} {name}" for word in only):
-                    mistakes += [told(tried(mistake, SCRIPTS[name], asked))]
+    kept = read(asked.keep) if asked.keep else {}
+    scripts = [(script, outcome(script, None, asked, kept)) for script in chosen_scripts(asked)]
+    mistakes = [(mistake, script, outcome(script, mistake, asked, kept)) for mistake, script in chosen_mistakes(asked)]
     text = page(scripts, mistakes)
     print(text)
-    if not only and asked.part is None:
+    if not asked.only and asked.part is None:
         asked.report.write_text(text, encoding="utf-8")
-    right = [one.is_as_it_should_be for one in scripts] + [one.is_as_it_should_be for one in mistakes]
+    right = [is_right(result, script, None) for script, result in scripts]
+    right += [is_right(result, script, mistake) for mistake, script, result in mistakes]
     return 0 if all(right) else 1
+
+
+def chosen_scripts(asked: argparse.Namespace) -> list[Script]:
+    """Return the scripts that are asked for."""
+    if asked.part == "mistakes":
+        return []
+    return [one for one in SCRIPTS.values() if not asked.only or any(word in one.name for word in asked.only)]
+
+
+def chosen_mistakes(asked: argparse.Namespace) -> list[tuple[Mistake, Script]]:
+    """Return the mistakes that are asked for, each with the scripts that it is put into."""
+    if asked.part in ("plain", "scripts"):
+        return []
+    every = [(mistake, SCRIPTS[name]) for mistake in MISTAKES for name in mistake.changes]
+    return [
+        (mistake, script)
+        for mistake, script in every
+        if not asked.only or any(word in f"{mistake.name} in {script.name}" for word in asked.only)
+    ]
 
 
 def parsed() -> argparse.Namespace:
@@ -64,34 +75,51 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--part", choices=("plain", "scripts", "mistakes"), help="default: scripts and mistakes")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to record (default: %(default)s)")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one run (default: %(default)s)")
+    parser.add_argument(
+        "--keep", type=Path, help="file of results: what is in it is not run again"
+    )
     parser.add_argument("--report", type=Path, default=ROOT / "reports" / "check-real-scripts.md")
     asked = parser.parse_args()
     asked.python = (sys.executable, *asked.python)
     return asked
 
 
-def checked(script: Script, asked: argparse.Namespace) -> Checked:
-    """Run a script plainly and under check, and plainly again where the losses differ."""
-    try:
-        with place(script, asked) as placed:
-            first = placed.run()
-            if asked.part == "plain":
-                return Checked(script, first, placed.run())
-            recorded, verdict = placed.check(asked.steps)
-            second = placed.run() if recorded.losses != first.losses else None
-            return Checked(script, first, second, recorded, verdict)
-    except CannotRunError as error:
-        return Checked(script, why_not=str(error))
-
-
-def tried(mistake: Mistake, script: Script, asked: argparse.Namespace) -> Tried:
-    """Run a script with a mistake in it under check."""
+def outcome(script: Script, mistake: Mistake | None, asked: argparse.Namespace, kept: dict[str, Result]) -> Result:
+    """Return what becomes of a script, or what became of it where that is kept already; print and keep it."""
+    name = Result(script.name, mistake.name if mistake else "").name
+    if name in kept:
+        return kept[name]
     try:
         with place(script, asked, mistake) as placed:
-            recorded, verdict = placed.check(asked.steps)
-            return Tried(mistake, script, recorded, verdict)
+            result = tried(placed, mistake, asked) if mistake else checked(placed, asked)
     except CannotRunError as error:
-        return Tried(mistake, script, why_not=str(error))
+        result = Result(script.name, mistake.name if mistake else "", why_not=str(error))
+    print(line(result, is_right(result, script, mistake)), file=sys.stderr, flush=True)
+    if asked.keep:
+        write(asked.keep, result)
+    return result
+
+
+def checked(placed: Placed, asked: argparse.Namespace) -> Result:
+    """Run a script plainly and under check, and plainly again where the losses differ."""
+    name = placed.script.name
+    first = placed.run()
+    if first.code != 0 or not first.losses:
+        return Result(name, plain_seconds=first.seconds, failed=f"exit {first.code}\n{last_lines(first)}")
+    if asked.part == "plain":
+        return Result(name, plain_seconds=first.seconds, losses=losses_of(first, placed.run(), None))
+    recorded, verdict = placed.check(asked.steps)
+    second = placed.run() if recorded.losses != first.losses else None
+    losses = losses_of(first, recorded, second)
+    failed = "" if verdict else last_lines(recorded)
+    return Result(name, "", first.seconds, recorded.seconds, losses, verdict, failed)
+
+
+def tried(placed: Placed, mistake: Mistake, asked: argparse.Namespace) -> Result:
+    """Run a script with a mistake in it under check."""
+    recorded, verdict = placed.check(asked.steps)
+    failed = "" if verdict else last_lines(recorded)
+    return Result(placed.script.name, mistake.name, None, recorded.seconds, "", verdict, failed)
 
 
 @contextmanager
@@ -106,10 +134,14 @@ def place(script: Script, asked: argparse.Namespace, mistake: Mistake | None = N
         yield placed
 
 
-def told(one: Ended) -> Ended:
-    """Print one line for what was run, and return it."""
-    print(one.line(), file=sys.stderr, flush=True)
-    return one
+def line(result: Result, right: bool) -> str:
+    """Return what is printed about a result."""
+    if result.why_not:
+        return f"{result.name}: not run: {result.why_not}"
+    times = f"{number(result.plain_seconds, '.0f')} s, under check {number(result.seconds, '.0f')} s"
+    said = f"{result.verdict.answer}: {result.verdict.sentence}" if result.verdict else "no verdict"
+    text = f"{'ok  ' if right else 'NOT '} {result.name}: {said} [losses {result.losses or '–'}; {times}]"
+    return "\n    ".join([text, *result.failed.splitlines()])
 
 
 if __name__ == "__main__":

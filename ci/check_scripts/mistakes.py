@@ -318,8 +318,8 @@ MISTAKES = (
     ),
     Mistake(
         "one mask on all ranks",
-        "all ranks drop the same units",
-        ("one-seed-on-all-ranks", "one-state-on-all-ranks"),
+        "all ranks drop the same units: said, not accused",
+        (),
         {
             AMP: ((r"torch\.manual_seed\(42 \+ rank\)", "torch.manual_seed(42)"),),
             DDP: ((r"torch\.manual_seed\(1234 \+ rank\)", "torch.manual_seed(1234)"),),

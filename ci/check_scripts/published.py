@@ -197,7 +197,8 @@ PUBLISHED = (
         also=("imagenet",),
         needs=PICTURES,
         ranks=2,
-        wrong="main.py wraps the model in DDP on an accelerator only: on the CPU each rank trains alone",
+        expected="wrong",
+        because="main.py wraps the model in DDP on an accelerator only: on the CPU each rank trains alone",
     ),
     *(
         Script(

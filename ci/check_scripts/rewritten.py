@@ -47,6 +47,7 @@ REWRITTEN_SCRIPTS = (
     two("trainer_llama", "Transformers Trainer: accumulation, unequal token counts"),
     alone("ignite_engine", "Ignite: idist.Parallel, accumulation", ranks=2),
     two("fsdp2", "FSDP2: blocks in shards, accumulation, clipping"),
+    two("fsdp2_bf16", "FSDP2 with parameters and reduction in bf16"),
     Script("hsdp", f"{FOUR} hsdp.py", "HSDP on a 2 × 2 mesh, bf16 parameters", ranks=4),
     two("zero_redundancy", "ZeroRedundancyOptimizer"),
     Script(

@@ -27,7 +27,8 @@ class Script:
             script with changes does not count as unmodified.
         ranks: how many ranks train.
         steps: how many optimizer steps it does.
-        wrong: what is wrong with the script as published, None if nothing is. Proven by hand.
+        expected: what check must say: ``right``, ``wrong`` or ``not judged``.
+        because: why the script is wrong, proven by hand, or why it cannot be judged.
     """
 
     name: str
@@ -42,7 +43,8 @@ class Script:
     changes: tuple[tuple[str, str, str], ...] = ()
     ranks: int = 1
     steps: int = 4
-    wrong: str | None = None
+    expected: str = "right"
+    because: str = ""
 
     @property
     def is_unmodified(self) -> bool:

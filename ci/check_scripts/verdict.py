@@ -7,39 +7,41 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BAD = ("failed", "errored", "crashed", "timed_out")
+BAD = ("failed", "crashed", "timed_out")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The findings of a check, the bad ones first as the check ordered them.
+    """The verdict on a command: ``right``, ``wrong`` or ``not judged``, and the sentence that gives the reason.
 
-    Attributes:
-        findings: as they stand in the file.
-        coverage: the share of the trainable parameters that was replayed; None where the file does not say.
+    ``check`` and ``cause`` are those of the first finding against the script, ``noise`` its error in units of rounding
+    noise; where nothing is wrong, ``noise`` is the largest error of all. ``bad`` names all that is held against it.
+    ``coverage`` is the share of the trainable parameters that was computed again; None where nothing was recorded.
     """
 
-    findings: tuple[dict[str, Any], ...]
-    coverage: float | None
-
-    @property
-    def bad(self) -> tuple[dict[str, Any], ...]:
-        """What is held against the script."""
-        return tuple(one for one in self.findings if one["outcome"] in BAD)
-
-    @property
-    def first_cause(self) -> str | None:
-        """The cause in the first line: None where nothing is wrong."""
-        return str(self.bad[0].get("cause") or "unexplained") if self.bad else None
-
-    @property
-    def noise(self) -> float | None:
-        """The largest error in units of rounding noise."""
-        found = [one["error_x_noise"] for one in self.findings if one.get("error_x_noise") is not None]
-        return max(found, default=None)
+    answer: str
+    sentence: str
+    check: str | None = None
+    cause: str | None = None
+    noise: float | None = None
+    bad: tuple[str, ...] = ()
+    coverage: float | None = None
 
 
 def read_verdict(file: Path) -> Verdict:
     """Read the file of ``--json``."""
     whole = json.loads(file.read_text(encoding="utf-8"))
-    return Verdict(tuple(whole["findings"]), whole.get("coverage"))
+    trainings: list[dict[str, Any]] = whole["trainings"]
+    trainings.sort(key=lambda one: one["verdict"] != whole["verdict"])
+    findings = [finding for one in trainings for finding in one["findings"]]
+    bad = [finding for finding in findings if finding["outcome"] in BAD]
+    noises = [finding["error_x_noise"] for finding in bad[:1] or findings]
+    return Verdict(
+        whole["verdict"],
+        whole["sentence"],
+        bad[0]["check"] if bad else None,
+        (bad[0]["cause"] or "unexplained") if bad else None,
+        max((noise for noise in noises if noise is not None), default=None),
+        tuple(f"{one['check']}: {one['cause'] or 'unexplained'}" for one in bad),
+        min((one["coverage"]["replayed"] for one in trainings), default=None),
+    )

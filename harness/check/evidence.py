@@ -37,11 +37,15 @@ def length(tensor: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``)."""
+    """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``).
+
+    ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    reduced: str = ""
 
     @property
     def entries(self) -> int:

@@ -58,7 +58,9 @@ def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
     return RecordedStep(
         values["optimizer"],
         values["number"],
-        tuple(Parameter(one["name"], tuple(one["shape"]), one["dtype"]) for one in values["parameters"]),
+        tuple(
+            Parameter(one["name"], tuple(one["shape"]), one["dtype"], one["reduced"]) for one in values["parameters"]
+        ),
         tensors["received"],
         _passes("pass", values["passes"], tensors),
         _passes("other", values["other_passes"], tensors),

@@ -18,6 +18,13 @@ def add_to(commands: Any) -> None:
     """Declare the command's arguments."""
     command = commands.add_parser("judge", description=judge.__doc__)
     command.add_argument("run", type=Path, metavar="RUN", help="a run's folder, for example reports/latest")
+    command.add_argument(
+        "--workload",
+        action="append",
+        default=[],
+        metavar="WHAT",
+        help="where a workload of your own is now (repeatable; default: where it was when the run was recorded)",
+    )
     command.set_defaults(do=judge)
 
 
@@ -27,7 +34,7 @@ def judge(options: argparse.Namespace) -> int:
     A run keeps the traces of cells that did not pass, or of every cell with ``pytest --keep-traces``.
     """
     run = read_run(options.run)
-    cells = rejudge(run)
+    cells = rejudge(run, options.workload)
     judged = [cell for cell in cells if cell.obstacle is None]
     changed = [cell for cell in judged if not cell.same]
     for cell in changed:

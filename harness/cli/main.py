@@ -13,6 +13,7 @@ from harness.core.exit_codes import TROUBLE, USAGE
 
 COMMANDS: Final = {
     "new-subject": "write an adapter that runs at once, to be replaced by your trainer step by step",
+    "new-workload": "write a training problem of your own that runs at once, to be replaced step by step",
     "check": "check a training script of your own, unmodified: gradients, updates, data, on every rank",
     "smoke": "train a tiny cell, and tell a wrong adapter from a wrong trainer",
     "run": "run a suite from any folder: conformance, performance or detection",

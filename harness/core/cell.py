@@ -14,6 +14,7 @@ class Cell:
     """One subject, workload, backend, topology and precision. Its ``id`` is unique in a run and can name a file.
 
     ``seed`` replaces the workload's own, and with it weights, data and order. It is the same for a whole run.
+    ``workload_locator`` says where the workload is that is the user's own, None of a built-in one.
     """
 
     subject: str
@@ -23,6 +24,7 @@ class Cell:
     precision: str
     accelerator: str
     seed: int | None = None
+    workload_locator: str | None = None
 
     @property
     def id(self) -> str:

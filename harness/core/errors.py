@@ -15,6 +15,10 @@ class SubjectError(PlumblineError):
     """A subject cannot be found or imported, or its declaration is invalid."""
 
 
+class WorkloadError(PlumblineError):
+    """A workload of the user's own cannot be found or imported, or a trainer cannot be judged on it."""
+
+
 class LaunchError(PlumblineError):
     """The harness could not start ranks, or lost them."""
 

@@ -16,7 +16,7 @@ from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.launch.this_machine import devices_of
 from harness.machine.lease import shared_lease
-from harness.workloads import find
+from harness.own_workloads.find import workload_of
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def verdict(launched: CellLaunch, cell: Cell, meanwhile: Callable[[], None] = la
     Raises:
         LaunchError: the harness could not go through with it.
     """
-    workload = find(cell.workload, cell.seed)
+    workload = workload_of(cell)
     try:
         trace = launched.trace()
         if workload.interrupt_after is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from harness.core.finding import in_reading_order
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.core.training_behavior import TrainingBehavior
+from harness.engine.recorded_workloads import use_recorded_workloads
 from harness.evidence.read import read_trace
 from harness.judge.judge import judge
 from harness.results.json_lines import line_of
@@ -38,29 +40,36 @@ class Rejudged:
         return [line_of(result) for result in self.now] == [line_of(result) for result in self.recorded]
 
 
-def rejudge(run: Run) -> list[Rejudged]:
+def rejudge(run: Run, workloads: Sequence[str] = ()) -> list[Rejudged]:
     """Judge every cell whose trace the run kept, in the order of the plan.
 
-    A rank that crashed or timed out left no trace, and no other rank's can replace it.
+    A rank that crashed or timed out left no trace, and no other rank's can replace it. ``workloads`` say where those of
+    the user's own are now, if they are not where they were.
+
+    Raises:
+        WorkloadError: one of ``workloads`` cannot be loaded.
     """
     import torch
 
     # As in the session that recorded the findings: another number of threads could round in another order.
     torch.set_num_threads(1)
     seed = run.header.options.get("seed")
+    missing = use_recorded_workloads(run.header.workloads, workloads)
     return [
-        _rejudge(planned, run, folder, seed if isinstance(seed, int) else None)
+        _rejudge(planned, run, folder, seed if isinstance(seed, int) else None, missing.get(planned.workload))
         for planned in run.header.planned
         if (folder := trace_folder(run.path, planned.cell))
     ]
 
 
-def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None) -> Rejudged:
+def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, missing: str | None = None) -> Rejudged:
     recorded = tuple(result for result in run.results if result.coordinates == planned.coordinates)
     cell = Cell(
         planned.subject, planned.workload, planned.backend, Topology(planned.num_nodes, planned.gpus),
         planned.precision, planned.accelerator, seed,
     )  # fmt: skip
+    if missing is not None:
+        return Rejudged(cell.id, recorded, obstacle=missing)
     if cell.workload not in WORKLOADS:
         return Rejudged(cell.id, recorded, obstacle=f"this plumbline has no workload {cell.workload!r}")
     try:

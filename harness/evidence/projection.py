@@ -1,4 +1,4 @@
-"""Linear sketches: what is recorded of a large tensor.
+"""Linear sketches of tensors: a random projection, the norm, and a fingerprint of the bits.
 
 A tensor x of n entries is read as rows of C columns, and P x has ROWS numbers a column: each is a sum over the rows,
 weighted with fixed numbers that follow from an integer hash. So P x is the same on every device and in every version
@@ -6,22 +6,18 @@ of torch; P (a - b) = P a - P b; and E |P x|² = |x|² over the choice of weight
 that fit into a cache, it costs about as much as copying the tensor does.
 
 The weights are small integers and sums are float64: they round far below float32. A float64 number is taken as two,
-its leading and its trailing bits, for the same reason. Needs torch and nothing else, since it runs on ranks as well as
-in the judge.
+its leading and its trailing bits, for the same reason. Needs torch and nothing else, since it runs on ranks.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from harness.evidence.trace import RankTrace, Sketch, Tensors, Trace
 
 ROWS = 8
 """Numbers for each column: an error in a column changes them."""
@@ -38,7 +34,7 @@ GROUP = 2**18
 GROUP_ON_DEVICE = 2**22
 """The same on an accelerator, where many small launches would cost more than the memory does."""
 
-SCALE = 2.0**-15
+_SCALE = 2.0**-15
 """Makes a projection as long as what it projects on average, to a thousandth: a power of two, which rounds nothing."""
 
 _LEAST_WEIGHT, _LEAST_FACTOR = 65, 85
@@ -47,12 +43,19 @@ _LEAST_WEIGHT, _LEAST_FACTOR = 65, 85
 _WORDS = 1024
 
 
-def numbers_of(above: int) -> int:
-    """Return how many numbers a sketch has where tensors of more than ``above`` entries are sketched.
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """A linear sketch of one tensor: the projection of a difference is the difference of the projections.
 
-    A power of two between 8 and 512, and a quarter of ``above`` at most, so that what is seen of a tensor is a part.
+    ``values`` is the projection, float64, on the cpu, as long on average as the tensor is: one row, and for a float64
+    tensor two that add up, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm, not finite where
+    an entry is not. ``fingerprint`` is a hash of the bits: equal tensors of one shape and dtype have the same one, and
+    two that differ do so with a probability of 2⁻⁶⁴ only.
     """
-    return int(2 ** min(max(above // 4, ROWS).bit_length() - 1, NUMBERS.bit_length() - 1))
+
+    values: Tensor
+    norm: float
+    fingerprint: int
 
 
 def sketch(tensor: Tensor, numbers: int = NUMBERS) -> Sketch:
@@ -65,7 +68,7 @@ def sketch(tensor: Tensor, numbers: int = NUMBERS) -> Sketch:
     reading = _Reading(tensor, numbers // ROWS)
     for start in reading.starts:
         reading.take(start)
-    return Sketch(reading.projection(), reading.norm(), reading.fingerprint(), tuple(tensor.shape), _name(tensor.dtype))
+    return Sketch(reading.projection(), reading.norm(), reading.fingerprint())
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -79,46 +82,6 @@ def fingerprint(tensor: Tensor) -> int:
 def project(tensor: Tensor, numbers: int = NUMBERS) -> Tensor:
     """Return P x alone, as it stands in a sketch."""
     return sketch(tensor, numbers).values
-
-
-def sketched(trace: Trace, above: int) -> Trace:
-    """Return a trace that was recorded whole as if tensors of more than ``above`` entries had been sketched."""
-    made: dict[int, Tensors] = {}
-
-    def small(tensors: Tensors) -> Tensors:
-        # What is one object stays one: weights that did not change between steps are known by that.
-        if id(tensors) not in made:
-            made[id(tensors)] = {name: kept(value, above) for name, value in tensors.items()}
-        return made[id(tensors)]
-
-    def whole(rank: RankTrace) -> RankTrace:
-        steps = (
-            replace(step, before=small(step.before), gradients=small(step.gradients), after=small(step.after))
-            for step in rank.steps
-        )
-        return replace(rank, steps=tuple(steps), final=None if rank.final is None else small(rank.final))
-
-    return replace(
-        trace,
-        ranks=tuple(map(whole, trace.ranks)),
-        saved=trace.saved and sketched(trace.saved, above),
-        resumed=trace.resumed and sketched(trace.resumed, above),
-    )
-
-
-def kept(tensor: Tensor, above: int) -> Any:
-    """Return what is kept of a tensor, on the cpu: its sketch if it has more than ``above`` entries, else a copy."""
-    if tensor.numel() > above and tensor.is_floating_point():
-        return sketch(tensor, numbers_of(above))
-    # A copy in any case: gradients may be views into DDP's buckets, which the next step overwrites.
-    return tensor.detach().to("cpu", copy=True)
-
-
-def is_still(tensor: Tensor, recorded: Any) -> bool:
-    """Return whether a tensor has the same bits as the one of which a copy or a sketch was recorded."""
-    if isinstance(recorded, Sketch):
-        return recorded.identity == (fingerprint(tensor), tuple(tensor.shape), _name(tensor.dtype))
-    return tensor.dtype == recorded.dtype and torch.equal(tensor.detach().cpu(), recorded)
 
 
 class _Reading:
@@ -135,7 +98,8 @@ class _Reading:
         self.bits = _scratch("bits", _multiple(group, 8 * _WORDS), self.flat.dtype, device)
         self.words: list[Tensor] = []
         if columns:
-            self.rows = rows_of_chunk(self.count, columns)
+            # All rows where one chunk is enough.
+            self.rows = max(1, min(CHUNK, -(-self.count // columns)))
             self.wide = _scratch("wide", _multiple(group, self.rows * columns), torch.float64, device)
             halves = 2 if self.flat.dtype == torch.float64 else 1
             self.sums = torch.zeros(halves, ROWS, columns, dtype=torch.float64, device=device)
@@ -154,13 +118,13 @@ class _Reading:
             wide = _filled(self.wide, size, chunk)
             wide[:size].copy_(bits[:size])
             self.square += torch.dot(wide, wide)
-            factors = chunk_factors(start // chunk, wide.numel() // chunk, self.columns, wide.device)
+            factors = _chunk_factors(start // chunk, wide.numel() // chunk, self.columns, wide.device)
             weights = row_weights(wide.device)[:, : self.rows]
-            for place, half in enumerate(halves(wide, self.flat.dtype)):
+            for place, half in enumerate(_halves(wide, self.flat.dtype)):
                 self.sums[place] += (torch.matmul(weights, half.view(-1, self.rows, self.columns)) * factors).sum(0)
 
     def projection(self) -> Tensor:
-        return (self.sums * SCALE).flatten(1).cpu()
+        return (self.sums * _SCALE).flatten(1).cpu()
 
     def norm(self) -> float:
         return math.sqrt(float(self.square))
@@ -169,11 +133,6 @@ class _Reading:
         rows = torch.cat(self.words) if self.words else torch.zeros(0, dtype=torch.int64)
         places = torch.arange(1, rows.numel() + 1, device=rows.device)
         return int(_scrambled(rows + _scrambled(places)).sum()) ^ self.count
-
-
-def rows_of_chunk(count: int, columns: int) -> int:
-    """Return how many rows of ``columns`` entries a chunk has: all of them where one chunk is enough."""
-    return max(1, min(CHUNK, -(-count // columns)))
 
 
 class _Memory(threading.local):
@@ -201,7 +160,7 @@ def _filled(buffer: Tensor, size: int, unit: int) -> Tensor:
     return used
 
 
-def halves(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _halves(wide: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Split float64 into leading and trailing bits (Dekker's way), so that sums of either hardly round."""
     if dtype != torch.float64:
         return (wide,)
@@ -233,7 +192,7 @@ def _row_weights(device: str) -> Tensor:
     return _integers(torch.arange(ROWS * CHUNK, device=device), _LEAST_WEIGHT).view(ROWS, CHUNK)
 
 
-def chunk_factors(first: int, chunks: int, columns: int, device: torch.device) -> Tensor:
+def _chunk_factors(first: int, chunks: int, columns: int, device: torch.device) -> Tensor:
     """Return the factors (``chunks``, ROWS, ``columns``) of as many chunks, the first of them the ``first``.
 
     Without them what has opposite signs in two chunks would cancel.
@@ -264,10 +223,6 @@ def _scrambled(numbers: Tensor) -> Tensor:
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
     return mixed ^ (mixed >> 31 & (1 << 33) - 1)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _multiple(number: int, of: int) -> int:

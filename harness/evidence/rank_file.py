@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Shard, Sketch, Step, Tensors
+from harness.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Shard, Step, StoredTensor, Tensors
 
 _NAMES = {
     torch.float64: "F64",
@@ -165,7 +165,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
     if trace.final is not None and not ended:
         tensors.update({f"{len(steps)}/final/{name}": value for name, value in trace.final.items()})
     tensors.update({f"{len(steps)}/final buffers/{name}": value for name, value in trace.final_buffers.items()})
-    sketches: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Sketch)}
+    stored: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, StoredTensor)}
     shards: dict[str, Any] = {name: value for name, value in tensors.items() if isinstance(value, Shard)}
     return {
         "final": None if trace.final is None else "last" if ended else "own",
@@ -178,9 +178,9 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         "steps": steps,
         "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
         "logged": [astuple(logged) for logged in trace.logged],
-        "sketches": {name: [s.norm, s.fingerprint, s.shape, s.dtype] for name, s in sketches.items()},
+        "stored": {name: [s.fingerprint, s.shape, s.dtype] for name, s in stored.items()},
         "shards": {name: [s.begin, s.shape, s.ranks] for name, s in shards.items()},
-    }, {**tensors, **{name: part.values for name, part in {**sketches, **shards}.items()}}
+    }, {name: shards[name].values if name in shards else v for name, v in tensors.items() if name not in stored}
 
 
 def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
@@ -191,15 +191,17 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
     """
     recorded = values["steps"]
     parts: dict[tuple[int, str], Tensors] = {}
-    sketches: dict[str, Any] = {
-        name: Sketch(tensors[name], norm, fingerprint, tuple(shape), dtype)
-        for name, (norm, fingerprint, shape, dtype) in dict(values.get("sketches", {})).items()
+    if values.get("sketches"):
+        raise ValueError("it has random projections in the place of large tensors, as versions up to 0.1 wrote them")
+    stored: dict[str, Any] = {
+        name: StoredTensor(int(fingerprint), tuple(map(int, shape)), str(dtype))
+        for name, (fingerprint, shape, dtype) in dict(values.get("stored", {})).items()
     }
     shards: dict[str, Any] = {
         name: Shard(tensors[name], *(tuple(map(int, numbers)) for numbers in (begin, shape, ranks)))
         for name, (begin, shape, ranks) in dict(values.get("shards", {})).items()
     }
-    for key, value in {**tensors, **sketches, **shards}.items():
+    for key, value in sorted({**tensors, **stored, **shards}.items()):
         place, part, name = key.split("/", 2)
         parts.setdefault((int(place), part), {})[name] = value
     steps: list[Step] = []

@@ -1,4 +1,4 @@
-"""Reads the trace of a launch from the files that its ranks wrote, and joins sharded tensors.
+"""Reads the trace of a launch from the files that its ranks wrote, with whole tensors for shards and stored ones.
 
 Nothing in a file is ever executed.
 """
@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from harness.core.errors import TraceError
 from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
-from harness.evidence.trace import RankTrace, Shard, Tensors, Trace
+from harness.evidence.tensor_store import FOLDER
+from harness.evidence.tensor_store import load as load_stored
+from harness.evidence.trace import RankTrace, Shard, StoredTensor, Tensors, Trace
 
 SAVED, RESUMED = "saved", "resumed"
 """Folders, beside the files of the uninterrupted launch, of the launch that stops and of the one that continues."""
@@ -53,11 +55,11 @@ def _read_launch(folder: Path) -> Trace:
     absent = [str(rank) for rank, file in files.items() if not file.is_file()]
     if absent:
         raise TraceError(f"there is no trace of rank {', '.join(absent)}, which did not end well")
-    return join_shards(Trace(tuple(read_rank(file) for file in files.values())))
+    return whole_tensors(Trace(tuple(read_rank(file) for file in files.values())), folder / FOLDER)
 
 
 def read_rank(path: Path) -> RankTrace:
-    """Return one rank's trace; sharded tensors are not joined.
+    """Return one rank's trace; sharded tensors are not joined, and stored ones not loaded.
 
     Raises:
         TraceError: the file is missing, truncated or not a trace; the message names it.
@@ -107,18 +109,19 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]
 """Where in a tensor a block of it begins, and the shape of the block."""
 
 
-def join_shards(trace: Trace) -> Trace:
-    """Return a launch's trace with whole tensors in the place of shards, on each rank that holds one.
+def whole_tensors(trace: Trace, store: Path) -> Trace:
+    """Return a launch's trace with whole tensors in the place of shards, and of references to the tensor store.
 
     A trace that is not whole is returned as it is: it is not judged.
 
     Raises:
-        TraceError: shards are missing, overlap, or are no parts of one tensor; the message names it.
+        TraceError: shards are missing, overlap, or are no parts of one tensor, or the store is not whole; the message
+            names it.
     """
     values = (value for rank in trace.ranks for part in rank.tensor_sets for value in part.values())
-    if not trace.is_whole or not any(isinstance(value, Shard) for value in values):
+    if not trace.is_whole or not any(isinstance(value, Shard | StoredTensor) for value in values):
         return trace
-    assembly = _Assembly()
+    assembly = _Assembly(store)
     steps = {rank.rank: list(rank.steps) for rank in trace.ranks}
     for number in range(max(map(len, steps.values()))):
         present = {rank: own[number] for rank, own in steps.items() if number < len(own)}
@@ -134,9 +137,10 @@ def join_shards(trace: Trace) -> Trace:
 
 
 class _Assembly:
-    """Joins each tensor, and each set of tensors, once for all ranks: what was one object stays one."""
+    """Joins or loads each tensor, and each set of tensors, once for all ranks: what was one object stays one."""
 
-    def __init__(self) -> None:
+    def __init__(self, store: Path) -> None:
+        self._stored = cache(partial(load_stored, str(store)))
         self._tensors: dict[tuple[int, ...], Tensor] = {}
         self._sets: dict[tuple[int, ...], dict[int, Tensors]] = {}
 
@@ -151,6 +155,8 @@ class _Assembly:
         return self._sets[key]
 
     def _whole(self, value: Any, rank: int, name: str, held: Mapping[int, Tensors], where: str) -> Any:
+        if isinstance(value, StoredTensor):
+            return self._stored(value)
         if not isinstance(value, Shard):
             return value
         shards: list[Any] = [held.get(other, {}).get(name) for other in value.ranks]

@@ -17,40 +17,26 @@ if TYPE_CHECKING:
 Tensors = dict[str, "Tensor"]
 """Named tensors: the name of a parameter or buffer in ``job.model()`` to its value, on the cpu.
 
-As a rank records them, sharded weights and gradients are a ``Shard`` each, and large ones a ``Sketch``. Reading the
-trace of a launch joins the shards, and the judge replaces sketches by tensors before any check runs.
+As a rank records them, sharded weights and gradients are a ``Shard`` each, and large ones a ``StoredTensor``. Reading
+the trace of a launch puts whole tensors in their places.
 """
 
 
-SKETCH_ABOVE = 2**16
-"""Weights and gradients with more entries than this are sketched by default."""
+STORE_ABOVE = 2**16
+"""Weights and gradients with more entries than this are written to the launch's tensor store by default."""
 
 
-@dataclass(frozen=True, eq=False)
-class Sketch:
-    """A linear sketch of one tensor: the sketch of a difference is the difference of the sketches.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that lies in its launch's tensor store, where equal ones of several ranks and steps lie once.
 
-    ``values`` is a seeded random projection, float64, on the cpu, as long on average as the tensor is: one row, and
-    for a float64 tensor two that add up, of the leading and of the trailing bits. ``norm`` is the tensor's 2-norm, not
-    finite where an entry is not. ``fingerprint`` is a hash of the bits: equal tensors of one shape and dtype have the
-    same one, others a different one. ``dtype`` is torch's name, ``float32``.
+    ``fingerprint`` is a hash of its bits: equal tensors of one shape and dtype have the same one, others a different
+    one. ``dtype`` is torch's name, ``float32``.
     """
 
-    values: Tensor
-    norm: float
     fingerprint: int
     shape: tuple[int, ...]
     dtype: str
-
-    @property
-    def numbers(self) -> int:
-        """How many numbers the projection has."""
-        return self.values.shape[1]
-
-    @property
-    def identity(self) -> tuple[int, tuple[int, ...], str]:
-        """Equal for two sketches exactly where their tensors are equal."""
-        return self.fingerprint, self.shape, self.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +147,7 @@ class RankTrace:
 
     @property
     def tensor_sets(self) -> Iterator[Tensors]:
-        """Every set of weights and of gradients, as it was recorded: whole, in shards, or as sketches."""
+        """Every set of weights and of gradients, as it was recorded: whole, in shards, or as references."""
         for step in self.steps:
             yield from (step.before, step.gradients, step.after)
         if self.final is not None:
@@ -208,11 +194,3 @@ class Trace:
     def is_whole(self) -> bool:
         """Whether every rank left a trace, and none of them raised."""
         return not self.exits and not any(rank.error for rank in self.ranks)
-
-    @property
-    def is_sketched(self) -> bool:
-        """Whether a tensor of this trace, of ``saved`` or of ``resumed`` was recorded as a sketch."""
-        own = any(
-            isinstance(value, Sketch) for rank in self.ranks for part in rank.tensor_sets for value in part.values()
-        )
-        return own or any(other is not None and other.is_sketched for other in (self.saved, self.resumed))

@@ -19,7 +19,6 @@ from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import details, launch, with_hung_ranks
 from harness.judge.consequences import in_order
 from harness.judge.findings import Vacuous
-from harness.judge.reconstruct import whole_trace
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Problem
 
@@ -37,11 +36,6 @@ def judge(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavio
     if broken is not None:
         explained = explain(broken, LaunchCase(broken, trace, cell))
         return (replace(explained, message=f"{explained.message}\n{details(broken, trace)}".strip()),)
-    try:
-        trace = whole_trace(trace, workload, cell, behavior)  # the same trace where nothing was sketched
-    except Exception as error:
-        message = f"the trace's sketches cannot be reconstructed: {_raised(error)}"
-        return (Finding("launch", Outcome.ERRORED, message),)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(workload.seed)
         analysis = TraceAnalysis(trace, workload, cell, behavior)

@@ -15,7 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError
 from harness.core.training_behavior import TrainingBehavior
-from harness.evidence.read import RESUMED, SAVED, join_shards, read_rank
+from harness.evidence.read import RESUMED, SAVED, read_rank, whole_tensors
+from harness.evidence.tensor_store import FOLDER
 from harness.evidence.trace import Exit, RankTrace, Trace
 from harness.launch.exit_reason import explain
 from harness.launch.hung_ranks import take_so_far, without_unfinished
@@ -24,8 +25,8 @@ from harness.launch.node_launch import gather
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.launch.this_machine import new_store
+from harness.own_workloads.find import workload_of
 from harness.worker.assignment import Assignment
-from harness.workloads import find
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,13 @@ class CellLaunch:
         for rank in trace.exits:
             # Evidence that was written too late, or before a rank hung in the middle, must not be judged later.
             Path(self.assignments[0].as_rank(rank).evidence).unlink(missing_ok=True)
-        return join_shards(trace)
+        return whole_tensors(trace, self.folder / FOLDER)
 
     @property
     def _due(self) -> int:
         """How many optimizer steps a rank has attempted that has trained to the end of this launch."""
         assignment = self.assignments[0]
-        workload = find(assignment.cell.workload, assignment.cell.seed)
+        workload = workload_of(assignment.cell)
         if assignment.stop_after_step is not None:
             return assignment.stop_after_step
         return workload.steps(assignment.cell.topology.devices) - (
@@ -120,6 +121,7 @@ def start(
     whole_nodes = _starts_its_ranks(pool, cell)
     if whole_nodes and gate:
         raise LaunchError(f"{cell.subject} starts its ranks by itself: they can be recorded, but not timed yet")
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
     for left in folder.glob("*.safetensors") if whole_nodes else ():
         left.unlink()  # only this launch's evidence may be found there
     store = None if whole_nodes else new_store(pool.listens_on)
@@ -141,7 +143,7 @@ def start(
             checkpoint_dir=str(checkpoint.folder) if checkpoint else None,
             stop_after_step=checkpoint.stop_after_step if checkpoint else None,
             resume=checkpoint is not None and checkpoint.stop_after_step is None,
-            sketch_above=settings.sketch_above,
+            store_above=settings.store_above,
             gate=str(gate) if gate else None,
             whole_node=whole_nodes,
         )

@@ -19,7 +19,7 @@ from harness.core.errors import LaunchError, SubjectError
 from harness.launch import this_machine
 from harness.launch.launch_progress import EXIT_GRACE_S, LaunchProgress, RankEnd, RunningLaunch
 from harness.launch.process_tags import TAG, end_tagged
-from harness.launch.server_events import NoEventError, event_of
+from harness.launch.server_events import NoEventError, contents_of, event_of
 from harness.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, ignore
 from harness.worker.assignment import Assignment
 from harness.worker.connectivity import free_port
@@ -111,6 +111,25 @@ class Pool:
                     f"{cpu_seconds(self._process.pid):.0f} s of processor time"
                 )
         return event
+
+    def import_workloads(self, locators: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Import workloads of the user's own where the ranks live.
+
+        Returns:
+            For each place, a fingerprint of each workload's weights and data, by its name.
+
+        Raises:
+            WorkloadError: one of them cannot be imported there.
+            SubjectError: as ``subjects``.
+            LaunchError: the server is gone.
+        """
+        assert self.subjects
+        self._send({"command": "workloads", "locators": [*locators]})
+        wait = StartWait(lambda: cpu_seconds(self._process.pid), self._notify)
+        while (event := self._next(wait.next_check)) is None or event["event"] != "workloads":
+            if event is None and not wait.goes_on(f"{self._python} to import {', '.join(locators)}"):
+                raise self._lost("does not answer")
+        return {self._python: contents_of(event, self._python)}
 
     def settle(self) -> None:
         """Wait until the server only waits for commands, and takes no more time from whatever is to be measured.

@@ -6,6 +6,8 @@ import json
 import math
 from typing import Any
 
+from harness.core.errors import WorkloadError
+
 _MAYBE_INT, _MAYBE_STR = (int, type(None)), (str, type(None))
 _PLACE: dict[str, Any] = {"launch": int, "rank": int}
 _CHILD: dict[str, Any] = {
@@ -35,6 +37,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "listens": {"port": int},
     "reached": {"failed": dict},
     "port": {"port": int},
+    "workloads": {"contents": dict, "message": str},
 }
 """The fields of each event, beside ``at``: when it happened, in seconds of the monotonic clock."""
 
@@ -62,3 +65,14 @@ def event_of(line: bytes) -> dict[str, Any]:
     if not math.isfinite(event["at"]):
         raise NoEventError(f"{event['event']!r} happened at no time")
     return event
+
+
+def contents_of(event: dict[str, Any], place: str) -> dict[str, str]:
+    """Return the fingerprints in an event about imported workloads, by their names; ``place`` is where they are.
+
+    Raises:
+        WorkloadError: one of them could not be imported there.
+    """
+    if event["message"]:
+        raise WorkloadError(f"in {place}: {event['message']}")
+    return dict(event["contents"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.evidence.trace import SKETCH_ABOVE
+from harness.evidence.trace import STORE_ABOVE
 
 
 @dataclass(frozen=True)
@@ -12,9 +12,9 @@ class Settings:
     """How every cell is launched.
 
     ``time_limit`` is in seconds, for one launch. ``oversubscribe`` lets several ranks share a CUDA device, over gloo.
-    A random projection is stored of weights and gradients with more than ``sketch_above`` entries.
+    Weights and gradients with more than ``store_above`` entries are written once for all ranks that hold equal ones.
     """
 
     time_limit: float = 120.0
     oversubscribe: bool = False
-    sketch_above: int = SKETCH_ABOVE
+    store_above: int = STORE_ABOVE

@@ -12,9 +12,12 @@ from harness.core.errors import PlanError
 from harness.launch.launchers import find_launcher
 from harness.launch.launchers.base import Launcher, LauncherOptions
 from harness.launch.settings import Settings
+from harness.own_workloads.load import use_workloads
 from harness.planning.expectation_files import FOLDER, ExpectationsError
+from harness.planning.own_workloads import refuse_unfit_workloads, selected_workloads
 from harness.planning.plan import Matrix, check_devices, plan
 from harness.planning.topologies import DEFAULT_GPUS, topologies
+from harness.results.header_footer import WorkloadSource
 from harness.results.run_writer import check_report_dir
 from harness.subjects.locator import parse_subject
 
@@ -31,7 +34,7 @@ class Options:
         import torch
 
         self._given = given
-        self.settings = Settings(given["time_limit"], given["oversubscribe"], given["sketch_above"])
+        self.settings = Settings(given["time_limit"], given["oversubscribe"], given["store_above"])
         self.launches: int = given["launches"]
         self.keep_traces: bool = given["keep_traces"]
         self.show_unsupported: bool = given["show_unsupported"]
@@ -43,12 +46,13 @@ class Options:
         present = torch.cuda.device_count()
         accelerator = resolve_accelerator(given["accelerator"], present)
         self.default_gpus = present if accelerator == "cuda" else DEFAULT_GPUS
+        self.own_workloads = use_workloads(given["workload"] or ())
         self.matrix = Matrix(
             gpus=given["gpus"] or self.default_gpus,
             nodes=given["nodes"],
             backends=_names(given["backends"]),
             precisions=_names(given["precisions"]),
-            workloads=_names(given["workloads"]),
+            workloads=selected_workloads(self.own_workloads, _names(given["workloads"])),
             accelerator=accelerator,
             seed=given["seed"],
             shared=present if accelerator == "cuda" and given["oversubscribe"] else None,
@@ -59,6 +63,7 @@ class Options:
         check_devices(self.matrix, present * self.launcher.machines, oversubscribe=given["oversubscribe"])
         # A misspelt name is answered at once, not when every subject's library has been imported.
         plan(self.matrix, [])
+        refuse_unfit_workloads(self.own_workloads, self.matrix)
 
     def _asked_of_launcher(self, say: Callable[[str], None]) -> LauncherOptions:
         return LauncherOptions(
@@ -73,7 +78,13 @@ class Options:
     def recorded(self) -> dict[str, Any]:
         """The options that decide what is examined and how, for the run's header."""
         names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
-        return {name: self._given[name] for name in (*names, "oversubscribe", "sketch_above", "launches")}
+        further = ("oversubscribe", "store_above", "launches", "workload")
+        return {name: self._given[name] for name in (*names, *further)}
+
+    @property
+    def workload_sources(self) -> dict[str, WorkloadSource]:
+        """Where the workloads of the user's own are, by name, for the run's header."""
+        return {one.name: WorkloadSource(locator=one.locator, sha256=one.sha256) for one in self.own_workloads}
 
     def expectations(self, suite: Path) -> Path:
         """Return the folder of expectation files; by default it lies beside the folder of the file ``suite``.

@@ -110,7 +110,10 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
             continue
         for workload, precision in product(workloads, precisions):
             if is_worth_a_cell(workload, backend, topology, precision, sizes):
-                cell = Cell(name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed)
+                cell = Cell(
+                    name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed,
+                    workload.locator,
+                )  # fmt: skip
                 planned.append(_planned(cell, matrix, declared))
     return planned
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.core.invocation import suite_command
 from harness.launch.settings import Settings
+from harness.own_workloads.load import OwnWorkload
 from harness.planning.declaration import Declaration
 from harness.planning.plan import Matrix, Planned, plan
 from harness.statistics.intervals import FEWEST_LAUNCHES
@@ -23,13 +24,16 @@ DEFAULT_SUBJECT = "reference"
 class Reproduction:
     """Writes the commands of a run. ``given`` are pytest's options, ``matrix`` is what they ask for.
 
-    ``default_gpus`` is the budget of devices without ``--gpus``.
+    ``default_gpus`` is the budget of devices without ``--gpus``. ``own`` are the workloads of the user's own.
     """
 
-    def __init__(self, given: Mapping[str, Any], matrix: Matrix, default_gpus: int) -> None:
+    def __init__(
+        self, given: Mapping[str, Any], matrix: Matrix, default_gpus: int, own: Sequence[OwnWorkload] = ()
+    ) -> None:
         self._given = given
         self._matrix = matrix
         self._default_gpus = default_gpus
+        self._own = {one.name: one.locator for one in own}
         self._plans: dict[tuple[str, tuple[str, ...], bool], frozenset[Planned]] = {}
 
     def command(self, planned: Planned, declared: Sequence[Declaration], suite: Path) -> str:
@@ -40,6 +44,8 @@ class Reproduction:
         words = ["--cell", planned.cell.id]
         if (locator := declared[0].locator) != DEFAULT_SUBJECT:
             words += ["--subject", locator]
+        if planned.cell.workload in self._own:
+            words += ["--workload", self._own[planned.cell.workload]]
         for name in self._selection(planned, declared):
             words += self._option(name)
         for name in self._further(measured=planned.cell.workload in PERFORMANCE):
@@ -77,7 +83,7 @@ class Reproduction:
     def _further(self, *, measured: bool) -> Sequence[str]:
         """Return the options that change what the cell does, or how it is judged."""
         usual = {"accelerator": "auto", "launcher": "local", "time_limit": Settings().time_limit}
-        usual["sketch_above"] = Settings().sketch_above
+        usual["store_above"] = Settings().store_above
         always = ("seed", "rendezvous", "node_command", "expectations")
         names = [*always, *(name for name, value in usual.items() if self._given[name] != value)]
         if self._matrix.accelerator == "cuda":

@@ -20,7 +20,7 @@ import pytest
 
 from harness.core.backend import BACKENDS
 from harness.core.invocation import command
-from harness.evidence.trace import SKETCH_ABOVE
+from harness.evidence.trace import STORE_ABOVE
 from harness.pytest_plugin.progress import show_progress
 
 if TYPE_CHECKING:
@@ -60,7 +60,17 @@ def add_options(add: Callable[..., object]) -> None:
     add("--nodes", type=int, metavar="N", help="largest number of nodes (default: the splits of --gpus into nodes)")
     add("--backends", metavar="A,B", help=f"backends, of {', '.join(BACKENDS)} (default: all)")
     add("--precisions", metavar="A,B", help="precisions, of 64, 32, 16, bf16 (default: all)")
-    add("--workloads", metavar="A,B", help="workloads by name (default: all)")
+    add(
+        "--workloads",
+        metavar="A,B",
+        help="built-in workloads by name (default: all; none beside --workload)",
+    )
+    add(
+        "--workload",
+        action="append",
+        metavar="WHAT",
+        help="workload of your own: file.py, file.py::name or module (repeatable; default: none)",
+    )
     add(
         "--subject",
         action="append",
@@ -94,11 +104,11 @@ def add_options(add: Callable[..., object]) -> None:
     )
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device, over gloo (default: no)")
     add(
-        "--sketch-above",
+        "--store-above",
         type=int,
-        default=SKETCH_ABOVE,
+        default=STORE_ABOVE,
         metavar="N",
-        help="record a random projection of tensors with more than N entries (default: %(default)s)",
+        help="write tensors with more than N entries once for all ranks that hold equal ones (default: %(default)s)",
     )
     add("--expectations", metavar="DIR", help="folder of expected failures (default: expectations/ beside the suite)")
     add(

@@ -33,6 +33,12 @@ def find_resumed_run(options: Options) -> Run | None:
             f"--resume: {run.path} was begun with other options ({', '.join(differing)}): repeat its command: "
             f"{command_line(*run.header.command)}"
         )
+    for name, source in options.workload_sources.items():
+        if run.header.workloads.get(name, source).sha256 != source.sha256:
+            raise NothingToResume(
+                f"--resume: {source.locator} has changed since {run.path} was begun, and its cells would be judged by "
+                "two versions of it: begin a new run"
+            )
     if run.header.fingerprint.key != take_fingerprint(options.matrix.accelerator).key:
         raise NothingToResume(f"--resume: {run.path} was begun on another machine, or with other software.")
     return run

@@ -104,6 +104,7 @@ class RunRecording:
             simulated=accelerator == "cpu",
             subjects=subjects,
             behaviors=behaviors,
+            workloads=self._options.workload_sources,
         )
         self._writer = RunWriter(self._options.report_dir, header)
 

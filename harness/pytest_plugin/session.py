@@ -49,11 +49,12 @@ class Session:
         self.options = Options(given, root, notify)
         self.recording = RunRecording(self.options)
         self.timeouts = Timeouts(self.options.settings.time_limit)
-        self._reproduction = Reproduction(given, self.options.matrix, self.options.default_gpus)
+        own = self.options.own_workloads
+        self._reproduction = Reproduction(given, self.options.matrix, self.options.default_gpus, own)
         known = read_expectations(self.options.expectations(suite))
         settings, launcher = self.options.settings, self.options.launcher
         with shared_lease():  # importing a subject's library is work too
-            self.pools = SubjectPools(launcher, self.options.interpreters)
+            self.pools = SubjectPools(launcher, self.options.interpreters, own)
             try:
                 self._declarations = self.pools.declarations
                 self.expectations = {
@@ -106,7 +107,12 @@ class Session:
             raise PlanError("speed is measured on one machine, whose clock all ranks share: leave --launcher out")
         if launches < FEWEST_LAUNCHES:
             raise PlanError(f"--launches {launches}: fewer than {FEWEST_LAUNCHES} launches do not show their spread")
-        return plan(self.options.matrix, self._declarations, PERFORMANCE)
+        planned = plan(self.options.matrix, self._declarations, PERFORMANCE)
+        if self.options.own_workloads and not planned:
+            raise PlanError(
+                "a workload of --workload is examined, not timed: leave it out, or name some by --workloads"
+            )
+        return planned
 
     def begin(self, chosen: Set[str], command: list[str]) -> None:
         """Open the run on disk for the cells whose ids were ``chosen``. Further calls do nothing."""

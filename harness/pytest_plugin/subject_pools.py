@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from harness.benchmark.warm_pools import WarmPools
 from harness.core.cell import Cell
+from harness.core.errors import WorkloadError
 from harness.launch.launchers import check_devices_of_nodes, check_nodes
 from harness.launch.launchers.base import Launcher
 from harness.launch.pool import Pool
+from harness.own_workloads.content import content_of
+from harness.own_workloads.load import OwnWorkload
 from harness.planning.declaration import Declaration
 from harness.planning.plan import Planned
 from harness.subjects.locator import parse_subject
+from harness.workloads import find
 
 
 class SubjectPools:
     """Pools by the subject's locator, and what their subjects declare.
 
     ``interpreters`` has for each locator what ``launcher.pool`` takes. ``for_measuring`` starts a process for each
-    launch of a measured cell.
+    launch of a measured cell. ``own`` are the workloads of the user's own.
 
     Raises:
-        PlumblineError: a subject cannot be loaded.
+        PlumblineError: a subject cannot be loaded, or a workload is not the same where a subject's ranks live.
     """
 
-    def __init__(self, launcher: Launcher, interpreters: Mapping[str, tuple[str, str | None]]) -> None:
+    def __init__(
+        self, launcher: Launcher, interpreters: Mapping[str, tuple[str, str | None]], own: Sequence[OwnWorkload] = ()
+    ) -> None:
         self._launcher = launcher
         self.for_measuring = WarmPools(self._start)
         self._pools = {locator: launcher.pool(*where) for locator, where in interpreters.items()}
@@ -32,10 +38,30 @@ class SubjectPools:
             self.declarations = [
                 Declaration.of(locator, values) for locator, pool in self._pools.items() for values in pool.subjects
             ]
+            self._import_workloads(own)
         except BaseException:
             self.close()
             raise
         self._locators = {declared.name: declared.locator for declared in self.declarations}
+
+    def _import_workloads(self, own: Sequence[OwnWorkload]) -> None:
+        """Import workloads where the ranks live, and refuse one that has other weights or data there than here.
+
+        Raises:
+            WorkloadError: with the place, and what could differ.
+        """
+        workloads = [find(one.name) for one in own]
+        here = {workload.name: content_of(workload) for workload in workloads}
+        for pool in self._pools.values() if own else ():
+            found = pool.import_workloads([str(workload.locator) for workload in workloads])
+            for place, contents in found.items():
+                for name in here:
+                    if contents.get(name) != here[name]:
+                        raise WorkloadError(
+                            f"--workload {name}: its weights or its data in {place} are not those in this process, so "
+                            "a trainer there cannot be judged here. Do they depend on the order of a set, on the time, "
+                            "on files of one machine, or on the version of torch?"
+                        )
 
     def check(self, planned: list[Planned], *, oversubscribe: bool) -> None:
         """Refuse a plan that needs more nodes, or more CUDA devices on one of them, than there are.

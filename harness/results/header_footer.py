@@ -22,11 +22,18 @@ from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Planned
 SCHEMA_VERSION = 1
 
 
+class WorkloadSource(Record):
+    """Where a workload of the user's own was: what was typed to find it, and the hash of its source."""
+
+    locator: Text
+    sha256: Text
+
+
 class Header(Record):
     """The first line: which run this is, and every cell of its plan.
 
     ``simulated``: devices were simulated, and no figure of this run is about speed. ``subjects`` has the software that
-    each ran on.
+    each ran on, ``workloads`` where those of the user's own were, by name.
     """
 
     type: Literal["header"] = "header"
@@ -40,6 +47,7 @@ class Header(Record):
     fingerprint: Fingerprint = Fingerprint()
     simulated: bool
     subjects: dict[Text, Software] = Field(default_factory=dict)
+    workloads: dict[Text, WorkloadSource] = Field(default_factory=dict)
     planned: tuple[PlannedCell, ...] = ()
 
     @classmethod
@@ -54,6 +62,7 @@ class Header(Record):
         simulated: bool,
         subjects: Mapping[str, Software] | None = None,
         behaviors: Mapping[Cell, TrainingBehavior] | None = None,
+        workloads: Mapping[str, WorkloadSource] | None = None,
         started: datetime | None = None,
     ) -> Header:
         """Return the header of a run of ``cells``, and of others that are ``measured``, from now or from ``started``.
@@ -71,6 +80,7 @@ class Header(Record):
             fingerprint=fingerprint,
             simulated=simulated,
             subjects=dict(subjects or {}),
+            workloads=dict(workloads or {}),
             planned=(
                 *(PlannedCell.of(cell, behavior=(behaviors or {}).get(cell, ORDINARY)) for cell in cells),
                 *(PlannedCell.of(cell, measured=True) for cell in measured),

@@ -8,7 +8,8 @@ from typing import Any
 
 from harness.core.cell import Cell
 from harness.core.topology import Topology
-from harness.evidence.trace import SKETCH_ABOVE
+from harness.evidence.tensor_store import FOLDER, TensorStore
+from harness.evidence.trace import STORE_ABOVE
 
 
 def stack_beside(log: str) -> str:
@@ -22,8 +23,8 @@ class Assignment:
 
     ``devices`` are this rank's, by torch's names. ``environment`` holds the variables that a launcher sets
     (torchrun's). ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None where
-    nothing is saved: there the launch stops after ``stop_after_step`` steps, or, with ``resume``, goes on. Of tensors
-    with more than ``sketch_above`` entries a random projection is recorded. With a ``gate``, the path of a socket, the
+    nothing is saved: there the launch stops after ``stop_after_step`` steps, or, with ``resume``, goes on. Tensors
+    with more than ``store_above`` entries go into the launch's tensor store. With a ``gate``, the path of a socket, the
     launch is timed instead of recorded. ``whole_node``: no other process is started on this rank's node; the subject
     starts the node's ranks, and ``devices`` are those of all of them.
     """
@@ -39,7 +40,7 @@ class Assignment:
     checkpoint_dir: str | None = None
     stop_after_step: int | None = None
     resume: bool = False
-    sketch_above: int = SKETCH_ABOVE
+    store_above: int = STORE_ABOVE
     gate: str | None = None
     whole_node: bool = False
 
@@ -57,6 +58,10 @@ class Assignment:
     def local_rank(self) -> int:
         """The rank's place on its node."""
         return self.rank % self.processes_per_node
+
+    def tensor_store(self) -> TensorStore:
+        """The launch's tensor store, as this process writes to it."""
+        return TensorStore(os.path.join(os.path.dirname(self.evidence), FOLDER), self.store_above)
 
     @property
     def returned(self) -> str:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from harness.own_workloads.find import workload_of
 from harness.worker.assignment import Assignment
 from harness.worker.step_hooks import StepHooks
-from harness.workloads import Columns, Problem, find
+from harness.workloads import Columns, Problem
 
 IGNORED = -100
 """The label that ``torch.nn.CrossEntropyLoss`` and transformers leave out of a loss."""
@@ -47,7 +48,7 @@ class Job:
 
     def __init__(self, assignment: Assignment, recorder: StepHooks) -> None:
         cell = assignment.cell
-        workload: Problem = find(cell.workload, cell.seed).on(cell.accelerator)
+        workload: Problem = workload_of(cell).on(cell.accelerator)
         self._workload = workload
         self._recorder = recorder
         self._arithmetic = cell.arithmetic

@@ -60,7 +60,7 @@ def run(
         global _current
         prepare_process(assignment)
         recorder: StepHooks
-        recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.sketch_above, done)
+        recorder = Stopwatch(assignment, done) if assignment.gate else Recorder(assignment.tensor_store(), done)
         recorder.install()
         file = RankFile(assignment.evidence, lambda: recorder.trace(assignment.rank))
         place = {"launch": assignment.launch, "rank": assignment.rank}
@@ -78,9 +78,8 @@ def run(
         answer_requests(write_so_far)
         _current = Job(assignment, recorder)
         raised = call(subject, _current)
-        trace = recorder.trace(assignment.rank, raised)
         try:
-            file.finish(trace)
+            file.finish(recorder.trace(assignment.rank, raised))
         except OSError as error:
             announce({"event": "unwritten", **place, "why": str(error)[:300]})
             raise

@@ -139,6 +139,10 @@ class Server:
             for pid, process in self._ranks.items():
                 if process.launch == command["launch"]:
                     self._signal(pid, process, command["signal"])
+        elif command["command"] == "workloads":
+            from harness.worker.import_workloads import import_workloads
+
+            self._announce(import_workloads(command["locators"]))
         else:
             self._announce(self._connectivity.answer(command))
 

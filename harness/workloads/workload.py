@@ -26,6 +26,8 @@ class Workload:
 
     Where there is an ``interrupt_after``, training is also stopped after so many optimizer steps and resumed by new
     processes; by another number of them where it is ``elastic``.
+
+    ``locator`` is where a workload of the user's own can be loaded from, by any process; None of a built-in one.
     """
 
     name: ClassVar[str]
@@ -49,6 +51,7 @@ class Workload:
     elastic: ClassVar[bool] = False
     shuffle: ClassVar[bool] = True
     seed: int = 1234
+    locator: str | None = None
 
     def on(self, accelerator: str) -> Workload:
         """Return the workload as it is on that accelerator: the same everywhere, unless it is there for its speed."""

@@ -48,7 +48,7 @@ def pool():
 
 @pytest.mark.parametrize(("expectation", "file", "cell", "check"), list(trials()))
 def test_detection(expectation, file, cell, check, pool, tmp_path, record_property, pytestconfig):
-    settings = Settings(time_limit=60, sketch_above=pytestconfig.getoption("sketch_above"))
+    settings = Settings(time_limit=60, store_above=pytestconfig.getoption("store_above"))
     findings = examine(pool, cell, tmp_path / "evidence", settings).findings
     bad = [finding for finding in findings if finding.outcome.is_bad]
     steps = [finding.step + 1 for finding in bad if finding.step is not None]

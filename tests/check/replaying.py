@@ -32,7 +32,7 @@ class Recording:
 
     def exact(self) -> dict[int, ExactPass]:
         result = self._exact.compute()
-        assert not self.calls.errors
+        assert not self.calls.unrecorded
         return result
 
     def total(self) -> tuple[dict[nn.Parameter, Tensor], dict[nn.Parameter, str]]:

@@ -65,10 +65,16 @@ def _by_hand(model: nn.Module) -> None:
         p.grad *= min(1, 0.5 / norm)
 
 
+def _with_norm_over_more(model: nn.Module) -> None:
+    """As stages of a pipeline do, each of which has a part of the model."""
+    torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, torch.tensor(1e3))
+
+
 CORRECT: dict[str, Callable[[nn.Module], object]] = {
     "by name": lambda model: NORM(model.parameters(), 0.5),
     "by module": lambda model: torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm=0.5),
     "by the norm": _with_norm_of_all,
+    "by the norm of more": _with_norm_over_more,
     "by another norm": lambda model: NORM(model.parameters(), 0.5, norm_type=1.0),
     "by the largest": lambda model: NORM(model.parameters(), 0.01, math.inf),
     "by value": lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.01),
@@ -198,6 +204,24 @@ def test_clipping_before_unscaling_is_found(unscaled, by_hand):
                 scaler.update()
 
     assert causes(recorded(script)) == ([] if unscaled else ["clipped-before-unscaling"])
+
+
+def test_what_was_unscaled_stays_so_while_another_model_computes_gradients():
+    def script() -> None:
+        models = [small_model(), small_model()]
+        optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in models]
+        scaler = torch.amp.GradScaler("cpu")
+        for step in range(2):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                scaler.scale(loss_of(model, step)).backward()
+                scaler.unscale_(optimizer)
+            for model, optimizer in zip(models, optimizers, strict=True):
+                NORM(model.parameters(), 0.5)
+                scaler.step(optimizer)
+            scaler.update()
+
+    assert causes(recorded(script)) == []
 
 
 def test_a_limit_that_is_scaled_as_well_is_right():

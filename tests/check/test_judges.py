@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.consequences import settle
+from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.objective import judge_objective
 from harness.check.judge.rank_layout import rank_layout
@@ -50,6 +51,7 @@ def a_rank(
     *,
     local: Sequence[float] = (1.0, 2.0),
     received: Sequence[float] | None = None,
+    unclipped: Sequence[float] | None = None,
     process: Facts | None = None,
     step: Facts | None = None,
     accumulate: int = 1,
@@ -65,6 +67,7 @@ def a_rank(
             vector * accumulate if received is None else torch.tensor(received, dtype=torch.float64),
             tuple(made[start : start + accumulate]),
             facts=step or {},
+            unclipped=None if unclipped is None else torch.tensor(unclipped, dtype=torch.float64),
         )
         for number, start in enumerate(range(0, len(made), accumulate))
     ]
@@ -141,6 +144,21 @@ def test_equal_inputs_with_other_targets_are_no_evidence() -> None:
         ]
 
     assert bad(judge_samples(training(a_rank(0, rank(0)), a_rank(1, rank(1))))) == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_equal_rows_with_other_masks_are_evidence_only_with_equal_targets(known: bool) -> None:
+    one = {"targets": "a", "function": "mse_loss", "weight": 1.0, "terms": 1, "value": 1.0, "reduction": "mean"}
+    passes = [
+        {
+            "batches": {"forwards": [forward(range(10 * step, 10 * step + 10))]},
+            "generators": {"forwards": [{"states": {}, "drew": ["torch"]}]},
+            "objective": {"calls": [one] if known else [], "alone": True},
+        }
+        for step in range(4)
+    ]
+    ranks = a_rank(0, passes), a_rank(1, passes, local=(-1.0, 2.0))
+    assert bad(judge_samples(training(*ranks))) == (["no-sampler"] if known else [])
 
 
 def test_equal_inputs_with_other_gradients_are_no_evidence() -> None:
@@ -253,8 +271,7 @@ def test_gradients_divided_afterwards_are_right() -> None:
 
 def test_a_sum_that_is_clipped_is_accused_all_the_same() -> None:
     calls = [call(10, 1.0)] * 4
-    clipping = {"clipping": {"calls": [{"factor": 0.125}]}}
-    clipped = of_calls(calls, calls, received=(0.5, 1.0), step=clipping)
+    clipped = of_calls(calls, calls, received=(0.5, 1.0), unclipped=(4.0, 8.0))
     assert bad(judge_objective(clipped)) == ["not-divided-by-micro-batches"]
 
 
@@ -291,6 +308,13 @@ def test_a_mean_of_means_is_told_with_its_distance() -> None:
     assert "weighted mean of cross_entropy over 2 micro-batches of 2 ranks" in finding.message
     assert "14.29%" in finding.message  # 1.5 instead of 1.75
     assert "3 ×" in finding.message
+
+
+def test_several_losses_are_told_with_their_weights() -> None:
+    calls = [call(10, 1.0), {**call(10, 0.1), "function": "mse_loss"}]
+    passes = [{"objective": {"calls": calls, "alone": False}}] * 3
+    (finding,) = judge_objective(training(a_rank(0, passes), a_rank(1, passes)))
+    assert finding.message == "optimised in each backward pass: 1 × cross_entropy + 0.1 × mse_loss"
 
 
 def test_a_loss_by_hand_is_not_judged_but_its_tokens_are_told() -> None:
@@ -391,3 +415,24 @@ def test_evidence_without_any_facts_says_nothing_bad() -> None:
     bare = training(*(a_rank(i, [{}], process={"parallelism": {}}) for i in range(2)))
     questions = judge_samples, judge_rng, judge_buffers, judge_initial_weights, judge_ranks_agree, judge_objective
     assert [bad(question(made)) for question in questions for made in (empty, bare)] == [[]] * 12
+
+
+@pytest.mark.parametrize(("hooks", "outcome"), [([], Outcome.FAILED), (["fp16_compress_hook"], Outcome.SKIPPED)])
+def test_what_a_communication_hook_does_to_gradients_is_not_judged(hooks: list[str], outcome: Outcome) -> None:
+    rounded = (1.0005, 2.0001)  # no known combination of the ranks' gradients
+    process: Facts = {"precision": {"hooks": hooks}}
+    ranks = tuple(a_rank(rank, [{}], received=rounded, process=process) for rank in range(2))
+    (finding,) = judge_gradients(RecordedTraining(ranks))
+    assert finding.outcome is outcome
+    assert all(hook in finding.message for hook in hooks)
+
+
+@pytest.mark.parametrize(("reduced", "outcome"), [("", Outcome.FAILED), ("bfloat16", Outcome.PASSED)])
+def test_gradients_may_round_as_the_format_does_in_which_they_are_reduced(reduced: str, outcome: Outcome) -> None:
+    ranks = []
+    for rank in range(2):
+        made = a_rank(rank, [{}], received=(1.004, 2.0))
+        parameters = tuple(replace(one, reduced=reduced) for one in made.steps[0].parameters)
+        ranks.append(replace(made, steps=(replace(made.steps[0], parameters=parameters),)))
+    (finding,) = judge_gradients(RecordedTraining(tuple(ranks)))
+    assert finding.outcome is outcome

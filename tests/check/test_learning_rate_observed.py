@@ -146,3 +146,16 @@ def test_autocast_on_some_ranks_alone_is_found(everywhere):
     training = recorded_on_ranks(lambda rank: _autocast(rank, lambda rank: everywhere or rank == 0))
     bad = [finding.cause for finding in judge_precision(training) if finding.outcome.is_bad]
     assert bad == ([] if everywhere else ["precisions-differ"])
+
+
+def test_flags_of_torch_are_read_in_either_spelling():
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("this torch has the older spelling alone")
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    try:
+        (finding,) = judge_precision(recorded(lambda: _autocast(0, lambda rank: False)))
+    finally:
+        matmul.fp32_precision = before
+    assert "“tf32”" in finding.message

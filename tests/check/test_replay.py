@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness.check.rank.precision import Precision
@@ -15,10 +18,20 @@ from harness.check.rank.replay import Replicas, replay
 from harness.check.rank.tracked_calls import differentiable
 
 sys.path.insert(0, str(Path(__file__).parent))
-from replayed_models import EXAMPLES, Example
+from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists
 from replaying import Recording, assert_exact, recording
 
 sys.path.pop(0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """More than one costs more than it saves: the models are tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES.keys())
 
@@ -61,9 +74,9 @@ def test_the_exact_gradient_is_that_of_a_training_in_float64(name: str) -> None:
         gradients, uncovered = recorded.total()
     assert not uncovered
 
-    for batch, given in zip(batches, cotangents, strict=True):
+    for batch, arrived in zip(batches, cotangents, strict=True):
         outputs = differentiable(twin(batch.double() if batch.is_floating_point() else batch))
-        torch.autograd.backward(outputs, [one.double() for one in given])
+        torch.autograd.backward(outputs, [one.double() for one in arrived])
     scale = max(float(one.grad.abs().max()) for one in twin.parameters() if one.grad is not None)
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert (ours in gradients) == (theirs.grad is not None)
@@ -129,3 +142,46 @@ def test_recording_and_replaying_change_nothing(example: Example) -> None:
 def _has_tensor_lists(attributes: dict[str, object]) -> bool:
     """Tensors in lists cannot be compared with ==."""
     return any(isinstance(one, (list, dict, Tensor)) for one in attributes.values())
+
+
+LAYERS = {
+    "linear": lambda: nn.Linear(8, 8),
+    "norm": lambda: nn.LayerNorm(8),
+    "batch-norm": lambda: nn.BatchNorm1d(8),
+    "dropout": lambda: nn.Dropout(0.3),
+    "in-place": lambda: nn.LeakyReLU(inplace=True),
+    "gelu": nn.GELU,
+    "weight-norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+    "frozen": lambda: nn.Linear(8, 8).requires_grad_(False),
+    "checkpoint": lambda: Checkpointed(reentrant=False),
+    "casting": Casting,
+    "lists": Lists,
+}
+
+
+@given(
+    layers=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=5),
+    batches=st.lists(st.integers(2, 6), min_size=1, max_size=3),
+    nested=st.booleans(),
+    dtype=st.sampled_from([None, torch.bfloat16]),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=25, deadline=None)
+def test_random_models(
+    layers: list[str], batches: list[int], nested: bool, dtype: torch.dtype | None, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 8), *(LAYERS[name]() for name in layers), nn.Linear(8, 2))
+    model = nn.Sequential(nn.Tanh(), model) if nested else model
+    with recording() as recorded:
+        for size in batches:
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = model(torch.randn(size, 8)).float().sin().sum()
+            recorded.backward(loss)
+        gradients, uncovered = recorded.total()
+    assert not uncovered
+    wanted = [one for one in model.parameters() if one.grad is not None]
+    error = sum(float((one.grad - gradients[one]).pow(2).sum()) for one in wanted)
+    size = sum(float(gradients[one].pow(2).sum()) for one in wanted)
+    # a batch norm over two rows divides by what may be tiny
+    assert error <= (64 * torch.finfo(dtype or torch.float32).eps * len(layers)) ** 2 * size or "batch-norm" in layers

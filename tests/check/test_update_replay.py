@@ -397,6 +397,42 @@ def test_nothing_is_found_wrong_with(script):
     assert any(finding.error_x_noise is not None for finding in findings)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RAdam"])
+def test_a_compiled_step_rounds_more_and_is_right(name):
+    """Compiled code has 1 - β₂ in float32, which shows where weights are so small that they hide no rounding."""
+
+    def script() -> None:
+        model = small_model()
+        for p in model.parameters():
+            p.data.mul_(1e-6)
+        optimizer = getattr(torch.optim, name)(model.parameters())
+        step = torch.compile(optimizer.step, backend="aot_eager")
+        for place in range(2):
+            optimizer.zero_grad()
+            (loss_of(model, place) + sum(p.sum() for p in model.parameters())).backward()
+            step()
+
+    torch._dynamo.reset()
+    training = recorded(script)
+    assert len(training.ranks[0].steps) == 2
+    assert outcomes(training) == {Outcome.PASSED}
+
+
+def test_weights_that_are_no_numbers_to_train_are_left_alone():
+    """As those of quantised layers, which are handed to the optimizer with all the others."""
+
+    def script() -> None:
+        model = small_model()
+        frozen = [nn.Parameter(torch.ones(9, dtype=dtype), requires_grad=False) for dtype in (torch.uint8, torch.bool)]
+        optimizer = torch.optim.AdamW([*frozen, *model.parameters()])
+        for place in range(2):
+            optimizer.zero_grad()
+            loss_of(model, place).backward()
+            optimizer.step()
+
+    assert outcomes(recorded(script)) == {Outcome.PASSED}
+
+
 def test_a_learning_rate_of_zero_is_no_evidence():
     def script() -> None:
         model = small_model()

@@ -9,6 +9,7 @@ import torch
 
 from harness.benchmark.timed_launch import TimedLaunch
 from harness.evidence.projection import fingerprint, sketch
+from harness.evidence.tensor_store import TensorStore, load
 from harness.launch.settings import Settings
 from harness.worker.timing.device_clock import clock_of
 from harness.worker.timing.peak_memory import memory_of
@@ -77,11 +78,12 @@ def test_the_memory_of_a_device_is_its_peak():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [(1,), (1000, 333), (3_000_001,)])
-def test_a_sketch_on_a_device_is_that_on_the_cpu(dtype, size):
+def test_what_a_tensor_is_known_by_on_a_device_is_that_on_the_cpu(dtype, size, tmp_path):
     there = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(dtype)
     here = there.to("cuda")
     one, other = sketch(there), sketch(here)
-    assert one.identity == other.identity
-    assert fingerprint(there) == fingerprint(here)
+    assert fingerprint(there) == fingerprint(here) == one.fingerprint == other.fingerprint
     torch.testing.assert_close(one.values, other.values, rtol=1e-12, atol=1e-12 * one.norm)
     assert one.norm == pytest.approx(other.norm, rel=1e-12)
+    stored = TensorStore(str(tmp_path), 0).keep(here)
+    assert torch.equal(load(str(tmp_path), stored), there)

@@ -90,7 +90,7 @@ def test_every_cell_is_planned_by_its_command_and_by_no_shorter_one(asked, among
         ("--accelerator cpu", "--accelerator cpu"),
         ("--accelerator auto", ""),
         ("--expectations elsewhere", "--expectations elsewhere"),
-        ("--sketch-above 10", "--sketch-above 10"),
+        ("--store-above 10", "--store-above 10"),
         ("--launches 9 --keep-traces --report-dir there --resume --precisions 32 --workloads mlp --gpus 2", ""),
         ("--subject another.py --cell another", ""),
         ("--oversubscribe", ""),

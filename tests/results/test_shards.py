@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +16,12 @@ from hypothesis import strategies as st
 from harness.core.errors import TraceError
 from harness.core.outcome import Outcome
 from harness.evidence.rank_file import write_rank
-from harness.evidence.read import join_shards, read_trace
+from harness.evidence.read import read_trace, whole_tensors
 from harness.evidence.trace import Exit, RankTrace, Shard, Step, Trace
 
 SHAPE = (5, 3)
+
+joined = partial(whole_tensors, store=Path("no tensor is stored"))
 
 
 @st.composite
@@ -70,7 +74,7 @@ def test_every_rank_sees_the_whole(placement, dtype):
     shape, mesh, dimensions = placement
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     shards = shared_out(whole, mesh, dimensions)
-    seen = join_shards(launch(*({"weight": shard, "bias": torch.ones(2)} for shard in shards)))
+    seen = joined(launch(*({"weight": shard, "bias": torch.ones(2)} for shard in shards)))
     for rank in seen.ranks:
         (step,) = rank.steps
         for tensors in (step.before, step.gradients, step.after, rank.final):
@@ -82,7 +86,7 @@ def test_every_rank_sees_the_whole(placement, dtype):
 def test_copies_that_differ_are_seen_as_they_are():
     whole, _ = rows()
     one, other = shared_out(whole, (2, 2), (None, 0)), shared_out(whole + 1, (2, 2), (None, 0))
-    seen = join_shards(launch(*({"weight": shard} for shard in [*one[:2], *other[2:]])))
+    seen = joined(launch(*({"weight": shard} for shard in [*one[:2], *other[2:]])))
     assert [torch.equal(rank.final["weight"], whole) for rank in seen.ranks] == [True, True, False, False]
     assert all(torch.equal(rank.final["weight"], whole + 1) for rank in seen.ranks[2:])
 
@@ -93,23 +97,23 @@ def test_what_did_not_change_between_steps_stays_one_object():
     for rank, shard in enumerate(shards):
         first = Step((), {"weight": shard}, {}, {"weight": replace(shard, values=shard.values + 1)}, ())
         traces.append(RankTrace(rank, 3, (first, replace(first, before=first.after)), final=first.after))
-    for rank in join_shards(Trace(tuple(traces))).ranks:
+    for rank in joined(Trace(tuple(traces))).ranks:
         assert rank.steps[1].before is rank.steps[0].after
         assert rank.final is rank.steps[1].after
 
 
 def test_evidence_without_shards_is_left_alone():
     trace = launch({"weight": torch.ones(2)}, {"weight": torch.zeros(2)})
-    assert join_shards(trace) is trace
+    assert joined(trace) is trace
 
 
 def test_evidence_that_is_not_whole_is_left_to_what_broke_it():
     _, shards = rows()
     held = [{"weight": shard} for shard in shards]
     raised = launch(held[0], {}, held[2], error="ValueError: no", failed_at=1.0)
-    assert join_shards(raised) is raised
+    assert joined(raised) is raised
     died = replace(launch(*held[:2]), exits={2: Exit(Outcome.CRASHED, "killed by signal 9")})
-    assert join_shards(died) is died
+    assert joined(died) is died
 
 
 def broken(change):
@@ -139,7 +143,7 @@ def broken(change):
 )
 def test_shards_that_do_not_fit_are_an_error_that_names_the_parameter(held, said):
     with pytest.raises(TraceError) as raised:
-        join_shards(launch(*held))
+        joined(launch(*held))
     assert "weight (before, step 0)" in str(raised.value)
     assert said in str(raised.value)
 
@@ -150,7 +154,7 @@ def test_a_rank_that_took_fewer_steps_left_no_part_of_the_others():
     last = trace.ranks[2]
     fewer = replace(trace, ranks=(*trace.ranks[:2], replace(last, steps=())))
     with pytest.raises(TraceError, match="rank 2 recorded no shard of it"):
-        join_shards(fewer)
+        joined(fewer)
 
 
 def test_shards_travel_and_are_put_together_when_they_are_read(tmp_path):

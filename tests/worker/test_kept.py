@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Sharded
 
+from harness.evidence.tensor_store import TensorStore
 from harness.evidence.trace import Shard
 from harness.worker.recording.recorder import Recorder
 from harness.worker.recording.tensor_copies import is_still, is_zero, kept
@@ -27,25 +28,31 @@ def mesh():
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture
+def store(tmp_path):
+    """One that would take tensors of that size, were they no DTensors."""
+    return TensorStore(str(tmp_path), 2)
+
+
 @pytest.mark.parametrize("placements", [(Replicate(), Sharded(0)), (Sharded(1), Sharded(1)), (Replicate(),) * 2])
-def test_a_block_is_kept_with_its_place(placements, mesh):
+def test_a_block_is_kept_with_its_place(placements, mesh, store):
     tensor = distribute_tensor(WHOLE, mesh, placements)
-    shard = kept(tensor, 2)
+    shard = kept(tensor, store)
     assert isinstance(shard, Shard)
     assert torch.equal(shard.values, WHOLE)
     assert (shard.begin, shard.shape, shard.ranks) == ((0, 0), (4, 3), (0,))
     assert is_still(tensor, shard)
 
 
-def test_what_is_no_block_belongs_to_no_ranks(mesh):
-    shard = kept(DTensor.from_local(WHOLE, mesh, [Replicate(), Partial()]), 2)
+def test_what_is_no_block_belongs_to_no_ranks(mesh, store):
+    shard = kept(DTensor.from_local(WHOLE, mesh, [Replicate(), Partial()]), store)
     assert shard.ranks == ()
 
 
-def test_what_is_kept_is_a_copy_and_another_kind_of_tensor_is_another(mesh):
+def test_what_is_kept_is_a_copy_and_another_kind_of_tensor_is_another(mesh, store):
     local = WHOLE.clone()
     tensor = DTensor.from_local(local, mesh, [Replicate(), Sharded(0)])
-    shard = kept(tensor, 2)
+    shard = kept(tensor, store)
     assert not is_still(WHOLE, shard)
     assert not is_still(tensor, WHOLE)
     local += 1
@@ -54,11 +61,12 @@ def test_what_is_kept_is_a_copy_and_another_kind_of_tensor_is_another(mesh):
 
 
 @pytest.mark.parametrize("above", [1, 100])
-def test_zeros_are_zeros_however_they_are_kept(above, mesh):
+def test_zeros_are_zeros_however_they_are_kept(above, mesh, tmp_path):
+    store = TensorStore(str(tmp_path), above)
     least = torch.tensor([0.0] * 7 + [1e-30])
     for make in (torch.clone, torch.Tensor.to_sparse, lambda tensor: distribute_tensor(tensor, mesh)):
-        assert is_zero(kept(make(torch.zeros(8)), above))
-        assert not is_zero(kept(make(least), above))
+        assert is_zero(kept(make(torch.zeros(8)), store))
+        assert not is_zero(kept(make(least), store))
 
 
 def hooked(**options):

@@ -21,11 +21,11 @@ SUBJECTS = Path(__file__).parent / "subjects" / "sharded.py"
 def trained(warm_pool, cell_of, tmp_path):
     """Return the trace of one of the trainers, and the folder in which it lies."""
 
-    def trained(subject, topology, workload="mlp", precision="64", sketch_above=2**16):
+    def trained(subject, topology, workload="mlp", precision="64", store_above=2**16):
         backend = {"copies": "ddp", "zero": "zero"}.get(subject, "fsdp")
         cell = cell_of(workload, backend, topology, precision, subject=subject)
         folder = tmp_path / cell.id
-        return launch(warm_pool(SUBJECTS), cell, folder, Settings(60, sketch_above=sketch_above)), folder
+        return launch(warm_pool(SUBJECTS), cell, folder, Settings(60, store_above=store_above)), folder
 
     return trained
 
@@ -71,8 +71,8 @@ def test_a_rank_writes_down_no_more_than_its_shard(trained):
     assert torch.equal(torch.cat([part.values for part in last]), read_trace(folder).ranks[0].final["layers.2.weight"])
 
 
-def test_shards_are_whole_where_copies_of_that_size_would_be_sketched(trained):
-    trace, folder = trained("shards", "1x2", sketch_above=16)
+def test_shards_stay_in_their_ranks_files_whatever_their_size(trained):
+    trace, folder = trained("shards", "1x2", store_above=16)
     assert all(isinstance(value, torch.Tensor) for _, value in tensors(trace))
     assert all(isinstance(value, Shard) for value in read_rank(folder / "rank-0.safetensors").final.values())
 

@@ -7,7 +7,9 @@ from dataclasses import replace
 
 from harness.check.evidence import RecordedTraining
 from harness.check.judge.gradient_case import Fit, ReceivedGradient
+from harness.check.judge.noted import listed
 from harness.check.judge.objective import NEAR, step_objectives
+from harness.check.judge.precision import OBSERVER as PRECISION
 from harness.core.finding import Finding, is_unexplained
 from harness.core.outcome import Outcome
 
@@ -28,6 +30,11 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
     """
     if clipped_by_hand(wrong):
         return _information(finding, "the script shortens gradients to one length by its own code: clipping by hand")
+    hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
+    if hooks and is_unexplained(finding):
+        return _not_judged(
+            finding, f"the communication hook {listed(hooks)} changes gradients: they are judged without it only"
+        )
     if not any(map(_is_changed, wrong)):
         return finding
     if is_unexplained(finding):

@@ -50,7 +50,9 @@ def clip_factor(facts: Facts, expected_norm: float, last_pass: int | None = None
     for call in calls:
         if call["kind"] != "norm" or call["covered"] < facts["of"] or (call["sharded"] and call["others"]):
             return None
-        if call["norm_type"] == 2.0:
+        if call["given"]:  # the script's own norm may be one over more than this rank has
+            product *= call["factor"]
+        elif call["norm_type"] == 2.0:
             product *= _asked_for(call["limit"], math.hypot(product * expected_norm, call["others"] / call["scale"]))
         else:
             product *= call["factor"]
@@ -200,7 +202,9 @@ def _other_length(training: RecordedTraining) -> Finding | None:
     for one in noted(training, OBSERVER):
         for call in one.facts["calls"]:
             norm = math.hypot(call["norm"], call["others"])
-            if call["kind"] != "norm" or call["norm_type"] != 2.0 or call["sharded"] or not norm or norm == math.inf:
+            if call["kind"] != "norm" or call["norm_type"] != 2.0 or call["sharded"] or call["given"]:
+                continue
+            if not norm or norm == math.inf:
                 continue
             due = _asked_for(call["limit"], norm)
             if abs(call["factor"] - due) > max(NORM_KNOWN_TO, one.facts["roundings"]) * due:
@@ -253,13 +257,11 @@ def _in_part(clipped: list[Noted]) -> Iterator[Finding]:
 
 def _by_hand(training: RecordedTraining) -> Iterator[Finding]:
     for one in noted(training, OBSERVER):
-        changed = one.facts["by_hand"]
-        if changed is not None:
-            factor = changed["factor"]
-            how = "in more than their length" if factor is None else f"by the factor {factor:.6g}"
+        factor = (one.facts["by_hand"] or {}).get("factor")
+        if factor is not None:
             yield information(
                 "clipping",
-                f"between the last backward pass and the step the script itself changed gradients {how}, first at "
-                f"{one.name} on rank {one.rank}",
+                f"between the last backward pass and the step the script itself multiplied all gradients by "
+                f"{factor:.6g}, first at {one.name} on rank {one.rank}",
             )
             return

@@ -164,8 +164,12 @@ class ReceivedGradient:
 
     @cached_property
     def units(self) -> Tensor:
-        """The unit roundoff of each parameter's gradient."""
-        return torch.tensor([_UNIT.get(one.dtype, 2.0**-24) for one in self.parameters], dtype=torch.float64)
+        """The unit roundoff of each parameter's gradient, in the coarsest format on its way."""
+        coarsest = [
+            max(_UNIT.get(dtype, 2.0**-24) for dtype in (one.dtype, one.reduced or one.dtype))
+            for one in self.parameters
+        ]
+        return torch.tensor(coarsest, dtype=torch.float64)
 
     def fit(self, combination: Combination) -> Fit:
         """Compare a combination with what was received, up to a common factor where there may be one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from harness.check.evidence import RecordedTraining
 from harness.check.judge.accusation import accuse
@@ -56,16 +57,17 @@ def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Fi
     size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
     message = f"{what} differ between ranks before the first recorded step, by up to {size}"
     if number:  # they may have been equal once
-        return accuse(CHECK, message, f"what happened before step {number}?", family="sync", step=place)
-    return accuse(
-        CHECK,
-        message,
-        "are they broadcast, all of them, at the start, and not changed on one rank afterwards?",
-        cause="not-broadcast",
-        family="sync",
-        step=place,
-        parameter=worst.parameter.name,
-    )
+        finding = accuse(CHECK, message, f"what happened before step {number}?", family="sync")
+    else:
+        finding = accuse(
+            CHECK,
+            message,
+            "are they broadcast, all of them, at the start, and not changed on one rank afterwards?",
+            cause="not-broadcast",
+            family="sync",
+            parameter=worst.parameter.name,
+        )
+    return replace(finding, step=place)
 
 
 def _frozen(training: RecordedTraining) -> Finding | None:

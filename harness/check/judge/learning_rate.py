@@ -32,7 +32,8 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
     if rates and not found:
         where = ", the same on all ranks" if training.world_size > 1 else ""
         yield passed("learning-rate", f"the recorded steps used the learning rates {rates}{where}")
-    yield from _notable(training)
+    if not found:
+        yield from _notable(training)
 
 
 def _differ(training: RecordedTraining) -> Finding | None:

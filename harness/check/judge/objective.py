@@ -92,14 +92,17 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     yield from failed_observers(training, "objective", CHECK)
     if not any(step.passes for rank in training.ranks for step in rank.steps):
         return
-    layout = rank_layout(training)
-    averaged = layout.is_data_parallel and not layout.is_sharded
+    averaged = rank_layout(training).is_data_parallel
     # Ranks whose gradients are not averaged, as far as is known, have objectives of their own: the first one's is told.
     ranks = training.ranks if averaged else training.ranks[:1]
     objectives = list(step_objectives(ranks))
     if not objectives:
-        counted = _tokens(ranks)
-        yield Finding(CHECK, Outcome.SKIPPED, f"it is not known what was optimised: {_UNKNOWN}{counted}")
+        several = _several_losses(ranks)
+        if several is not None:
+            yield passed(CHECK, several)
+        else:
+            why = f"it is not known what was optimised: {_UNKNOWN}{_tokens(ranks)}"
+            yield Finding(CHECK, Outcome.SKIPPED, why)
         return
     yield _divided_wrongly(objectives) or passed(CHECK, _information(objectives))
 
@@ -119,10 +122,46 @@ def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
 def _factor(steps: Sequence[RecordedStep]) -> float:
     """Return by what the mean over ranks of the local gradients was multiplied, before it was clipped."""
     first = steps[0]
+    if any(one.local.shape != first.received.shape for step in steps for one in step.passes):
+        return math.nan  # shards of unequal sizes
     local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
     mean, received = local / len(steps), (first.received if first.unclipped is None else first.unclipped).nan_to_num()
     square = float(mean @ mean)
     return float(received @ mean) / square if square else math.nan
+
+
+def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
+    """Return which losses each backward pass adds and how much each weighs; None where passes differ in that."""
+    passes = [(one, one.facts.get("objective", {}).get("calls", ())) for rank in ranks for one in passes_of(rank)]
+    kinds = {tuple(call["function"] for call in calls) for _, calls in passes}
+    if len(kinds) != 1 or not (functions := kinds.pop()):
+        return None
+    terms = []
+    for place, function in enumerate(functions):
+        known = [(calls[place]["weight"], one.scale) for one, calls in passes]
+        weights = sorted(weight / scale for weight, scale in known if weight is not None)
+        if not weights:
+            return None
+        same = abs(weights[-1] - weights[0]) <= EXACT * abs(weights[-1])
+        terms.append(f"{weights[0]:.4g}{'' if same else f' to {weights[-1]:.4g}'} × {function}")
+    return f"optimised in each backward pass: {' + '.join(terms)}"
+
+
+def _tokens(ranks: Sequence[RecordedRank]) -> str:
+    """Return what the numbers of labels say about a loss that is written by hand, "" where they were not counted."""
+    counts = [
+        sum(tokens)
+        for rank in ranks
+        for one in passes_of(rank)
+        if (tokens := one.facts.get("objective", {}).get("tokens"))
+    ]
+    if not counts or not min(counts):
+        return ""
+    ratio = max(counts) / min(counts)
+    return (
+        f"; micro-batches have {min(counts)} to {max(counts)} labels: if each one's loss is a mean of its own, a token "
+        f"counts up to {ratio:.3g} × as much as another"
+    )
 
 
 def _shares(step: RecordedStep) -> list[Share] | None:

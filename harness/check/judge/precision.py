@@ -78,7 +78,7 @@ def _in_words(training: RecordedTraining, steps: list[Noted]) -> Iterator[str]:
         yield "backward passes begin inside autocast"
     process = training.ranks[0].facts.get(OBSERVER) or {}
     flags = process.get("flags") or {}
-    if flags.get("matmul", "highest") != "highest":
+    if flags.get("matmul", "highest") not in ("highest", "ieee", "none", None):
         yield f"float32 matrix products have the precision “{flags['matmul']}”"
     if hooks := process.get("hooks"):
         yield f"gradients pass through the communication hook {listed(hooks)}"

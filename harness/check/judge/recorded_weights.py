@@ -83,5 +83,6 @@ def kinds(names: list[str], of: int) -> str:
     """Return how many parameters these are, and of which kind: ``3 of 12 parameters (all of them biases)``."""
     if len(names) == of:
         return f"all {of} parameters"
-    biases = " (all of them biases)" if all(name.endswith("bias") for name in names) else ""
-    return f"{len(names)} of {of} parameters{biases}"
+    biases = all(name.endswith("bias") for name in names)
+    which = "" if not biases else " (a bias)" if len(names) == 1 else " (all of them biases)"
+    return f"{len(names)} of {of} parameters{which}"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from harness.check.rank.autocast_state import Autocast
 from harness.check.rank.random_state import RandomState
+from harness.check.rank.unsharding import local_part
 
 SAMPLE = 1024
 """Entries of an output that are kept at most, to compare a replay with."""
@@ -28,12 +29,12 @@ class UsedParameter:
     @classmethod
     def of(cls, parameter: nn.Parameter) -> UsedParameter:
         """Return how ``parameter`` is now."""
-        return cls(parameter, parameter._version, parameter.data_ptr(), parameter.requires_grad)
+        return cls(parameter, parameter._version, local_part(parameter).data_ptr(), parameter.requires_grad)
 
     @property
     def changed(self) -> bool:
         """Whether its values were replaced or written to since."""
-        return self.parameter._version != self.version or self.parameter.data_ptr() != self.address
+        return self.parameter._version != self.version or local_part(self.parameter).data_ptr() != self.address
 
 
 @dataclass

@@ -39,6 +39,7 @@ class _Call:
     limit: float
     norm_type: float
     returned: float | None
+    given: bool
     at_pass: int
     inside: bool
     before: dict[int, float]
@@ -59,7 +60,8 @@ class Clipping(WrappingObserver):
     rounding. ``by_hand``: None, or the factor by which the script itself multiplied all gradients between the last
     backward pass and the step (None where they changed in another way). ``calls``, since the optimizer's last step,
     each with
-    ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned;
+    ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned, or
+    that the script had computed itself (``given``);
     ``pass``: the number of the last backward pass that had begun, and ``inside``: whether it was still running;
     ``covered``: how many of the optimizer's parameters were clipped;
     ``norm`` and ``others``: 2-norms, computed in float64, of the gradients that this rank holds, of the optimizer's
@@ -147,7 +149,7 @@ class Clipping(WrappingObserver):
 
     def _around(self, kind: str) -> Callable[..., Any]:
         def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if not self.recording or self._depth or torch.compiler.is_compiling():
+            if not self.attends or self._depth or torch.compiler.is_compiling():
                 return original(*args, **kwargs)
             given = args[0] if args else kwargs.get("parameters")
             parameters = [given] if isinstance(given, Tensor) else list(given or ())
@@ -163,7 +165,7 @@ class Clipping(WrappingObserver):
 
     def _around_method(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a call of FullyShardedDataParallel.clip_grad_norm_(max_norm, norm_type)."""
-        if not self.recording or self._depth:
+        if not self.attends or self._depth:
             return original(module, *args, **kwargs)
         bound: dict[str, Any] = {}
         with self.notes():
@@ -192,6 +194,7 @@ class Clipping(WrappingObserver):
             limit=float(bound["max_norm"] if kind == "norm" else bound["clip_value"]),
             norm_type=float(bound.get("norm_type", 2.0)),
             returned=_number(bound.get("total_norm", result)),
+            given="total_norm" in bound,
             at_pass=self._pass,
             inside=self._inside,
             before=before,
@@ -244,6 +247,7 @@ def _facts(call: _Call, own: set[int], optimizer: int) -> Facts:
         "limit": call.limit,
         "norm_type": call.norm_type,
         "returned": call.returned,
+        "given": call.given,
         "pass": call.at_pass,
         "inside": call.inside,
         "covered": len(before),

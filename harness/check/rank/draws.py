@@ -20,7 +20,9 @@ _FROM_VALUES = frozenset(
 )
 _MADE = frozenset({"rand", "randn", "normal"})
 _DROPOUT = "native_dropout"
-_NAMES = _IN_PLACE | _LIKE | _FROM_VALUES | _MADE | {_DROPOUT}
+
+DRAWING = _IN_PLACE | _LIKE | _FROM_VALUES | _MADE | {_DROPOUT}
+"""Names of operators that draw random numbers whose values depend on a dtype."""
 
 
 class UnknownDrawError(Exception):
@@ -62,12 +64,10 @@ class Draws:
         return dtype
 
 
-def draws(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the operator ``name`` draws random numbers, and their dtype matters."""
-    if name not in _NAMES:
-        return False
+def is_drawn(args: tuple[Any, ...]) -> bool:
+    """Return whether an operator in ``DRAWING`` draws floating-point numbers with these arguments."""
     first = leading(args)
-    return name in _MADE if first is None else first.is_floating_point()
+    return first is None or first.is_floating_point()
 
 
 def leading(args: tuple[Any, ...]) -> Tensor | None:

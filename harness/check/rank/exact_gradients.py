@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,12 @@ from harness.check.rank.draws import UnknownDrawError
 from harness.check.rank.precision import Precision
 from harness.check.rank.replay import CannotReplayError, Replayed, Replicas, replay
 from harness.check.rank.tracked_calls import TrackedCalls
+from harness.check.rank.unsharding import is_distributed
 
 Reduce = Callable[[Tensor], Tensor]
 """A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.segment``."""
+
+K = TypeVar("K")
 
 NOT_REPEATABLE = "its forward does not depend on its recorded inputs alone, since it gave something else when run again"
 
@@ -47,13 +51,18 @@ class ExactGradients:
         with self._calls.paused():
             passes: dict[int, ExactPass] = {}
             step = _Step(self._reduce, passes)
-            for call in self._calls.pending():
+            pending = self._calls.pending()
+            for call in pending:
+                step.gather(call)
+            for call in pending:
                 step.replay(call)
         self._calls.forget()
         for number, parameters in self._calls.take_outside().items():
             for parameter in parameters:
                 passes.setdefault(number, ExactPass()).uncovered.setdefault(parameter, OUTSIDE)
         for one in passes.values():
+            for parameter, why in self._calls.unrecorded.items():
+                one.uncovered.setdefault(parameter, why)
             for parameter in one.uncovered:
                 one.gradients.pop(parameter, None)
         return passes
@@ -70,6 +79,12 @@ class _Step:
         self._noise: dict[nn.Module, float] = {}
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
 
+    def gather(self, call: TrackedCall) -> None:
+        """Gather sharded parameters, before anything can be different on different ranks."""
+        if any(is_distributed(one.parameter) for one in call.parameters):
+            self._exact.leaves(call)
+            self._native.leaves(call)
+
     def replay(self, call: TrackedCall) -> None:
         """Add the gradients of a call to its backward passes, or the reason why they are not known."""
         for number in call.cotangents:
@@ -83,14 +98,27 @@ class _Step:
         self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
 
     def _in_float64(self, call: TrackedCall) -> Replayed:
+        if call.module not in self._drawn:
+            try:
+                return self._added(call, None)
+            except UnknownDrawError:
+                self._drawn[call.module] = self._in_native(call).drawn
         try:
-            return replay(call, Precision.FLOAT64, self._add, self._exact, self._drawn.get(call.module))
-        except UnknownDrawError:
-            self._drawn[call.module] = self._in_native(call).drawn
-        try:
-            return replay(call, Precision.FLOAT64, self._add, self._exact, self._drawn[call.module])
+            return self._added(call, self._drawn[call.module])
         except UnknownDrawError:
             raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
+
+    def _added(self, call: TrackedCall, drawn: list[torch.dtype] | None) -> Replayed:
+        """Replay a call in float64, and add its gradients to those of its passes once all of them are known."""
+        found: dict[tuple[int, nn.Parameter], Tensor] = {}
+
+        def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+            _add(found, (number, parameter), self._reduce(gradient))
+
+        replayed = replay(call, Precision.FLOAT64, receive, self._exact, drawn)
+        for (number, parameter), kept in found.items():
+            _add(self._passes[number].gradients, parameter, kept)
+        return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:
         return replay(call, Precision.NATIVE, _ignore, self._native, None)
@@ -105,16 +133,15 @@ class _Step:
             raise CannotReplayError(f"{call.name}: {NOT_REPEATABLE}")
         self._noise[call.module] = max(self._noise.get(call.module, 0.0), apart)
 
-    def _add(self, number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
-        kept = self._reduce(gradient)
-        gradients = self._passes[number].gradients
-        gradients[parameter] = gradients[parameter] + kept if parameter in gradients else kept
-
     def _uncover(self, call: TrackedCall, parameters: Iterable[Tensor], why: str) -> None:
         for number in call.cotangents:
             for parameter in parameters:
                 if isinstance(parameter, nn.Parameter):
                     self._passes[number].uncovered.setdefault(parameter, why)
+
+
+def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
+    sums[key] = sums[key] + value if key in sums else value
 
 
 def _ignore(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -75,7 +75,7 @@ class LearningRate(WrappingObserver):
             return original(scheduler, *args, **kwargs)
         finally:
             self._depth -= 1
-            if outermost and self.recording:
+            if outermost and self.attends:
                 with self.notes():
                     optimizer = getattr(scheduler, "optimizer", None)
                     if isinstance(optimizer, Optimizer):

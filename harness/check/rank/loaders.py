@@ -39,6 +39,7 @@ class LoaderObserver(Observer):
         self._samplers: list[Facts] = []
         self._passes: list[Facts] = []
         self._numbers: dict[str, WeakKeyDictionary[Any, int]] = {}
+        self._unused = {kind: itertools.count() for kind in ("sampler", "loader")}
         self._iterators: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
         self._count = 0
         self._watched: ref[Tensor] | None = None
@@ -174,7 +175,9 @@ class LoaderObserver(Observer):
 
     def _number(self, kind: str, thing: Any) -> int:
         known = self._numbers.setdefault(kind, WeakKeyDictionary())
-        return known.setdefault(thing, len(known))
+        if thing not in known:
+            known[thing] = next(self._unused[kind])  # not the length: what is gone has had its number
+        return known[thing]
 
     def _version(self) -> int | None:
         """Return how often the watched parameter was written to: every optimizer step does."""

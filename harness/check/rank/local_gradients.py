@@ -40,6 +40,7 @@ class LocalGradients:
         self._apart = 0
         self._count = 0
         self.current: Pass | None = None
+        self.error: Exception | None = None
 
     def install(self) -> None:
         """Wrap ``torch.autograd.backward`` and ``torch.autograd.grad`` for the rest of the process's life."""
@@ -105,10 +106,13 @@ class LocalGradients:
     def _arrived(self, leaf: int, gradient: Tensor) -> None:
         if self.current is None or is_paused() or self._apart:
             return
-        # At once: the buffer may become .grad itself, or be used again.
-        arrived = segment(gradient.to_dense() if gradient.is_sparse else gradient)
-        before = self.current.local.get(leaf)
-        self.current.local[leaf] = arrived if before is None else before + arrived
+        try:
+            # At once: the buffer may become .grad itself, or be used again.
+            arrived = segment(gradient.to_dense() if gradient.is_sparse else gradient)
+            before = self.current.local.get(leaf)
+            self.current.local[leaf] = arrived if before is None else before + arrived
+        except Exception as error:  # inside of the script's backward: it is for the recorder, when the pass ends
+            self.error = self.error or error
 
 
 def _roots(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:

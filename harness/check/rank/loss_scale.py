@@ -47,11 +47,11 @@ class LossScale(WrappingObserver):
         wrap_overrides(torch.amp.GradScaler, "scale", self._around_scale)
         wrap_overrides(torch.amp.GradScaler, "unscale_", self._around_unscale)
         wrap_overrides(torch.amp.GradScaler, "step", self._around_step)
+        wrap_overrides(torch.amp.GradScaler, "update", self._around_update)
 
     def backward_begins(self, number: int) -> None:
         """A pass whose loss is not scaled has the scale 1; a scaled loss says so when the pass reaches it."""
         self.scale = 1.0
-        self._unscaled.clear()
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return the scale of the pass."""
@@ -59,8 +59,8 @@ class LossScale(WrappingObserver):
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Note which weights are finite, where gradients are not."""
-        if self._stepping is optimizer:
-            self._stepped = True
+        if self._stepping is not None:  # whichever it is, of wrappers and what is inside them
+            self._stepping, self._stepped = optimizer, True
         bad = _bad(optimizer)
         self._finite = [_is_finite(parameter) for parameter in parameters_of(optimizer)] if bad else []
 
@@ -77,6 +77,7 @@ class LossScale(WrappingObserver):
             now = [_is_finite(parameter) for parameter in parameters]
             facts["broken"] = sum(old and not new for old, new in zip(self._finite, now, strict=False))
         self._finite = []
+        self._unscaled.discard(optimizer)
         return facts
 
     def pending_scale(self, optimizer: Optimizer) -> float:
@@ -90,7 +91,7 @@ class LossScale(WrappingObserver):
 
     def _around_scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = original(scaler, outputs)
-        if self.recording and scaler.is_enabled():
+        if self.attends and scaler.is_enabled():
             with self.notes():
                 factor = float(scaler.get_scale())
                 for one in (scaled,) if isinstance(scaled, Tensor) else tuple(scaled):
@@ -103,15 +104,19 @@ class LossScale(WrappingObserver):
 
     def _around_unscale(self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer) -> Any:
         result = original(scaler, optimizer)
-        if self.recording and scaler.is_enabled():
+        if self.attends and scaler.is_enabled():
             with self.notes():
                 self._unscaled.add(_innermost(optimizer))
         return result
 
+    def _around_update(self, original: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> Any:
+        self._unscaled.clear()
+        return original(scaler, *args, **kwargs)
+
     def _around_step(
         self, original: Callable[..., Any], scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        if not (self.recording and scaler.is_enabled()) or self._stepping is not None:
+        if not (self.attends and scaler.is_enabled()) or self._stepping is not None:
             return original(scaler, optimizer, *args, **kwargs)
         inner = _innermost(optimizer)
         with self.notes():

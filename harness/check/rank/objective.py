@@ -177,11 +177,12 @@ def _is_multiple(root: Any, node: Any) -> bool:
 def _without(original: Callable[..., Any], plain: dict[str, Any], wrapped: dict[str, Any]) -> Callable[..., Any]:
     """Return the script compiler with torch's own loss functions in place while it reads a script."""
 
-    def script(*args: Any, **kwargs: Any) -> Any:
+    def script(*args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
         for name, function in plain.items():
             setattr(functional, name, function)
         try:
-            return original(*args, **kwargs)
+            # Names in the script are looked up in the frame of the caller, from which this one is one further away.
+            return original(*args, _frames_up=_frames_up + 1, **kwargs)
         finally:
             for name, function in wrapped.items():
                 setattr(functional, name, function)

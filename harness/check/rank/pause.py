@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 _DEPTH = [0]
 
@@ -19,5 +22,6 @@ def paused() -> Iterator[None]:
 
 
 def is_paused() -> bool:
-    """Return whether this runs inside of ``paused``."""
-    return _DEPTH[0] > 0
+    """Return whether this runs inside of ``paused``, or while a CUDA graph is captured, which reading breaks."""
+    cuda: Any = torch.cuda
+    return _DEPTH[0] > 0 or (cuda.is_initialized() and cuda.is_current_stream_capturing())

@@ -36,7 +36,8 @@ class PrecisionUsed(WrappingObserver):
     def install(self) -> None:
         """Wrap autocast's entry, and the registration of communication hooks."""
         wrap(torch.amp.autocast, "__enter__", self._around_enter)
-        wrap(DistributedDataParallel, "register_comm_hook", self._around_register)
+        for name in ("register_comm_hook", "_register_builtin_comm_hook"):
+            wrap(DistributedDataParallel, name, self._around_register)
 
     def backward_begins(self, number: int) -> None:
         """Note the autocast in force."""
@@ -69,21 +70,10 @@ class PrecisionUsed(WrappingObserver):
 
     def final_facts(self) -> Facts | None:
         """Return torch's flags and the communication hooks."""
-        matmul = torch.backends.cuda.matmul
-        return {
-            "flags": {
-                "matmul": torch.get_float32_matmul_precision(),
-                "cudnn_tf32": bool(torch.backends.cudnn.allow_tf32),
-                "fp16_reduction": bool(matmul.allow_fp16_reduced_precision_reduction),
-                "bf16_reduction": bool(matmul.allow_bf16_reduced_precision_reduction),
-                "deterministic": torch.are_deterministic_algorithms_enabled(),
-            },
-            "hooks": self._hooks,
-            "error": self.error,
-        }
+        return {"flags": _flags(), "hooks": self._hooks, "error": self.error}
 
     def _around_enter(self, original: Callable[..., Any], context: Any) -> Any:
-        if self.recording and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.attends and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with self.notes():
                 dtype = _name(context.fast_dtype) if context._enabled else "off"
                 self._entered[f"{context.device} {dtype}"] += 1
@@ -92,9 +82,27 @@ class PrecisionUsed(WrappingObserver):
     def _around_register(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         with self.notes():
-            hook = kwargs.get("hook", args[2] if len(args) > 2 else None)
-            self._hooks.append(str(getattr(hook, "__qualname__", type(hook).__name__)))
+            hook = kwargs.get("hook", kwargs.get("comm_hook_type", args[-1]))
+            self._hooks.append(str(getattr(hook, "__qualname__", hook)))
         return result
+
+
+def _flags() -> Facts:
+    """Return what torch allows to be rounded; the older of two spellings may raise once a script used the newer."""
+    questions: dict[str, Callable[[], Any]] = {
+        "matmul": torch.get_float32_matmul_precision,
+        "cudnn_tf32": lambda: bool(torch.backends.cudnn.allow_tf32),
+        "fp16_reduction": lambda: bool(torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction),
+        "bf16_reduction": lambda: bool(torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction),
+        "deterministic": torch.are_deterministic_algorithms_enabled,
+    }
+    flags: Facts = {}
+    for name, ask in questions.items():
+        try:
+            flags[name] = ask()
+        except RuntimeError:
+            flags[name] = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
+    return flags
 
 
 def _name(dtype: torch.dtype) -> str:

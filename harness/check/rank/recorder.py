@@ -30,7 +30,7 @@ from harness.check.rank.observer import Observer
 from harness.check.rank.parameter_names import ParameterNames
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
-from harness.check.rank.sharding import arrival_leaves, whole
+from harness.check.rank.sharding import arrival_leaves, reduction_dtypes, whole
 from harness.check.rank.tracked_calls import TrackedCalls
 from harness.check.rank.unwrapping import unwrapped
 
@@ -179,6 +179,8 @@ class TrainingRecorder:
             self._guarded(lambda: self._end_pass(one))
 
     def _end_pass(self, one: Pass) -> None:
+        if self._gradients.error is not None:
+            raise self._gradients.error
         for observer in self._observers:
             facts = observer.backward_ends(one.number)
             if facts is not None:
@@ -252,6 +254,7 @@ class TrainingRecorder:
         running = self._gradients.current
         own, others = self._windows.take(self._optimizers.index(optimizer), running)
         unclipped, self._unclipped = self._unclipped, {}
+        reduced = reduction_dtypes(self._names.roots)
         with torch.no_grad(), paused():
             gradients, norms = zip(*(_received(optimizer, parameter) for parameter in parameters), strict=True)
             if running is None:
@@ -262,7 +265,7 @@ class TrainingRecorder:
             self._optimizers.index(optimizer),
             self._steps[id(optimizer)],
             tuple(
-                Parameter(name, tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+                Parameter(name, tuple(parameter.shape), _name(parameter.dtype), _name(reduced.get(id(parameter))))
                 for name, parameter in zip(names, parameters, strict=True)
             ),
             torch.cat(gradients),
@@ -341,6 +344,10 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def _kept(gradient: Tensor) -> Tensor:
     gradient = whole(gradient)
     return segment(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def _received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:

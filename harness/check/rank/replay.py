@@ -21,12 +21,18 @@ from harness.check.rank.module_state import ModuleState
 from harness.check.rank.nested import map_tensors
 from harness.check.rank.precision import Precision, double_of, to_float64
 from harness.check.rank.random_state import drawn_from
-from harness.check.rank.replay_modes import Float64Mode, NativeMode
+from harness.check.rank.replay_modes import CommunicatesError, Float64Mode, NativeMode
+from harness.check.rank.sharding import whole
 from harness.check.rank.tracked_calls import differentiable
-from harness.check.rank.uses import is_reentrant, leaves_of
+from harness.check.rank.unsharding import computing_dtypes, is_distributed, replace_hooks, shards
+from harness.check.rank.uses import Graph
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
 """Takes the number of a backward pass, a parameter and its gradient, which is freed when it returns."""
+
+
+Leaves = Sequence["tuple[nn.Parameter, nn.Parameter]"]
+"""Parameters, each with the leaf that stands for it in a replay."""
 
 
 class CannotReplayError(Exception):
@@ -46,22 +52,37 @@ class Replayed:
 
 
 class Replicas:
-    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory."""
+    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
+
+    A sharded parameter is gathered once, when it is first asked for.
+    """
 
     def __init__(self, precision: Precision) -> None:
         self._precision = precision
         self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
-    def of(self, parameter: nn.Parameter, *, requires_grad: bool) -> nn.Parameter:
-        """Return the leaf for a parameter, the same one each time."""
+    def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
         if id(parameter) not in self._copies:
-            values = to_float64(parameter) if self._precision is Precision.FLOAT64 else parameter.detach()
+            values = whole(parameter.detach())
+            values = to_float64(values) if self._precision is Precision.FLOAT64 else values.to(dtype or values.dtype)
             leaf = nn.Parameter(values, requires_grad=False)
-            vars(leaf).update(vars(parameter))
+            if not is_distributed(parameter):
+                vars(leaf).update(vars(parameter))
             self._copies[id(parameter)] = parameter, leaf
         leaf = self._copies[id(parameter)][1]
         leaf.requires_grad_(requires_grad)
         return leaf
+
+    def leaves(self, call: TrackedCall) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
+        """Return the parameters of a call with their leaves, by the identities of the tensors in the module."""
+        dtypes = computing_dtypes(call.module)
+        found = {}
+        for one in call.parameters:
+            leaf = self.of(one.parameter, requires_grad=one.requires_grad, dtype=dtypes.get(id(one.parameter)))
+            found[id(one.parameter)] = one.parameter, leaf
+        unsharded = {name: found[id(shard)] for name, shard in shards(call.module).items() if id(shard) in found}
+        return {**found, **unsharded}
 
 
 def replay(
@@ -82,28 +103,24 @@ def replay(
         UnknownDrawError: where it has to be run in the training's own precision first.
     """
     _check(call)
-    leaves = {
-        id(one.parameter): (one.parameter, replicas.of(one.parameter, requires_grad=one.requires_grad))
-        for one in call.parameters
-    }
-    state = ModuleState(call.module)
+    leaves = replicas.leaves(call)
+    own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
+    state, mode = ModuleState(call.module), _mode(call, precision, drawn)
     try:
-        with _conditions(call, precision), _mode(call, precision, drawn) as mode:
-            state.exchange(_replacement(call, precision, leaves))
-            for module, training in call.training:
-                vars(module)["training"] = training
-            return _run(call, precision, leaves, receive, mode)
+        with _conditions(call, precision):
+            return _run(call, state, _replacement(call, precision, leaves), own, receive, mode)
     except (CannotReplayError, UnknownDrawError):
         raise
-    except torch.OutOfMemoryError as error:
-        raise CannotReplayError(
-            f"{call.name}: there is not enough memory to run it again in {precision.value}"
-        ) from error
+    except CommunicatesError as error:
+        # All ranks could replay together, if they knew from each other that they recorded the same calls.
+        raise CannotReplayError(f"{call.name}: its forward communicates with other ranks") from error
+    except torch.cuda.OutOfMemoryError as error:
+        raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
-        raise CannotReplayError(
-            f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"
-        ) from error
+        why = f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"
+        raise CannotReplayError(why) from error
     finally:
+        mode.put_back()
         state.restore()
 
 
@@ -133,44 +150,48 @@ def _replacement(
 
 def _run(
     call: TrackedCall,
-    precision: Precision,
-    leaves: dict[int, tuple[nn.Parameter, nn.Parameter]],
+    state: ModuleState,
+    replacement: Callable[[Tensor], Tensor],
+    leaves: Leaves,
     receive: ReceiveGradient,
     mode: NativeMode | Float64Mode,
 ) -> Replayed:
-    replacement = _replacement(call, precision, leaves)
-    args, kwargs = map_tensors((call.args, call.kwargs), replacement)
-    outputs = differentiable(call.module(*args, **kwargs))
+    with mode:
+        state.exchange(replacement)
+        for module, training in call.training:
+            vars(module)["training"] = training
+        replace_hooks(module for module, _ in call.training)
+        args, kwargs = map_tensors((call.args, call.kwargs), replacement)
+        outputs = differentiable(call.module(*args, **kwargs))
     if len(outputs) != len(call.outputs):
-        raise CannotReplayError(
-            f"{call.name}: run again, it gave {len(outputs)} outputs, {len(call.outputs)} in training"
-        )
-    samples = tuple(sample(one) for one in outputs)
-    known = {id(leaf) for _, leaf in leaves.values()}
-    hidden = tuple(one for one in leaves_of(outputs) if id(one) not in known and isinstance(one, nn.Parameter))
-    with _gradients_kept(hidden):
-        _differentiate(call, outputs, list(leaves.values()), receive)
+        why = f"run again, it gave {len(outputs)} outputs instead of {len(call.outputs)}"
+        raise CannotReplayError(f"{call.name}: {why}")
+    samples, graph = tuple(sample(one) for one in outputs), Graph.of(outputs)
+    known = {id(leaf) for _, leaf in leaves}
+    hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
+    runs_code = mode.saves_with_hooks or graph.runs_code
+    with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
+        _differentiate(call, outputs, leaves, receive, chosen=not graph.is_reentrant)
     return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
 
 
 def _differentiate(
-    call: TrackedCall,
-    outputs: Sequence[Tensor],
-    leaves: list[tuple[nn.Parameter, nn.Parameter]],
-    receive: ReceiveGradient,
+    call: TrackedCall, outputs: Sequence[Tensor], leaves: Leaves, receive: ReceiveGradient, *, chosen: bool
 ) -> None:
+    """Go backward through the call for each pass. A reentrant checkpoint refuses to do it for ``chosen`` leaves."""
     wanted = [(parameter, leaf) for parameter, leaf in leaves if leaf.requires_grad]
-    passes = sorted(call.cotangents)
-    for number in passes:
-        given = [(one, v) for one, v in zip(outputs, call.cotangents[number], strict=True) if v is not None]
-        if not given:
-            continue
+    given = {
+        number: [(one, v) for one, v in zip(outputs, cotangents, strict=True) if v is not None]
+        for number, cotangents in sorted(call.cotangents.items())
+    }
+    given = {number: pairs for number, pairs in given.items() if pairs}
+    for number, pairs in given.items():
         with _received(wanted, number, receive):
             _backward(
-                [one for one, _ in given],
-                [v.to(one.dtype) for one, v in given],
-                keep=number != passes[-1],
-                inputs=[] if is_reentrant(outputs) else [leaf for _, leaf in wanted],
+                [one for one, _ in pairs],
+                [v.to(one.dtype) for one, v in pairs],
+                keep=number != max(given),
+                inputs=[leaf for _, leaf in wanted] if chosen else [],
             )
 
 

@@ -3,33 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from enum import Enum
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.check.rank.draws import Draws, doubled, draws, leading
+from harness.check.rank.draws import DRAWING, Draws, doubled, is_drawn, leading
 from harness.check.rank.precision import double_of
 
-_MADE_FROM_PYTHON = frozenset({"lift_fresh", "lift_fresh_copy", "lift"})
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+
+
+class CommunicatesError(Exception):
+    """A replay would communicate with other ranks, which may not be replaying the same."""
 
 
 class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Puts generators that the script passes to operators back to their states when the replay is over."""
+    """Puts generators that the script passes to operators back to their states when the replay is over.
+
+    ``saves_with_hooks`` says whether a forward under the mode saved tensors with hooks, as a checkpoint does, so that
+    its backward pass runs parts of it again.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.saves_with_hooks = False
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
-    def __exit__(self, *error: Any) -> None:
-        """End the mode."""
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in a replay: the wrapper against it would cost more than the mode does."""
+        return False
+
+    def put_back(self) -> None:
+        """Set the generators of the script to the states that they had before the replay."""
         for generator, state in self._generators:
             generator.set_state(state)
         self._generators.clear()
 
-    def _keep_generator(self, kwargs: dict[str, Any]) -> None:
+    def _noted(self, func: Any) -> _Kind:
+        """Return the kind of an operator that is about to run."""
+        if not self.saves_with_hooks:
+            self.saves_with_hooks = _hooks_on_saved_tensors()
+        kind = _kind(func)
+        if kind is _Kind.COMMUNICATES:
+            raise CommunicatesError
+        return kind
+
+    def _before_draw(self, kwargs: dict[str, Any]) -> None:
         generator = kwargs.get("generator")
         if generator is not None and all(one is not generator for one, _ in self._generators):
             self._generators.append((generator, generator.get_state()))
@@ -44,11 +68,12 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        kwargs = kwargs or {}
-        self._keep_generator(kwargs)
-        first = leading(args)
-        if first is not None and draws(_name(func), args, kwargs):
-            self.drawn.append(first.dtype)
+        kwargs, kind = kwargs or {}, self._noted(func)
+        if kind is _Kind.DRAWS:
+            self._before_draw(kwargs)
+            first = leading(args)
+            if first is not None and is_drawn(args):
+                self.drawn.append(first.dtype)
         return func(*args, **kwargs)
 
 
@@ -61,12 +86,13 @@ class Float64Mode(ReplayMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator."""
-        kwargs = kwargs or {}
-        name = _name(func)
-        self._keep_generator(kwargs)
-        if draws(name, args, kwargs):
-            return self._random.draw(func, name, args, kwargs)
-        args, kwargs = _with_double_dtypes(args, kwargs)
+        kwargs, kind = kwargs or {}, self._noted(func)
+        if kind is _Kind.DRAWS:
+            self._before_draw(kwargs)
+            if is_drawn(args):
+                return self._random.draw(func, _name(func), args, kwargs)
+        if kind is not _Kind.PLAIN:
+            args, kwargs = _with_double_dtypes(args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
@@ -74,7 +100,34 @@ class Float64Mode(ReplayMode):  # type: ignore[no-untyped-call]
             if not any(double_of(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
                 raise
             return func(*_doubled(args), **_doubled(kwargs))
-        return doubled(result) if name in _MADE_FROM_PYTHON else result
+        return doubled(result) if kind is _Kind.LIFTS else result
+
+
+class _Kind(Enum):
+    PLAIN = "needs no change"
+    CASTS = "may be given a dtype"
+    DRAWS = "draws random numbers"
+    COMMUNICATES = "is a collective, in which all ranks of a group have to take part"
+    LIFTS = "gives a tensor that was made from Python numbers"
+
+
+@cache
+def _kind(func: Any) -> _Kind:
+    """Return what is to be changed about calls of an operator."""
+    name = _name(func)
+    if func.namespace in _COLLECTIVES:
+        return _Kind.COMMUNICATES
+    if name in DRAWING:
+        return _Kind.DRAWS
+    if name in ("lift_fresh", "lift_fresh_copy", "lift"):
+        return _Kind.LIFTS
+    return _Kind.CASTS if any("ScalarType" in str(one.real_type) for one in func._schema.arguments) else _Kind.PLAIN
+
+
+def _hooks_on_saved_tensors() -> bool:
+    """Return whether hooks are on the tensors that are saved at present; true where torch cannot say so."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is None or top(True) is not None
 
 
 def _name(func: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -16,12 +17,24 @@ def whole(tensor: Tensor) -> Tensor:
 
 def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each parameter that ``fully_shard`` shards, and the unsharded leaf at which its local gradient arrives."""
+    for one in _sharded(roots):
+        if isinstance(leaf := getattr(one, "_unsharded_param", None), Tensor):
+            yield one.sharded_param, leaf
+
+
+def reduction_dtypes(roots: Iterable[nn.Module]) -> dict[int, torch.dtype]:
+    """Return the dtype in which gradients are reduced over ranks, by the id of each parameter that is sharded.
+
+    ``MixedPrecisionPolicy`` says it; by default it is the dtype in which the module computes.
+    """
+    return {id(one.sharded_param): one.reduce_dtype or one.param_dtype or one.orig_dtype for one in _sharded(roots)}
+
+
+def _sharded(roots: Iterable[nn.Module]) -> Iterator[Any]:
     for root in roots:
         for module in root.modules():
             for group in _groups(module):
-                for one in group.fsdp_params:
-                    if isinstance(leaf := getattr(one, "_unsharded_param", None), Tensor):
-                        yield one.sharded_param, leaf
+                yield from group.fsdp_params
 
 
 def _groups(module: nn.Module) -> list[Any]:

@@ -19,6 +19,7 @@ from harness.check.rank.call import TrackedCall, UsedParameter, sample
 from harness.check.rank.module_calls import ModuleCalls
 from harness.check.rank.nested import map_tensors, tensors_in
 from harness.check.rank.random_state import RandomState
+from harness.check.rank.unsharding import is_distributed, shards
 from harness.check.rank.unwrapping import Role
 from harness.check.rank.uses import used_outside
 
@@ -41,12 +42,12 @@ class TrackedCalls:
     """The calls of outermost modules with trainable parameters, in the order in which they began.
 
     Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
-    it runs. ``errors`` has what went wrong here; the script goes on without being recorded.
+    it runs. ``unrecorded`` has the parameters of calls that could not be recorded, and why; the script goes on.
     """
 
     def __init__(self, current_pass: CurrentPass, begins: CallBegins | None = None) -> None:
         self.calls: list[TrackedCall] = []
-        self.errors: list[Exception] = []
+        self.unrecorded: dict[nn.Parameter, str] = {}
         self._current_pass = current_pass
         self._begins = begins
         self._thread = _Thread()
@@ -150,7 +151,7 @@ class TrackedCalls:
                 self._begins(module, args, kwargs)
             return self._recorded(unwrapping.unwrapped(module), args, kwargs)
         except Exception as error:
-            self.errors.append(error)
+            self._fail(module, error)
             return None
 
     def _recorded(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall:
@@ -197,17 +198,22 @@ class TrackedCalls:
             self.calls.append(call)
             return map_tensors(output, lambda one: aliases.get(id(one), one))
         except Exception as error:
-            self.errors.append(error)
+            self._fail(call.module, error)
             return output
+
+    def _fail(self, module: nn.Module, error: Exception) -> None:
+        why = f"a call of {type(module).__name__} cannot be recorded: {type(error).__name__}: {error}"
+        self.unrecorded.update(dict.fromkeys(module.parameters(), why))
 
     @staticmethod
     def _note_parameters(call: TrackedCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        parameters = list(call.module.parameters())
-        own = set(map(id, parameters))
+        sharded: dict[int, Any] = shards(call.module)
+        parameters = [sharded.get(id(one), one) for one in call.module.parameters()]
+        own = {*map(id, parameters), *sharded}
         call.parameters = tuple(UsedParameter.of(one) for one in parameters)
         given = (one for one in tensors_in((args, kwargs)) if isinstance(one, nn.Parameter))
         call.foreign = tuple(one for one in given if id(one) not in own)
-        call.obstacle = _obstacle(call.module, parameters)
+        call.obstacle = _obstacle(call.module, parameters, set(map(id, sharded.values())))
 
     def _received(self, call: TrackedCall, cotangents: tuple[Tensor | None, ...]) -> None:
         number = self._current_pass()
@@ -234,9 +240,11 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _obstacle(module: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
+def _obstacle(module: nn.Module, parameters: Iterable[Tensor], sharded: set[int]) -> str:
     if unwrapping.flat_sharding(module):
         return "FSDP1 holds its parameters as pieces of flat ones (`fully_shard` does not)"
+    if any(is_distributed(one) and id(one) not in sharded for one in parameters):
+        return "its parameters are DTensors that `fully_shard` did not make"
     if any(not one.is_leaf for one in parameters):
         return "its parameters are computed from other tensors"
     return ""

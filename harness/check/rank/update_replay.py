@@ -111,6 +111,7 @@ class UpdateReplay(Observer):
         except NotReplayable as error:
             pending.why = str(error)
             pending.due.clear()
+            pending.outside = []  # a step that evaluates the loss again is seen only from there on
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Compare the weights with the replay's."""

@@ -1,30 +1,45 @@
-"""Which parameters a graph uses: found by walking it, without running it."""
+"""What a graph uses and does: found by walking it, without running it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from harness.check.rank.alias import CallOutputs
 
 _CALL: Any = CallOutputs._backward_cls
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return the leaves that a gradient of ``outputs`` reaches."""
-    return [node.variable for node in _walk(outputs, into_calls=True) if hasattr(node, "variable")]
+@dataclass(frozen=True)
+class Graph:
+    """What the gradient of some tensors reaches.
+
+    ``leaves`` are the tensors at its ends. ``runs_code``: a backward pass runs Python functions of the script's.
+    ``is_reentrant``: it has a checkpoint that runs a backward pass inside of the backward pass.
+    """
+
+    leaves: tuple[Tensor, ...]
+    runs_code: bool
+    is_reentrant: bool
+
+    @classmethod
+    def of(cls, outputs: Iterable[Tensor]) -> Graph:
+        """Return the graph of these tensors."""
+        nodes = list(_walk(outputs, into_calls=True))
+        return cls(
+            tuple(node.variable for node in nodes if hasattr(node, "variable")),
+            any(isinstance(node, BackwardCFunction) for node in nodes),
+            any("CheckpointFunction" in type(node).__name__ for node in nodes),
+        )
 
 
 def used_outside(outputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves that a gradient of ``outputs`` reaches on a way that is not through a tracked call."""
     return [node.variable for node in _walk(outputs, into_calls=False) if hasattr(node, "variable")]
-
-
-def is_reentrant(outputs: Iterable[Tensor]) -> bool:
-    """Return whether a checkpoint is in the graph that cannot be differentiated for chosen inputs only."""
-    return any("CheckpointFunction" in type(node).__name__ for node in _walk(outputs, into_calls=True))
 
 
 def _walk(outputs: Iterable[Tensor], *, into_calls: bool) -> Iterator[Any]:

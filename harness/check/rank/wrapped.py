@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.check.evidence import Facts
 from harness.check.rank.observer import Observer
+from harness.check.rank.pause import is_paused
 
 Around = Callable[..., Any]
 """Takes the original function, then its arguments, and returns what the original returns."""
@@ -35,6 +36,11 @@ class WrappingObserver(Observer):
     def final_facts(self) -> Facts | None:
         """Return the error that ended the notes, if there was one."""
         return {"error": self.error} if self.error else None
+
+    @property
+    def attends(self) -> bool:
+        """Whether what runs now is the script's, and notes are taken of it."""
+        return self.recording and not is_paused()
 
     @contextmanager
     def notes(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from harness.launch.pool import SERVER_ENVIRONMENT, Pool
 from harness.launch.remote.node_checks import Node, cut_off, differing
 from harness.launch.remote.node_listener import FAREWELL, NodeListener
 from harness.launch.remote.node_processes import NodeProcesses
-from harness.launch.server_events import event_of
+from harness.launch.server_events import contents_of, event_of
 from harness.launch.start_wait import Notify, StartWait, ignore
 from harness.launch.this_machine import ELASTIC
 from harness.worker.assignment import Assignment
@@ -98,6 +98,15 @@ class RemotePool(Pool):
         assert self.subjects
         self._send({"command": "port"})
         self._answers("port", "answer")
+
+    def import_workloads(self, locators: Sequence[str]) -> dict[str, dict[str, str]]:
+        """Import workloads of the user's own on every node, as every pool does where its ranks live."""
+        assert self.subjects
+        self._send({"command": "workloads", "locators": [*locators]})
+        answers = self._answers("workloads", f"import {', '.join(locators)}")
+        return {
+            self._nodes[number].host: contents_of(event, self._nodes[number].host) for number, event in answers.items()
+        }
 
     def _warm_up(self) -> list[dict[str, Any]]:
         wait = StartWait(self._processes.cpu_seconds, self._notify)

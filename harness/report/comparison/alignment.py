@@ -200,6 +200,7 @@ def _software(header: Header) -> dict[str, object]:
         "seed": header.options.get("seed"),
         "subject": ", ".join(sorted({f"{one.library} {one.version}" for one in subjects if one.library})) or None,
         "subject's torch": ", ".join(sorted({one.torch for one in subjects if one.torch})) or None,
+        **{f"source of workload {name}": source.sha256[:12] for name, source in header.workloads.items()},
         **machine.packages,
         **machine.environment,
     }

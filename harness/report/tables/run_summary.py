@@ -168,6 +168,7 @@ def other_facts(run: Run) -> dict[str, str]:
     found |= {name: f"{value:,.10g}" for name, value in machine.clocks_and_load.items()}
     found |= machine.environment
     found |= {f"subject {name}": str(software) for name, software in run.header.subjects.items()}
+    found |= {f"workload {name}": f"{one.locator} {one.sha256[:12]}" for name, one in run.header.workloads.items()}
     options = {name: value for name, value in run.header.options.items() if value not in (None, False)}
     found |= {f"--{name.replace('_', '-')}": _option(value) for name, value in options.items()}
     return {name: value for name, value in found.items() if value}

@@ -8,6 +8,7 @@ import torch
 import torch.distributed
 from torch import nn
 
+from harness.evidence.tensor_store import TensorStore
 from harness.worker.recording.recorder import Recorder
 
 
@@ -18,8 +19,8 @@ class ChildRecorder(Recorder):
     (:mod:`harness.worker.node_member` says how it is pickled).
     """
 
-    def __init__(self, sketch_above: int, report: Callable[..., None]) -> None:
-        super().__init__(sketch_above, _Counter(report))
+    def __init__(self, store: TensorStore, report: Callable[..., None]) -> None:
+        super().__init__(store, _Counter(report))
         self.rank: int | None = None
         self._report = report
 
@@ -40,7 +41,7 @@ class ChildRecorder(Recorder):
     def reset(self) -> None:
         """Forget all but the model: what was recorded so far belongs to the parent process."""
         model = self._model
-        self.__init__(self._sketch_above, self._report)  # type: ignore[misc]
+        self.__init__(self._store, self._report)  # type: ignore[misc]
         self._model = model
 
     def _note_world(self) -> None:

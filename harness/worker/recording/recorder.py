@@ -18,7 +18,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from harness.core.errors import TraceError
-from harness.evidence.trace import SKETCH_ABOVE, Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
+from harness.evidence.tensor_store import TensorStore
+from harness.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
 from harness.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
 from harness.worker.recording.passes import Forward, Passes
 from harness.worker.recording.tensor_copies import copied, is_flattened, is_still, is_zero, kept
@@ -28,12 +29,12 @@ from harness.worker.step_hooks import StepCounter, StepHooks
 class Recorder(StepHooks):
     """Collects the steps of this process.
 
-    Weights and gradients of more than ``sketch_above`` entries are stored as random projections, DTensors as shards.
+    Large weights and gradients are written to ``store`` at once, the others are kept here. Without a store all are.
     """
 
-    def __init__(self, sketch_above: int = SKETCH_ABOVE, done: StepCounter | None = None) -> None:
+    def __init__(self, store: TensorStore | None = None, done: StepCounter | None = None) -> None:
         super().__init__(bytearray(8) if done is None else done)
-        self._sketch_above = sketch_above
+        self._store = store
         self.steps: list[Step] = []
         self.evaluations: list[Evaluation] = []
         self.logged: list[Logged] = []
@@ -76,13 +77,16 @@ class Recorder(StepHooks):
         self._note_world()
         self._settle()
         buffers = {} if self._model is None else {name: copied(value) for name, value in self._model.named_buffers()}
+        final = self._final()
+        if self._store is not None and self._store.failure is not None:
+            raise self._store.failure
         return RankTrace(
             rank=rank,
             world_size=self.world_size,
             steps=tuple(self.steps),
             error=None,
             failed_at=None,
-            final=self._final(),
+            final=final,
             final_buffers=buffers,
             evaluations=tuple(self.evaluations),
             logged=tuple(self.logged),
@@ -209,7 +213,7 @@ class Recorder(StepHooks):
     def _weights(self) -> Tensors:
         if self._model is None:
             return {}
-        return {name: kept(parameter, self._sketch_above) for name, parameter in self._model.named_parameters()}
+        return {name: kept(parameter, self._store) for name, parameter in self._model.named_parameters()}
 
     def _refuse_flattened(self) -> None:
         """Raise where the model's parameters are pieces of flat vectors, which cannot be put together."""
@@ -245,7 +249,7 @@ class Recorder(StepHooks):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
         return {
-            name: kept(parameter.grad if scale is None else parameter.grad.detach() / float(scale), self._sketch_above)
+            name: kept(parameter.grad if scale is None else parameter.grad.detach() / float(scale), self._store)
             for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
             if name is not None and parameter.grad is not None
         }

@@ -1,4 +1,4 @@
-"""What a rank keeps of a tensor: a copy, a sketch of a large one, its own shard of one that is shared out.
+"""What a rank keeps of a tensor: a copy, a reference to a large one in the store, its own shard of a sharded one.
 
 A rank asks the others for nothing: one that has lost its way would not answer.
 """
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.evidence import projection as sketch
-from harness.evidence.trace import Shard, Sketch
+from harness.evidence.tensor_store import TensorStore, reference
+from harness.evidence.trace import Shard, StoredTensor
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are known to hold no DTensor."""
@@ -20,28 +20,33 @@ BLOCKS = ("Shard", "Replicate")
 """Placements, by the names of their classes, under which a rank holds a block of a DTensor."""
 
 
-def kept(tensor: Tensor, above: int) -> Any:
+def kept(tensor: Tensor, store: TensorStore | None) -> Any:
     """Return what is kept of weights or gradients, on the cpu.
 
-    It is the shard of a DTensor, as FSDP2's are: whole, because sketches of shards do not add up to that of a tensor.
-    It is the sketch of any other one with more than ``above`` entries, and a dense copy else.
+    It is the shard of a DTensor, as FSDP2's are, which no other rank has. Of any other one it is a reference where
+    ``store`` takes it, and a dense copy else.
     """
-    return _shard(tensor) if _is_shared_out(tensor) else sketch.kept(_dense(tensor), above)
+    if _is_shared_out(tensor):
+        return _shard(tensor)
+    dense = _dense(tensor)
+    return store.keep(dense) if store is not None and store.takes(dense) else copied(dense)
 
 
 def is_still(tensor: Tensor, recorded: Any) -> bool:
     """Return whether a tensor has the bits, on this rank, of which ``recorded`` was kept."""
-    if not _is_shared_out(tensor):
-        return not isinstance(recorded, Shard) and sketch.is_still(tensor, recorded)
-    if not isinstance(recorded, Shard):
-        return False
-    values, *place = _placed(tensor)
-    return place == [recorded.begin, recorded.shape, recorded.ranks] and sketch.is_still(values, recorded.values)
+    if _is_shared_out(tensor) or isinstance(recorded, Shard):
+        if not (_is_shared_out(tensor) and isinstance(recorded, Shard)):
+            return False
+        values, *place = _placed(tensor)
+        return place == [recorded.begin, recorded.shape, recorded.ranks] and _is_equal(values, recorded.values)
+    return reference(tensor) == recorded if isinstance(recorded, StoredTensor) else _is_equal(tensor, recorded)
 
 
 def is_zero(recorded: Any) -> bool:
     """Return whether all entries, on this rank, of a tensor of which ``recorded`` was kept are zero."""
-    values = recorded.values if isinstance(recorded, Shard | Sketch) else recorded
+    if isinstance(recorded, StoredTensor):
+        return recorded == reference(torch.zeros(recorded.shape, dtype=getattr(torch, recorded.dtype)))
+    values = recorded.values if isinstance(recorded, Shard) else recorded
     return not values.any()
 
 
@@ -53,6 +58,10 @@ def is_flattened(tensor: Tensor) -> bool:
 def copied(tensor: Tensor) -> Tensor:
     """Return a dense copy on the cpu."""
     return _dense(tensor).to("cpu", copy=True)
+
+
+def _is_equal(tensor: Tensor, copy: Tensor) -> bool:
+    return tensor.dtype == copy.dtype and torch.equal(tensor.detach().cpu(), copy)
 
 
 def _dense(tensor: Tensor) -> Tensor:

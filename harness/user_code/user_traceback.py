@@ -20,6 +20,9 @@ _MACHINERY = tuple(
     for parts in (
         ("__init__.py",),
         ("subjects", "load.py"),
+        ("user_code", "user_module.py"),
+        ("own_workloads", "load.py"),
+        ("own_workloads", "attempt.py"),
         ("subjects", "declare.py"),
         ("subjects", "released.py"),
         ("worker", "preload.py"),

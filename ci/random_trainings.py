@@ -121,7 +121,8 @@ class Network(nn.Module):
             y = y[0]
         if y.dim() == 3:
             y = y.mean(1)
-        return self.head(y)
+        scores: Tensor = self.head(y)
+        return scores
 
 
 def train(settings: Settings, rank: int) -> None:
@@ -145,12 +146,11 @@ def train(settings: Settings, rank: int) -> None:
     for _ in range(5):
         _zero(settings, "before", optimizers, plain)
         for place in range(settings.accumulate):
-            waits = settings.no_sync and place < settings.accumulate - 1 and isinstance(model, DistributedDataParallel)
-            with model.no_sync() if waits else contextlib.nullcontext():
+            with _waiting(settings, model, place):
                 x, y = next(batches)
                 with _autocast(settings.precision):
                     loss = _loss(settings, model(x), y)
-                scaler.scale(loss).backward()
+                torch.autograd.backward(scaler.scale(loss))
         _reduce(settings, plain)
         for one in optimizers:
             scaler.unscale_(one)
@@ -165,6 +165,14 @@ def train(settings: Settings, rank: int) -> None:
             with torch.no_grad():
                 for old, new in zip(average.parameters(), plain.parameters(), strict=True):
                     old.lerp_(new, 0.1)
+
+
+def _waiting(settings: Settings, model: nn.Module, place: int) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which a micro-batch is not reduced yet."""
+    if settings.no_sync and place < settings.accumulate - 1 and isinstance(model, DistributedDataParallel):
+        waiting: contextlib.AbstractContextManager[Any] = model.no_sync()
+        return waiting
+    return contextlib.nullcontext()
 
 
 def _optimizers(settings: Settings, model: nn.Module) -> Iterator[torch.optim.Optimizer]:
@@ -200,7 +208,7 @@ def _batches(settings: Settings, rank: int, double: bool) -> Iterator[tuple[Tens
         while True:
             yield made(8, None)
     dataset = TensorDataset(*made(97, generator))
-    sampler = DistributedSampler(dataset, settings.world, rank, seed=settings.seed)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset, settings.world, rank, seed=settings.seed)
     loader = DataLoader(dataset, 8, sampler=sampler)
     epoch = 0
     while True:

@@ -1,7 +1,7 @@
 """Runs random trainings that are right under the recorder of ``plumbline check``: whatever is accused is a false alarm.
 
-    python ci/check_random --count 500            # seeds 0 to 499
-    python ci/check_random --seed 17 --verbose    # one of them, with all of its findings
+    python ci/check_random.py --count 500            # seeds 0 to 499
+    python ci/check_random.py --seed 17 --verbose    # one of them, with all of its findings
 
 Ranks are forked from this process, which has imported torch, so that a training takes a second or so.
 """
@@ -18,9 +18,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from trainings import Settings, train
+from random_trainings import Settings, train
 
 import torch._dynamo  # isort: skip  # what DistributedDataParallel imports, once for all ranks
+from torch._C._distributed_c10d import FileStore
+
 from harness.check.judging import judged_trainings
 from harness.check.options import RecordingOptions, write_options
 from harness.check.rank.activation import make_recorder
@@ -78,7 +80,7 @@ def _fork(settings: Settings, rank: int, folder: str) -> int:
         recorder = make_recorder(folder)
         recorder.install()
         if settings.world > 1:
-            store = dist.FileStore(f"{folder}/store", settings.world)
+            store = FileStore(f"{folder}/store", settings.world)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=settings.world)
         train(settings, rank)
         recorder.finish()

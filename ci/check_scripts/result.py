@@ -1,0 +1,98 @@
+"""What became of one script, or of one mistake in a script, and whether it is as it should be."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mistakes import Mistake
+from running import Ran
+from script import Script
+from verdict import Verdict
+
+SAME, CHANGED, UNSTEADY = "the same", "**changed**", "differ without it too"
+LAST_LINES = 25
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one script, with a mistake in it or without.
+
+    Attributes:
+        script: its name.
+        mistake: the mistake's name, "" if there is none in it.
+        plain_seconds: the time of a plain run.
+        seconds: the time under check.
+        losses: whether the losses under check are those of a plain run; "" where that was not asked.
+        verdict: what check said, None if it said nothing.
+        failed: the end of the output of a plain run that failed.
+        why_not: why it could not be run.
+    """
+
+    script: str
+    mistake: str = ""
+    plain_seconds: float | None = None
+    seconds: float | None = None
+    losses: str = ""
+    verdict: Verdict | None = None
+    failed: str = ""
+    why_not: str = ""
+
+    @property
+    def name(self) -> str:
+        """What was run."""
+        return f"{self.mistake} in {self.script}" if self.mistake else self.script
+
+    @property
+    def slower(self) -> float | None:
+        """The time under check over that of a plain run, both of whole commands."""
+        return self.seconds / self.plain_seconds if self.seconds and self.plain_seconds else None
+
+
+def is_right(result: Result, script: Script, mistake: Mistake | None) -> bool:
+    """Return whether a result is as it should be; what could not be run counts as such."""
+    if result.why_not:
+        return True
+    if result.failed or result.losses == CHANGED or result.verdict is None:
+        return False
+    if mistake is None:
+        return result.verdict.answer == script.expected
+    if mistake.causes:
+        return result.verdict.answer == "wrong" and result.verdict.cause in mistake.causes
+    return result.verdict.answer != "wrong"
+
+
+def losses_of(first: Ran, recorded: Ran, second: Ran | None) -> str:
+    """Compare the losses of a plain run with those under check, and with those of a second plain run."""
+    if recorded.losses == first.losses:
+        return SAME
+    return CHANGED if second is not None and second.losses == first.losses else UNSTEADY
+
+
+def last_lines(ran: Ran) -> str:
+    """Return the end of what a run printed."""
+    return "\n".join(ran.output.splitlines()[-LAST_LINES:])
+
+
+def write(file: Path, result: Result) -> None:
+    """Append a result to a file."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(asdict(result)) + "\n")
+
+
+def read(file: Path) -> dict[str, Result]:
+    """Return the results in a file by what was run, the last of each; none if there is no file."""
+    if not file.exists():
+        return {}
+    results = (_result(json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines())
+    return {one.name: one for one in results}
+
+
+def _result(values: dict[str, Any]) -> Result:
+    verdict = values.pop("verdict")
+    if verdict is not None:
+        verdict["bad"] = tuple(verdict["bad"])
+        verdict = Verdict(**verdict)
+    return Result(**values, verdict=verdict)

@@ -1,0 +1,141 @@
+"""The corpus of training scripts: its tables fit together, and its page says what was found."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+CI = Path(__file__).parents[2] / "ci"
+FOLDER = CI / "check_scripts"
+OURS = ("check_scripts", *(file.stem for file in FOLDER.glob("*.py")))
+
+
+@pytest.fixture(scope="module")
+def runner():
+    before = list(sys.path)
+    spec = importlib.util.spec_from_file_location("check_scripts", CI / "check_scripts.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["check_scripts"] = module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = before
+    for name in OURS:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def result():
+    """Return a function that makes what became of a script."""
+
+    def made(answer="right", check=None, cause=None, noise=1.25, losses="the same", mistake=""):
+        module = sys.modules["result"]
+        bad = (f"{check}: {cause}",) if check else ()
+        verdict = sys.modules["verdict"].Verdict(answer, "", check, cause, noise, bad, 0.5)
+        return module.Result("plain-loop", mistake, 2.0, 3.0, losses, verdict)
+
+    return made
+
+
+def test_every_script_of_our_own_is_in_the_table_once(runner):
+    ours = [one for one in runner.SCRIPTS.values() if one.source == "rewritten"]
+    named = [word for one in ours for word in shlex.split(one.command) if word.endswith(".py")]
+    assert sorted(named) == sorted(file.name for file in (FOLDER / "scripts").glob("*.py"))
+
+
+def test_each_script_of_our_own_says_how_it_is_started(runner):
+    for script in runner.SCRIPTS.values():
+        if script.source == "rewritten":
+            file = next(word for word in shlex.split(script.command) if word.endswith(".py"))
+            assert file in (FOLDER / "scripts" / file).read_text().split('"""')[1], script.name
+
+
+def test_every_name_is_taken_once_and_every_repository_has_a_commit(runner):
+    scripts = (*runner.PUBLISHED, *runner.REWRITTEN_SCRIPTS)
+    assert len({one.name for one in scripts}) == len(scripts)
+    commits = sys.modules["published"].COMMITS
+    assert {one.source for one in runner.PUBLISHED} == set(commits)
+    assert all(len(commit) == 40 for commit in commits.values())
+
+
+def test_at_least_twenty_scripts_are_published_and_unmodified(runner):
+    assert sum(one.is_unmodified for one in runner.SCRIPTS.values()) >= 20
+
+
+def test_every_mistake_fits_our_own_scripts_and_leaves_them_python(runner):
+    for mistake in runner.MISTAKES:
+        for name, changes in mistake.changes.items():
+            if runner.SCRIPTS[name].source == "rewritten":
+                before = (FOLDER / "scripts" / runner.FILES[name]).read_text()
+                after = runner.changed(before, changes)
+                assert after != before
+                compile(after, name, "exec")
+
+
+def test_a_change_of_what_is_not_there_is_refused(runner):
+    with pytest.raises(ValueError, match="nothing matches 'b'"):
+        runner.changed("a", (("b", "c"),))
+
+
+def test_twelve_mistakes_are_put_into_three_scripts(runner):
+    assert sum(len(one.changes) >= 3 for one in runner.MISTAKES) >= 12
+
+
+def test_a_right_script_that_is_accused_is_not_as_it_should_be(runner, result):
+    script = runner.SCRIPTS["plain-loop"]
+    assert runner.is_right(result(), script, None)
+    assert not runner.is_right(result("wrong", "gradients", "not-synchronised", 4e6), script, None)
+    assert not runner.is_right(result("not judged"), script, None)
+
+
+def test_losses_that_a_check_changes_are_not_as_they_should_be(runner, result):
+    ran = sys.modules["running"].Ran
+    plain, other = ran(0, 1.0, {"0": ("1.0",)}, ""), ran(0, 1.0, {"0": ("1.0000001",)}, "")
+    assert runner.losses_of(plain, plain, None) == "the same"
+    assert runner.losses_of(plain, other, other) == "differ without it too"
+    changed = runner.losses_of(plain, other, plain)
+    assert not runner.is_right(result(losses=changed), runner.SCRIPTS["plain-loop"], None)
+
+
+def test_a_mistake_is_found_only_under_its_name(runner, result):
+    mistake = next(one for one in runner.MISTAKES if one.causes == ("summed-over-ranks",))
+    script = runner.SCRIPTS["ddp"]
+    assert runner.is_right(result("wrong", "gradients", "summed-over-ranks"), script, mistake)
+    assert not runner.is_right(result("wrong", "gradients", "averaged-twice"), script, mistake)
+    assert not runner.is_right(result("right"), script, mistake)
+
+
+def test_results_are_read_as_they_were_written(runner, result, tmp_path):
+    one, two = result(), result("wrong", "gradients", "zero", mistake="zeroed")
+    for each in (one, two):
+        runner.write(tmp_path / "kept", each)
+    assert runner.read(tmp_path / "kept") == {"plain-loop": one, "zeroed in plain-loop": two}
+    assert runner.read(tmp_path / "none") == {}
+
+
+def test_the_verdict_is_read_from_what_check_writes(runner, tmp_path):
+    file = tmp_path / "verdict.json"
+    right = {"check": "gradients", "outcome": "passed", "cause": None, "error_x_noise": 0.5}
+    wrong = {"check": "update", "outcome": "failed", "cause": None, "error_x_noise": 9e6}
+    trainings = [
+        {"verdict": "right", "findings": [right], "coverage": {"replayed": 1.0}},
+        {"verdict": "wrong", "findings": [right, wrong], "coverage": {"replayed": 0.25}},
+    ]
+    file.write_text(json.dumps({"verdict": "wrong", "sentence": "why", "trainings": trainings}))
+    read = sys.modules["verdict"].read_verdict(file)
+    assert (read.answer, read.check, read.cause, read.noise) == ("wrong", "update", "unexplained", 9e6)
+    assert read.coverage == 0.25
+
+
+def test_the_page_counts_and_names(runner, result):
+    script = runner.SCRIPTS["plain-loop"]
+    left = sys.modules["result"].Result("srun-ddp", why_not="needs a cluster")
+    text = runner.page([(script, result()), (runner.SCRIPTS["srun-ddp"], left)], [])
+    assert "1 scripts, 0 of them published" in text
+    assert "| plain-loop | rewritten | 1 |" in text
+    assert "| right | 1.25 | 50.0 % | the same | 1.5 | yes |" in text
+    assert "- srun-ddp: needs a cluster" in text
