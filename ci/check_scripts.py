@@ -75,9 +75,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--part", choices=("plain", "scripts", "mistakes"), help="default: scripts and mistakes")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to record (default: %(default)s)")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one run (default: %(default)s)")
-    parser.add_argument(
-        "--keep", type=Path, help="file of results: what is in it is not run again"
-    )
+    parser.add_argument("--keep", type=Path, help="file of results: what is in it is not run again")
     parser.add_argument("--report", type=Path, default=ROOT / "reports" / "check-real-scripts.md")
     asked = parser.parse_args()
     asked.python = (sys.executable, *asked.python)

@@ -1,0 +1,48 @@
+"""The marker ``ranks`` of a test: how many ranks, how long, over which backend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+NAME = "ranks"
+DEFAULT_TIMEOUT_S = 60.0
+DESCRIPTION = (
+    "ranks(n, *, timeout=60, backend=None, init=True): run the body of the test on n ranks of torch.distributed, for "
+    "at most timeout seconds; backend None is nccl where there is a CUDA device for each rank, else gloo; with "
+    "init=False the body initialises the process group itself (Plumbline)"
+)
+_USAGE = "write @pytest.mark.ranks(4), @pytest.mark.ranks(4, timeout=120) or @pytest.mark.ranks(4, backend='gloo')"
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a test's marker asks for."""
+
+    ranks: int
+    timeout: float = DEFAULT_TIMEOUT_S
+    backend: str | None = None
+    init: bool = True
+
+
+def marker_of(item: pytest.Item) -> Marker | str | None:
+    """Return the marker that is closest to a test, None where it has none; what is wrong with it, where it is wrong."""
+    mark = item.get_closest_marker(NAME)
+    if mark is None:
+        return None
+    try:
+        marker = Marker(*mark.args, **mark.kwargs)
+    except TypeError:
+        return f"@pytest.mark.ranks takes a number of ranks: {_USAGE}"
+    if len(mark.args) > 1:
+        return f"@pytest.mark.ranks takes timeout, backend and init by name: {_USAGE}"
+    if not isinstance(marker.ranks, int) or isinstance(marker.ranks, bool) or marker.ranks < 1:
+        return f"@pytest.mark.ranks({marker.ranks!r}): the number of ranks is 1 or more: {_USAGE}"
+    if not isinstance(marker.timeout, (int, float)) or not marker.timeout > 0:
+        return f"@pytest.mark.ranks(timeout={marker.timeout!r}): seconds are more than 0: {_USAGE}"
+    if not isinstance(marker.backend, (str, type(None))):
+        return f"@pytest.mark.ranks(backend={marker.backend!r}): it is a name, as 'gloo': {_USAGE}"
+    if not isinstance(marker.init, bool):
+        return f"@pytest.mark.ranks(init={marker.init!r}): it is True or False: {_USAGE}"
+    return marker

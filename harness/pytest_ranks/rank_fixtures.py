@@ -1,0 +1,44 @@
+"""Which fixtures of a marked test are set up on each rank, and that: those that depend on the rank.
+
+All others are set up once, before the ranks are forked, as for any test; each rank finds their values in its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+OWN_OF_A_RANK = frozenset({"rank", "capsys", "capsysbinary", "capfd", "capfdbinary", "recwarn"})
+"""Fixtures that differ between ranks; with them, those that use one of them."""
+
+
+def on_rank(item: pytest.Function) -> tuple[str, ...]:
+    """Return the names of the test's fixtures that are set up on each rank, in the order of their set-up."""
+    known = item._fixtureinfo.name2fixturedefs
+    uses = {name: {used for one in definitions for used in one.argnames} for name, definitions in known.items()}
+    found = set(OWN_OF_A_RANK)
+    while more := {name for name, used in uses.items() if name not in found and used & found}:
+        found |= more
+    return tuple(name for name in item._fixtureinfo.names_closure if name in found)
+
+
+def leave_to_ranks(item: pytest.Function) -> None:
+    """Let the set-up of a test leave out the fixtures that are set up on each rank."""
+    left = on_rank(item)
+    item.fixturenames = [name for name in item._fixtureinfo.names_closure if name not in left]
+
+
+@contextmanager
+def set_up_here(item: pytest.Function) -> Iterator[None]:
+    """Set up, on a rank, the fixtures that were left to it, and tear them down.
+
+    Only these: what was set up before the fork is torn down where it was set up.
+    """
+    with ExitStack() as teardown:
+        for name in on_rank(item):
+            # A fixture that another one uses may have been set up with that.
+            teardown.callback(item._fixtureinfo.name2fixturedefs[name][-1].finish, item._request)  # type: ignore[arg-type]
+            item.funcargs[name] = item._request.getfixturevalue(name)
+        yield
