@@ -17,6 +17,7 @@ from harness.core.finding import Finding, is_unexplained
 from harness.core.outcome import Outcome
 from harness.report.text import counted, digits
 
+UPDATE = "update"
 RIGHT, WRONG = 0, 1
 INTERRUPTED = 130  # 128 + SIGINT, as a shell does
 
@@ -59,8 +60,11 @@ def answer_of(one: CheckedTraining) -> Answer:
     """Return whether a training is right: what its optimizers received must have been judged for that."""
     if any(is_accusation(finding) for finding in one.findings):
         return Answer.WRONG
-    judged = any(finding.check == GRADIENTS and finding.outcome is Outcome.PASSED for finding in one.findings)
-    return Answer.RIGHT if judged else Answer.NOT_JUDGED
+    return Answer.RIGHT if _is_right(one, GRADIENTS) else Answer.NOT_JUDGED
+
+
+def _is_right(one: CheckedTraining, check: str) -> bool:
+    return any(finding.check == check and finding.outcome is Outcome.PASSED for finding in one.findings)
 
 
 def is_accusation(finding: Finding) -> bool:
@@ -83,7 +87,8 @@ def sentence_on(one: CheckedTraining) -> str:
         return "no gradient was judged"
     if gradients.outcome is not Outcome.PASSED:
         return gradients.message
-    return f"{extent(one)}, every gradient and update that was judged is right{_noise(gradients)}"
+    judged = " and update" if _is_right(one, UPDATE) else ""
+    return f"{extent(one)}, every gradient{judged} that was judged is right{_noise(gradients)}"
 
 
 def extent(one: CheckedTraining) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import scipy.special  # noqa: F401 - pytester drops what a test imports, and numpy.fft cannot be loaded twice
 import tomllib
 
 from harness.cli import main
