@@ -9,12 +9,18 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 
 
+CLIPPED_FIRST = "clipped-before-averaging"
+
+
 def settle(findings: Sequence[Finding]) -> list[Finding]:
     """Return the findings, those that follow from a check without a failure as information.
 
     Ranks whose gradients differ by design, as with averaged models, or by rounding, then hold different weights, and
     nobody is accused of it.
     """
+    if any(finding.cause == CLIPPED_FIRST for finding in findings):
+        # What was clipped had not been reduced yet.
+        findings = [replace(one, consequence_of="clipping") if one.check == "gradients" else one for one in findings]
     bad = {finding.check for finding in findings if finding.outcome.is_bad}
     return [
         replace(finding, outcome=Outcome.PASSED, cause=None, family=None, consequence_of=None)

@@ -48,7 +48,8 @@ class ReceivedGradient:
     """One rank at one step.
 
     ``ranks`` has this step as each rank recorded it, ``previous`` the step before of this rank. ``free_factor``: the
-    gradient may be shorter by one factor, because it was clipped.
+    gradient may be shorter by one factor, because it was clipped. ``hook_format`` is the format to which a
+    communication hook rounds gradients, "" without one.
     """
 
     place: int
@@ -56,6 +57,7 @@ class ReceivedGradient:
     ranks: Mapping[int, RecordedStep]
     previous: RecordedStep | None = None
     free_factor: bool = False
+    hook_format: str = ""
 
     @property
     def step(self) -> RecordedStep:
@@ -113,6 +115,11 @@ class ReceivedGradient:
             bool(v.isfinite().all()) for v in [self.received, *(o.local for s in self.ranks.values() for o in s.passes)]
         )
 
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is something to compare: a backward pass, a covered parameter, and numbers."""
+        return bool(self.passes and self.covered.any()) and self.is_finite
+
     def norms(self, vector: Tensor) -> Tensor:
         """Return the norm of each parameter's segment."""
         return torch.stack([part.norm() for part in self.parts(vector)]) if self.lengths else self.zero
@@ -166,7 +173,7 @@ class ReceivedGradient:
     def units(self) -> Tensor:
         """The unit roundoff of each parameter's gradient, in the coarsest format on its way."""
         coarsest = [
-            max(_UNIT.get(dtype, 2.0**-24) for dtype in (one.dtype, one.reduced or one.dtype))
+            max(_UNIT.get(dtype, 2.0**-24) for dtype in (one.dtype, one.reduced, self.hook_format) if dtype)
             for one in self.parameters
         ]
         return torch.tensor(coarsest, dtype=torch.float64)

@@ -20,7 +20,7 @@ CHECK = "gradients"
 def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: all gradients are right, or the worst one and its cause."""
     cases = list(received_gradients(training))
-    judged = [(case, right_combination(case)) for case in cases if case.passes and case.is_finite]
+    judged = [(case, right_combination(case)) for case in cases if case.is_judged]
     if not judged:
         yield Finding(CHECK, Outcome.SKIPPED, f"no gradients were judged: {_why_none(training, cases)}")
         return
@@ -43,6 +43,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
 def received_gradients(training: RecordedTraining) -> Iterator[ReceivedGradient]:
     """Yield each rank's gradient of each step that was taken, where all ranks recorded the step."""
     previous: dict[tuple[int, int], RecordedStep] = {}
+    hook_format = _hook_format(training)
     for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
         ranks = training.at(place)
         alike = {(step.optimizer, step.number, len(step.parameters)) for step in ranks.values()}
@@ -50,7 +51,8 @@ def received_gradients(training: RecordedTraining) -> Iterator[ReceivedGradient]
             return
         for rank, step in ranks.items():
             if not step.skipped:
-                yield ReceivedGradient(place, rank, ranks, previous.get((rank, step.optimizer)))
+                before = previous.get((rank, step.optimizer))
+                yield ReceivedGradient(place, rank, ranks, before, hook_format=hook_format)
             previous[rank, step.optimizer] = step
 
 
@@ -69,6 +71,14 @@ def right_combination(case: ReceivedGradient) -> Combination:
     more = whole.value(wider) - case.value(right)
     together = Combination(right.coefficients, more)
     return together if case.fit(together).holds else right
+
+
+def _hook_format(training: RecordedTraining) -> str:
+    """Return the format to which a communication hook of torch rounds gradients, "" without one."""
+    hooks = [name for rank in training.ranks for name in rank.facts.get("precision", {}).get("hooks", ())]
+    if any("bf16" in name for name in hooks):
+        return "bfloat16"
+    return "float16" if any("fp16" in name for name in hooks) else ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from harness.check.evidence import Facts, segment
 from harness.check.rank.pause import is_paused
+from harness.check.rank.sharding import is_flat
 
 
 @dataclass(eq=False)
@@ -78,7 +79,7 @@ class LocalGradients:
         """
         for parameter, leaf in leaves:
             known = self._handles.get(id(parameter))
-            if leaf.requires_grad and leaf.is_leaf and (known is None or known[0] is not leaf):
+            if leaf.requires_grad and leaf.is_leaf and not is_flat(leaf) and (known is None or known[0] is not leaf):
                 if known is not None:
                     known[1].remove()
                 register: Any = leaf.register_hook
@@ -104,8 +105,8 @@ class LocalGradients:
             self._ends(ended)
 
     def _arrived(self, leaf: int, gradient: Tensor) -> None:
-        if self.current is None or is_paused() or self._apart:
-            return
+        if self.current is None or is_paused() or self._apart or hasattr(gradient, "full_tensor"):
+            return  # a rank alone does not know the whole of a DTensor, and nothing may be gathered in here
         try:
             # At once: the buffer may become .grad itself, or be used again.
             arrived = segment(gradient.to_dense() if gradient.is_sparse else gradient)

@@ -15,6 +15,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
+def is_flat(parameter: Tensor) -> bool:
+    """Return whether FullyShardedDataParallel made a parameter: its gradient is not that of what the optimizer has."""
+    return bool(getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False))
+
+
 def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each parameter that ``fully_shard`` shards, and the unsharded leaf at which its local gradient arrives."""
     for one in _sharded(roots):
