@@ -8,7 +8,6 @@ from dataclasses import replace
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 
-
 CLIPPED_FIRST = "clipped-before-averaging"
 
 
