@@ -5,11 +5,15 @@ from __future__ import annotations
 import bdb
 import os
 import unittest
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from harness.pytest_ranks.marker import DESCRIPTION, Marker, marker_of
+
+if TYPE_CHECKING:
+    from harness.check.function import CheckedFunction
 
 MARKER: pytest.StashKey[Marker] = pytest.StashKey()
 """The marker of a test, once its set-up has begun."""
@@ -50,6 +54,22 @@ def world_size(request: pytest.FixtureRequest) -> int:
     if MARKER not in request.node.stash:
         pytest.fail("the fixture `world_size` is for tests that are marked: @pytest.mark.ranks(4)", pytrace=False)
     return int(request.node.stash[MARKER].ranks)
+
+
+class Plumbline:
+    """What the fixture ``plumbline`` is."""
+
+    def check(self, train: Callable[[], Any], ranks: int = 2, **options: Any) -> CheckedFunction:
+        """Call a training function on forked ranks, and judge its first optimizer steps: see ``check_function``."""
+        from harness.check.function import check_function
+
+        return check_function(train, ranks, **options)
+
+
+@pytest.fixture(scope="session")
+def plumbline() -> Plumbline:
+    """Checks a training function: ``plumbline.check(train, ranks=4).assert_right()``."""
+    return Plumbline()
 
 
 @pytest.hookimpl(tryfirst=True)

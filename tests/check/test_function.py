@@ -1,0 +1,42 @@
+"""The fixture ``plumbline``: a training function is checked on forked ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def train(forward=lambda model: model):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(torch.distributed.get_rank())
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(forward(model)(torch.randn(5, 6)), torch.randint(3, (5,)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def test_a_right_training_passes(plumbline):
+    checked = plumbline.check(train, ranks=2, steps=2)
+    checked.assert_right()
+    assert len(checked.values) == 2
+
+
+def test_a_training_that_never_synchronises_fails_with_its_cause(plumbline):
+    checked = plumbline.check(lambda: train(lambda model: model.module), ranks=2, steps=2)
+    with pytest.raises(AssertionError, match=r"wrong: gradients: not synchronised"):
+        checked.assert_right()
+
+
+def test_a_rank_that_raises_is_named(plumbline):
+    checked = plumbline.check(lambda: [][0], ranks=1)
+    with pytest.raises(AssertionError, match=r"rank 0 failed"):
+        checked.assert_right()
+
+
+def test_a_function_that_does_not_train_is_no_success(plumbline):
+    with pytest.raises(AssertionError, match="no optimizer"):
+        plumbline.check(lambda: None, ranks=1).assert_right()
