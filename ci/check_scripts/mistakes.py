@@ -33,7 +33,7 @@ class Mistake:
     Attributes:
         name: what it is called.
         says: what is done wrong.
-        causes: the causes that name it; none where it cannot be told from another objective: nothing is accused then.
+        causes: the causes that name it; none where nothing may be accused, since it may be meant.
         changes: patterns and what replaces them, by the name of a script.
     """
 
@@ -149,8 +149,8 @@ MISTAKES = (
     ),
     Mistake(
         "loss not divided",
-        "the loss is not divided by the micro-batches: a sum, which may be meant",
-        (),
+        "the loss is not divided by the micro-batches",
+        ("not-divided-by-micro-batches",),
         {AMP: ((r" / ACCUMULATE\n", "\n"),), NANOGPT: ((r"loss = loss / .*", "pass"),)},
     ),
     Mistake(

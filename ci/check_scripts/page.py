@@ -96,7 +96,7 @@ def verdict_of(script: Script, result: Result) -> str:
         return "right"
     if verdict.answer == "wrong":
         return f"wrong, {', '.join(verdict.bad)}" + (f" ({script.because})" if script.expected == "wrong" else "")
-    return f"not judged: {verdict.sentence}"
+    return f"not judged: {verdict.sentence.removeprefix('not judged: ')}"
 
 
 def number(value: float | None, form: str = ".3g") -> str:

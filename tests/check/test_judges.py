@@ -436,3 +436,19 @@ def test_gradients_may_round_as_the_format_does_in_which_they_are_reduced(reduce
         ranks.append(replace(made, steps=(replace(made.steps[0], parameters=parameters),)))
     (finding,) = judge_gradients(RecordedTraining(tuple(ranks)))
     assert finding.outcome is outcome
+
+
+@pytest.mark.parametrize(("second", "outcome"), [("b1", Outcome.FAILED), ("c", Outcome.SKIPPED)])
+def test_gradients_of_ranks_whose_weights_are_made_equal_are_not_judged(second: str, outcome: Outcome) -> None:
+    ranks = []
+    for rank in range(2):
+        own = (1.0 + rank, 2.0)
+        made = a_rank(rank, [{}, {}], local=own, received=own)
+        noted = (weights("a", f"b{rank}"), weights(second if second == "c" else f"b{rank}", f"d{rank}"))
+        steps = (
+            replace(step, facts={"weights": {"wrapped": [True], "gradients": [f"g{rank}"], **facts}})
+            for step, facts in zip(made.steps, noted, strict=True)
+        )
+        ranks.append(replace(made, steps=tuple(steps)))
+    (finding,) = judge_gradients(RecordedTraining(tuple(ranks)))
+    assert finding.outcome is outcome

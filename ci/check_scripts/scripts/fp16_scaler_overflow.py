@@ -9,7 +9,7 @@ from torch import nn
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(12, 64), nn.ReLU(), nn.Linear(64, 4))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**21, growth_interval=3)
 for step in range(14):
     x = torch.randn(16, 12)
     optimizer.zero_grad()

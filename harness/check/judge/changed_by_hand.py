@@ -10,6 +10,7 @@ from harness.check.judge.gradient_case import Fit, ReceivedGradient
 from harness.check.judge.noted import listed
 from harness.check.judge.objective import NEAR, step_objectives
 from harness.check.judge.precision import OBSERVER as PRECISION
+from harness.check.judge.recorded_weights import weights_are_made_equal
 from harness.core.finding import Finding, is_unexplained
 from harness.core.outcome import Outcome
 
@@ -30,6 +31,12 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
     """
     if clipped_by_hand(wrong):
         return _information(finding, "the script shortens gradients to one length by its own code: clipping by hand")
+    if finding.cause == "not-synchronised" and weights_are_made_equal(training):
+        return _not_judged(
+            finding,
+            "each rank steps with its own gradients, and the weights of the ranks are made equal between steps, as "
+            "local SGD does; whether they are averaged is not known",
+        )
     hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
     if hooks and is_unexplained(finding):
         return _not_judged(

@@ -26,6 +26,9 @@ EXACT = 2e-3
 NEAR = 0.02
 """Relative error up to which a factor between random projections, and of 16-bit gradients, is taken for 1."""
 
+ALONG = 0.9
+"""Cosine from which a gradient is taken for a multiple of another one."""
+
 _UNKNOWN = "no loss function of torch.nn.functional received a gradient in every backward pass"
 
 
@@ -126,8 +129,9 @@ def _factor(steps: Sequence[RecordedStep]) -> float:
         return math.nan  # shards of unequal sizes
     local = sum((one.local / one.scale for step in steps for one in step.passes), torch.zeros_like(first.received))
     mean, received = local / len(steps), (first.received if first.unclipped is None else first.unclipped).nan_to_num()
-    square = float(mean @ mean)
-    return float(received @ mean) / square if square else math.nan
+    product, lengths = float(received @ mean), float(received.norm() * mean.norm())
+    # What points elsewhere is no multiple: it is wrong, or not all of what arrived is known.
+    return product / float(mean @ mean) if lengths and product >= ALONG * lengths else math.nan
 
 
 def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:

@@ -79,6 +79,17 @@ def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int,
             yield place, training.at(place)
 
 
+def weights_are_made_equal(training: RecordedTraining) -> bool:
+    """Say whether ranks that hold different weights after a step hold the same ones before a later one."""
+    apart = False
+    for place, steps in common_steps(training):
+        weights = list(weights_at(place, steps))
+        if apart and weights and not any(one.differ("before") for one in weights):
+            return True
+        apart = apart or any(one.differ("after") for one in weights)
+    return False
+
+
 def kinds(names: list[str], of: int) -> str:
     """Return how many parameters these are, and of which kind: ``3 of 12 parameters (all of them biases)``."""
     if len(names) == of:

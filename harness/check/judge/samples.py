@@ -95,10 +95,12 @@ def _innocent(
     """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
     if not layout.is_data_parallel:
         return f"whether they are meant to is not known: {layout.reason}"
-    batches = {forward["order"] for forward in forwards}
-    if 2 * len(batches) <= len(forwards) or len(batches) == 1:
+    # A wrapper and what it wraps may both be known as modules: each batch counts once.
+    own = [forward for forward in forwards if forward["module"] == forwards[0]["module"]]
+    batches = {forward["order"] for forward in own}
+    if 2 * len(batches) <= len(own) or len(batches) == 1:
         return "they are the same batches again and again, which may be meant to be everywhere, as in a benchmark"
-    if _chance(_different_rows(forwards)) > CHANCE:
+    if _chance(_different_rows(own)) > CHANCE:
         return "too few rows differ from each other to tell whether the data repeat themselves"
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
