@@ -199,7 +199,7 @@ def test_a_time_limit_ends_every_process_of_the_command(check):
     assert not tagged()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["2", "15"])
 def test_an_interrupted_check_ends_the_command_and_judges_what_was_recorded(folder, tmp_path, number):
     marker, file = tmp_path / "marker", tmp_path / "verdict.json"
     after = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(600)"
