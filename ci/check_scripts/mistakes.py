@@ -227,7 +227,11 @@ MISTAKES = (
         ("no-sampler", "ranks-alike"),
         {
             AMP: ((r"num_replicas=world_size, rank=rank", "num_replicas=world_size, rank=0"),),
-            NANOGPT: ((r"seed_offset = ddp_rank", "seed_offset = 0"),),
+            # Its first rank alone evaluates at the beginning, which draws random numbers.
+            NANOGPT: (
+                (r"seed_offset = ddp_rank", "seed_offset = 0"),
+                (r"if iter_num % eval_interval == 0", "if iter_num > 0"),
+            ),
             ACCELERATE: ((r"(model, optimizer), train_dataloader, (eval_dataloader.*?)", r"\1, \2"),),
             DDP: ((r"DistributedSampler\(data, ", "DistributedSampler(data, num_replicas=2, rank=0, "),),
         },
