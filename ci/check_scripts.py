@@ -121,7 +121,7 @@ def checked(placed: Placed, asked: argparse.Namespace) -> Result:
 
 def tried(placed: Placed, mistake: Mistake, asked: argparse.Namespace) -> Result:
     """Run a script with a mistake in it under check."""
-    recorded, verdict = placed.check(asked.steps)
+    recorded, verdict = placed.check(mistake.steps or asked.steps)
     failed = "" if verdict else last_lines(recorded)
     return Result(placed.script.name, mistake.name, None, recorded.seconds, "", verdict, failed)
 

@@ -35,12 +35,14 @@ class Mistake:
         says: what is done wrong.
         causes: the causes that name it; none where nothing may be accused, since it may be meant.
         changes: patterns and what replaces them, by the name of a script.
+        steps: how many optimizer steps must be recorded to see it; None: as many as are asked for.
     """
 
     name: str
     says: str
     causes: tuple[str, ...]
     changes: dict[str, Changes]
+    steps: int | None = None
 
 
 AFTER_BACKWARD = {
@@ -250,6 +252,7 @@ MISTAKES = (
         "the same order in every epoch",
         ("set-epoch-never-called",),
         everywhere(r" +sampler\.set_epoch\(epoch\)\n", "", AMP, DDP),
+        steps=9,  # two whole epochs, and the beginning of a third
     ),
     Mistake(
         "own initial weights",
