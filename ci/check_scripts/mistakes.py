@@ -153,7 +153,13 @@ MISTAKES = (
         "loss not divided",
         "the loss is not divided by the micro-batches",
         ("not-divided-by-micro-batches",),
-        {AMP: ((r" / ACCUMULATE\n", "\n"),), NANOGPT: ((r"loss = loss / .*", "pass"),)},
+        {AMP: ((r" / ACCUMULATE\n", "\n"),)},
+    ),
+    Mistake(
+        "loss not divided, no DataLoader",
+        "the same where nobody knows which batches belong together: it may be meant",
+        (),
+        {NANOGPT: ((r"loss = loss / .*", "pass"),)},
     ),
     Mistake(
         "clipped before unscaling",
