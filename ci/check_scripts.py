@@ -40,7 +40,7 @@ def main() -> int:
     mistakes = [(mistake, script, outcome(script, mistake, asked, kept)) for mistake, script in chosen_mistakes(asked)]
     text = page(scripts, mistakes)
     print(text)
-    if not asked.only and asked.part is None:
+    if not asked.only and asked.part in (None, "page"):
         asked.report.write_text(text, encoding="utf-8")
     right = [is_right(result, script, None) for script, result in scripts]
     right += [is_right(result, script, mistake) for mistake, script, result in mistakes]
@@ -72,7 +72,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--checkouts", type=Path, help="folder with the checkouts of the published scripts")
     parser.add_argument("--python", action="append", default=[], help="an interpreter with further packages")
     parser.add_argument("--only", action="append", default=[], help="a part of the name of a script or mistake")
-    parser.add_argument("--part", choices=("plain", "scripts", "mistakes"), help="default: scripts and mistakes")
+    parser.add_argument(
+        "--part",
+        choices=("plain", "scripts", "mistakes", "page"),
+        help="page: of what is kept (default: all)",
+    )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to record (default: %(default)s)")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one run (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="file of results: what is in it is not run again")
@@ -87,6 +91,8 @@ def outcome(script: Script, mistake: Mistake | None, asked: argparse.Namespace, 
     name = Result(script.name, mistake.name if mistake else "").name
     if name in kept:
         return kept[name]
+    if asked.part == "page":
+        return Result(script.name, mistake.name if mistake else "", why_not="not this time")
     try:
         with place(script, asked, mistake) as placed:
             result = tried(placed, mistake, asked) if mistake else checked(placed, asked)
@@ -115,7 +121,7 @@ def checked(placed: Placed, asked: argparse.Namespace) -> Result:
 
 def tried(placed: Placed, mistake: Mistake, asked: argparse.Namespace) -> Result:
     """Run a script with a mistake in it under check."""
-    recorded, verdict = placed.check(asked.steps)
+    recorded, verdict = placed.check(mistake.steps or asked.steps)
     failed = "" if verdict else last_lines(recorded)
     return Result(placed.script.name, mistake.name, None, recorded.seconds, "", verdict, failed)
 

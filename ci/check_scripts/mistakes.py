@@ -35,12 +35,14 @@ class Mistake:
         says: what is done wrong.
         causes: the causes that name it; none where nothing may be accused, since it may be meant.
         changes: patterns and what replaces them, by the name of a script.
+        steps: how many optimizer steps must be recorded to see it; None: as many as are asked for.
     """
 
     name: str
     says: str
     causes: tuple[str, ...]
     changes: dict[str, Changes]
+    steps: int | None = None
 
 
 AFTER_BACKWARD = {
@@ -151,7 +153,13 @@ MISTAKES = (
         "loss not divided",
         "the loss is not divided by the micro-batches",
         ("not-divided-by-micro-batches",),
-        {AMP: ((r" / ACCUMULATE\n", "\n"),), NANOGPT: ((r"loss = loss / .*", "pass"),)},
+        {AMP: ((r" / ACCUMULATE\n", "\n"),)},
+    ),
+    Mistake(
+        "loss not divided, no DataLoader",
+        "the same where nobody knows which batches belong together: it may be meant",
+        (),
+        {NANOGPT: ((r"loss = loss / .*", "pass"),)},
     ),
     Mistake(
         "clipped before unscaling",
@@ -227,7 +235,11 @@ MISTAKES = (
         ("no-sampler", "ranks-alike"),
         {
             AMP: ((r"num_replicas=world_size, rank=rank", "num_replicas=world_size, rank=0"),),
-            NANOGPT: ((r"seed_offset = ddp_rank", "seed_offset = 0"),),
+            # Its first rank alone evaluates at the beginning, which draws random numbers.
+            NANOGPT: (
+                (r"seed_offset = ddp_rank", "seed_offset = 0"),
+                (r"if iter_num % eval_interval == 0", "if iter_num > 0"),
+            ),
             ACCELERATE: ((r"(model, optimizer), train_dataloader, (eval_dataloader.*?)", r"\1, \2"),),
             DDP: ((r"DistributedSampler\(data, ", "DistributedSampler(data, num_replicas=2, rank=0, "),),
         },
@@ -246,6 +258,7 @@ MISTAKES = (
         "the same order in every epoch",
         ("set-epoch-never-called",),
         everywhere(r" +sampler\.set_epoch\(epoch\)\n", "", AMP, DDP),
+        steps=9,  # two whole epochs, and the beginning of a third
     ),
     Mistake(
         "own initial weights",

@@ -452,3 +452,18 @@ def test_gradients_of_ranks_whose_weights_are_made_equal_are_not_judged(second: 
         ranks.append(replace(made, steps=tuple(steps)))
     (finding,) = judge_gradients(RecordedTraining(tuple(ranks)))
     assert finding.outcome is outcome
+
+
+def test_gradients_that_are_averaged_after_clipping_follow_from_that() -> None:
+    clipped = Finding("clipping", Outcome.FAILED, "", cause="clipped-before-averaging")
+    own = Finding("gradients", Outcome.FAILED, "", cause="not-synchronised")
+    assert [finding.consequence_of for finding in settle([own, clipped])] == ["clipping", None]
+    assert settle([own]) == [own]
+
+
+def test_a_step_before_that_is_unscaled_again_is_named() -> None:
+    first, second = (replace(one, passes=(replace(one.passes[0], scale=1024.0),)) for one in a_rank(0, [{}, {}]).steps)
+    right = first.passes[0].local / 1024
+    steps = (replace(first, received=right), replace(second, received=right + right / 1024))
+    (finding,) = judge_gradients(RecordedTraining((RecordedRank(0, 1, steps),)))
+    assert finding.cause == "previous-step-not-zeroed"

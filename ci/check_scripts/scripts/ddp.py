@@ -26,7 +26,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
 
-    for epoch in range(2):
+    for epoch in range(3):
         sampler.set_epoch(epoch)
         for step, (x, y) in enumerate(loader):
             loss = nn.functional.cross_entropy(model(x), y)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 ACCUMULATE = 3
-EPOCHS = 2
+EPOCHS = 5
 
 
 class Net(nn.Module):

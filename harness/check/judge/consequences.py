@@ -1,4 +1,4 @@
-"""Takes back what would only follow from a mistake that was not made."""
+"""Says which failures follow from others, and takes back what would only follow from a mistake that was not made."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ def settle(findings: Sequence[Finding]) -> list[Finding]:
         # What was clipped had not been reduced yet.
         findings = [replace(one, consequence_of="clipping") if one.check == "gradients" else one for one in findings]
     bad = {finding.check for finding in findings if finding.outcome.is_bad}
+    if any(finding.cause == "clipped-before-averaging" for finding in findings):
+        # Gradients are judged as they were clipped: of each rank's own samples, since they are averaged only then.
+        findings = [
+            replace(one, consequence_of="clipping") if one.cause == "not-synchronised" else one for one in findings
+        ]
     return [
         replace(finding, outcome=Outcome.PASSED, cause=None, family=None, consequence_of=None)
         if finding.consequence_of is not None and finding.consequence_of not in bad

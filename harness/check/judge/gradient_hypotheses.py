@@ -151,8 +151,11 @@ def _growing(case: ReceivedGradient, base: float, least: int) -> Combination:
 
 def _not_zeroed(case: ReceivedGradient) -> Iterator[Choices]:
     if case.previous is not None:
-        right = case.evenly()
-        yield [Combination(right.coefficients, case.previous.received.nan_to_num(nan=0.0))]
+        coefficients, before = case.evenly().coefficients, case.previous.received.nan_to_num(nan=0.0)
+        yield [Combination(coefficients, before)]
+        scale = case.step.passes[-1].scale if case.step.passes else 1.0
+        if scale != 1.0:  # what was left has been unscaled already, and is unscaled again with the sum
+            yield [Combination(coefficients, before / scale)]
 
 
 def _one_step_late(case: ReceivedGradient) -> Iterator[Choices]:
