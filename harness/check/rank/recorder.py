@@ -101,9 +101,12 @@ class TrainingRecorder:
             self._guarded(observer.install)
 
     def forget(self) -> None:
-        """In a forked process: what was recorded is the parent's."""
-        self._stop()
-        self._finished = True
+        """In a forked process: record its steps as its own, unless the parent has taken some itself."""
+        if self._steps:
+            self._stop()
+            self._finished = True
+        else:
+            self._pid = os.getpid()
 
     @property
     def progress(self) -> dict[str, object]:
