@@ -238,7 +238,7 @@ MISTAKES = (
             # Its first rank alone evaluates at the beginning, which draws random numbers.
             NANOGPT: (
                 (r"seed_offset = ddp_rank", "seed_offset = 0"),
-                (r"if iter_num % eval_interval == 0", "if iter_num > 0"),
+                (r"if iter_num % eval_interval == 0", "if iter_num and iter_num % eval_interval == 0"),
             ),
             ACCELERATE: ((r"(model, optimizer), train_dataloader, (eval_dataloader.*?)", r"\1, \2"),),
             DDP: ((r"DistributedSampler\(data, ", "DistributedSampler(data, num_replicas=2, rank=0, "),),
@@ -290,8 +290,8 @@ MISTAKES = (
     ),
     Mistake(
         "one tensor scaled",
-        "the gradient of one parameter is multiplied by three",
-        ("scaled-by-a-constant", "unexplained"),
+        "the gradient of one parameter is multiplied by three: it may be meant",
+        (),
         before_step(f"{GRADIENTS}[0].mul_(3.0)", AMP, NANOGPT, ACCELERATE, DDP),
     ),
     Mistake(

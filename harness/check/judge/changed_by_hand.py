@@ -37,6 +37,12 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
             "each rank steps with its own gradients, and the weights of the ranks are made equal between steps, as "
             "local SGD does; whether they are averaged is not known",
         )
+    if any(map(_moved_between_passes, wrong)):
+        return _not_judged(
+            finding,
+            "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
+            "does: which passes are meant to count is not known",
+        )
     hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
     if hooks and is_unexplained(finding):
         return _not_judged(
@@ -75,6 +81,12 @@ def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
         # One factor at every step is no clipping.
         and max(fit.factor for fit in results) > (1 + SAME_LENGTH) * min(fit.factor for fit in results)
     )
+
+
+def _moved_between_passes(case: ReceivedGradient) -> bool:
+    """Return whether the optimizer's parameters were written to between the passes of a step."""
+    known = (one.facts.get("versions", ()) for one in case.step.passes)
+    return len({versions[case.step.optimizer] for versions in known if case.step.optimizer < len(versions)}) > 1
 
 
 def _is_changed(case: ReceivedGradient) -> bool:

@@ -104,7 +104,9 @@ class LocalGradients:
             ended, self.current = self.current, None
             self._ends(ended)
 
-    def _arrived(self, leaf: int, gradient: Tensor) -> None:
+    def _arrived(self, leaf: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return  # the leaf is part of the graph, but nothing of this pass reaches it
         if self.current is None or is_paused() or self._apart or hasattr(gradient, "full_tensor"):
             return  # a rank alone does not know the whole of a DTensor, and nothing may be gathered in here
         try:

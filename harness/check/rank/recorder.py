@@ -174,6 +174,7 @@ class TrainingRecorder:
         leaves = {id(one): (one, one) for optimizer in self._optimizers for one in _parameters(optimizer)}
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
         self._gradients.follow(leaves.values())
+        one.facts["versions"] = [sum(p._version for p in _parameters(optimizer)) for optimizer in self._optimizers]
         for observer in self._observers:
             observer.backward_begins(one.number)
 
