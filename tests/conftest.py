@@ -35,7 +35,7 @@ TOGETHER = {
 }
 """Folders and files that share something that takes long to make, by what it is; any other file stands alone."""
 
-hypothesis.settings.register_profile("ci", max_examples=15, deadline=None)
+hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
 hypothesis.settings.load_profile("ci")
 

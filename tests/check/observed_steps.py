@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.check.evidence import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining, segment
-from harness.check.rank.clipping import Clipping
-from harness.check.rank.learning_rate import LearningRate
-from harness.check.rank.loss_scale import LossScale
 from harness.check.rank.observer import Observer
-from harness.check.rank.optimizer_replay import local
-from harness.check.rank.precision_used import PrecisionUsed
-from harness.check.rank.update_replay import UpdateReplay, parameters_of
+from harness.check.rank.optimizer.clipping import Clipping
+from harness.check.rank.optimizer.learning_rate import LearningRate
+from harness.check.rank.optimizer.loss_scale import LossScale
+from harness.check.rank.optimizer.optimizer_replay import local
+from harness.check.rank.optimizer.precision_used import PrecisionUsed
+from harness.check.rank.optimizer.update_replay import UpdateReplay, parameters_of
 
 LOSS_SCALE = LossScale()
 OBSERVERS: tuple[Observer, ...] = (UpdateReplay(), LOSS_SCALE, Clipping(LOSS_SCALE), LearningRate(), PrecisionUsed())

@@ -22,7 +22,7 @@ from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.ranks_agree import judge_ranks_agree
 from harness.check.judge.rng import judge_rng
 from harness.check.judge.samples import judge_samples
-from harness.check.rank.row_hashes import digest
+from harness.check.rank.observers.row_hashes import digest
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.check.evidence import Facts
-from harness.check.rank.objective import ObjectiveObserver
+from harness.check.rank.observers.objective import ObjectiveObserver
 from harness.check.rank.pause import paused
 
 SCORES = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -65,7 +65,7 @@ def test_terms_and_weight(observer: ObjectiveObserver, place: int) -> None:
 
 def test_class_weights_count() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    from harness.check.rank.loss_functions import describe
+    from harness.check.rank.observers.loss_functions import describe
 
     call = describe("cross_entropy", functional.cross_entropy, (SCORES, TARGETS, weight), {})
     assert call.terms == 10.0

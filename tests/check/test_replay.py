@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harness.check.rank.precision import Precision
-from harness.check.rank.replay import Replicas, replay
-from harness.check.rank.tracked_calls import differentiable
+from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.replay import Replicas, replay
+from harness.check.rank.replay.tracked_calls import differentiable
 
 sys.path.insert(0, str(Path(__file__).parent))
 from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists

@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import RecordedTraining
 from harness.check.judge.update import judge_update
-from harness.check.rank.optimizer_replay import Guard, replayed
+from harness.check.rank.optimizer.optimizer_replay import Guard, replayed
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 

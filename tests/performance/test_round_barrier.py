@@ -60,7 +60,7 @@ def test_a_rank_that_leaves_is_missed_by_its_number(gates):
         if rank == 1:
             gate._socket.close()
             return
-        with pytest.raises(ConnectionError, match="given up"):
+        with pytest.raises(ConnectionError):  # by what it reads, or already by what it writes
             gate.wait()
 
     with ranks(gates, train):

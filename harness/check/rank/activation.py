@@ -7,15 +7,15 @@ import os
 from collections.abc import Callable
 
 from harness.check.options import read_options
-from harness.check.rank.clipping import Clipping
 from harness.check.rank.evidence_writer import EvidenceWriter
-from harness.check.rank.learning_rate import LearningRate
-from harness.check.rank.loss_scale import LossScale
-from harness.check.rank.observers import training_observers
-from harness.check.rank.precision_used import PrecisionUsed
+from harness.check.rank.observers.registry import training_observers
+from harness.check.rank.optimizer.clipping import Clipping
+from harness.check.rank.optimizer.learning_rate import LearningRate
+from harness.check.rank.optimizer.loss_scale import LossScale
+from harness.check.rank.optimizer.precision_used import PrecisionUsed
+from harness.check.rank.optimizer.update_replay import UpdateReplay
 from harness.check.rank.recorder import TrainingRecorder
 from harness.check.rank.recording_cost import RecordingCost
-from harness.check.rank.update_replay import UpdateReplay
 
 
 def activate(folder: str, note: Callable[..., None]) -> None:

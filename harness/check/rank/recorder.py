@@ -21,18 +21,18 @@ from torch.optim.optimizer import (
 
 from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedStep, length, segment
 from harness.check.options import RecordingOptions
-from harness.check.rank.clipping import Clipping
 from harness.check.rank.evidence_writer import EvidenceWriter
-from harness.check.rank.exact_gradients import ExactGradients
 from harness.check.rank.local_gradients import LocalGradients, Pass
-from harness.check.rank.loss_scale import LossScale
 from harness.check.rank.observer import Observer
+from harness.check.rank.optimizer.clipping import Clipping
+from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.parameter_names import ParameterNames
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
+from harness.check.rank.replay.exact_gradients import ExactGradients
+from harness.check.rank.replay.tracked_calls import TrackedCalls
+from harness.check.rank.replay.unwrapping import unwrapped
 from harness.check.rank.sharding import arrival_leaves, reduction_dtypes, whole
-from harness.check.rank.tracked_calls import TrackedCalls
-from harness.check.rank.unwrapping import unwrapped
 
 T = TypeVar("T")
 

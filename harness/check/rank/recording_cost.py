@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from harness.check.evidence import Facts
-from harness.check.rank.nested import tensors_in
 from harness.check.rank.observer import Observer
 from harness.check.rank.pause import is_paused, paused
+from harness.check.rank.replay.nested import tensors_in
 
 _SIZE = 512
 """Rows of the square matrices whose product is timed."""

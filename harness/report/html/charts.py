@@ -241,4 +241,5 @@ def _quantile(figure: Measurement, share: float) -> float:
     place = share * (len(figure.quantiles) - 1)
     below = int(place)
     above = min(below + 1, len(figure.quantiles) - 1)
-    return figure.quantiles[below] + (place - below) * (figure.quantiles[above] - figure.quantiles[below])
+    part = place - below
+    return (1 - part) * figure.quantiles[below] + part * figure.quantiles[above]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.check.rank.precision import double_of
+from harness.check.rank.replay.precision import double_of
 
 _IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 _LIKE = frozenset({"rand_like", "randn_like"})

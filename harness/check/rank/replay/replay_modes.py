@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.check.rank.draws import DRAWING, Draws, doubled, is_drawn, leading
-from harness.check.rank.precision import double_of
+from harness.check.rank.replay.draws import DRAWING, Draws, doubled, is_drawn, leading
+from harness.check.rank.replay.precision import double_of
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from harness.check.rank.batches import BatchObserver
-from harness.check.rank.buffers import BufferObserver
-from harness.check.rank.generators import GeneratorObserver
-from harness.check.rank.guarded import GuardedObserver
-from harness.check.rank.loaders import LoaderObserver
-from harness.check.rank.objective import ObjectiveObserver
 from harness.check.rank.observer import Observer
-from harness.check.rank.parallelism import ParallelismObserver
-from harness.check.rank.weights import WeightObserver
+from harness.check.rank.observers.batches import BatchObserver
+from harness.check.rank.observers.buffers import BufferObserver
+from harness.check.rank.observers.generators import GeneratorObserver
+from harness.check.rank.observers.guarded import GuardedObserver
+from harness.check.rank.observers.loaders import LoaderObserver
+from harness.check.rank.observers.objective import ObjectiveObserver
+from harness.check.rank.observers.parallelism import ParallelismObserver
+from harness.check.rank.observers.weights import WeightObserver
 
 
 def training_observers(*, count_tokens: bool = False) -> list[Observer]:

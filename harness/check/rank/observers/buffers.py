@@ -11,8 +11,8 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts
 from harness.check.rank.observer import Observer
-from harness.check.rank.parallelism import ParallelismObserver, active_wrapper, world_size
-from harness.check.rank.tensor_digest import tensor_digest, whole
+from harness.check.rank.observers.parallelism import ParallelismObserver, active_wrapper, world_size
+from harness.check.rank.observers.tensor_digest import tensor_digest, whole
 
 Statistics: Any = (torch.nn.modules.batchnorm._NormBase,)
 """Layers whose floating-point buffers are running statistics: a NaN in them never goes away."""

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts
-from harness.check.rank.loss_scale import LossScale
-from harness.check.rank.optimizer_replay import local
-from harness.check.rank.update_replay import parameters_of
-from harness.check.rank.wrapped import WrappingObserver, wrap
+from harness.check.rank.optimizer.loss_scale import LossScale
+from harness.check.rank.optimizer.optimizer_replay import local
+from harness.check.rank.optimizer.update_replay import parameters_of
+from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
 
 ROUNDINGS = 8
 """A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, data
 
 from harness.check.evidence import Facts
 from harness.check.rank.observer import Observer
-from harness.check.rank.patching import attempt, wrap
-from harness.check.rank.row_hashes import digest
+from harness.check.rank.observers.patching import attempt, wrap
+from harness.check.rank.observers.row_hashes import digest
 
 HEAD = 64
 """Indices at the beginning of an epoch from which its order is known again."""

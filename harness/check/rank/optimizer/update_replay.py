@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts, segment
 from harness.check.rank.observer import Observer
-from harness.check.rank.optimizer_replay import (
+from harness.check.rank.optimizer.optimizer_replay import (
     Guard,
     NotReplayable,
     groups_of,
@@ -24,7 +24,7 @@ from harness.check.rank.optimizer_replay import (
     require_replayable,
     stepping,
 )
-from harness.check.rank.shared_memory import shared_places
+from harness.check.rank.optimizer.shared_memory import shared_places
 from harness.evidence.projection import fingerprint
 
 

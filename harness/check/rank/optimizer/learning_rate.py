@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts
-from harness.check.rank.wrapped import WrappingObserver, wrap_overrides
+from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap_overrides
 
 
 class LearningRate(WrappingObserver):

@@ -10,8 +10,8 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts
 from harness.check.rank.observer import Observer
-from harness.check.rank.parallelism import ParallelismObserver, world_size
-from harness.check.rank.tensor_digest import digest_and_projection, tensor_digest
+from harness.check.rank.observers.parallelism import ParallelismObserver, world_size
+from harness.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
 
 
 class WeightObserver(Observer):

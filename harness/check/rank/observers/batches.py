@@ -7,9 +7,9 @@ from typing import Any
 from torch import nn
 
 from harness.check.evidence import Facts
-from harness.check.rank.loaders import LoaderObserver
 from harness.check.rank.observer import Observer
-from harness.check.rank.row_hashes import rows_of
+from harness.check.rank.observers.loaders import LoaderObserver
+from harness.check.rank.observers.row_hashes import rows_of
 
 
 class BatchObserver(Observer):

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from harness.check.rank import unwrapping
-from harness.check.rank.alias import alias
-from harness.check.rank.autocast_state import Autocast
-from harness.check.rank.call import TrackedCall, UsedParameter, sample
-from harness.check.rank.module_calls import ModuleCalls
-from harness.check.rank.nested import map_tensors, tensors_in
-from harness.check.rank.random_state import RandomState
-from harness.check.rank.unsharding import is_distributed, shards
-from harness.check.rank.unwrapping import Role
-from harness.check.rank.uses import used_outside
+from harness.check.rank.replay import unwrapping
+from harness.check.rank.replay.alias import alias
+from harness.check.rank.replay.autocast_state import Autocast
+from harness.check.rank.replay.call import TrackedCall, UsedParameter, sample
+from harness.check.rank.replay.module_calls import ModuleCalls
+from harness.check.rank.replay.nested import map_tensors, tensors_in
+from harness.check.rank.replay.random_state import RandomState
+from harness.check.rank.replay.unsharding import is_distributed, shards
+from harness.check.rank.replay.unwrapping import Role
+from harness.check.rank.replay.uses import used_outside
 
 CurrentPass = Callable[[], "int | None"]
 """Returns the number of the backward pass that is running, None where there is none that counts."""

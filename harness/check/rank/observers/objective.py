@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.check.evidence import Facts
-from harness.check.rank.loss_functions import CLASSES, ELEMENTS, LossCall, describe
 from harness.check.rank.observer import Observer
-from harness.check.rank.patching import attempt, wrap
+from harness.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
+from harness.check.rank.observers.patching import attempt, wrap
+from harness.check.rank.observers.row_hashes import digest, row_hashes
 from harness.check.rank.pause import is_paused
-from harness.check.rank.row_hashes import digest, row_hashes
 
 _LONGEST_CHAIN = 64
 

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence import Facts
 from harness.check.rank.observer import Observer
-from harness.check.rank.patching import attempt, wrap
+from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.pause import is_paused
 
 _REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "all_gather",

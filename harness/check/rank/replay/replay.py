@@ -14,18 +14,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from harness.check.rank.autocast_state import autocast
-from harness.check.rank.call import TrackedCall, sample
-from harness.check.rank.draws import Draws, UnknownDrawError
-from harness.check.rank.module_state import ModuleState
-from harness.check.rank.nested import map_tensors
-from harness.check.rank.precision import Precision, double_of, to_float64
-from harness.check.rank.random_state import drawn_from
-from harness.check.rank.replay_modes import CommunicatesError, Float64Mode, NativeMode
+from harness.check.rank.replay.autocast_state import autocast
+from harness.check.rank.replay.call import TrackedCall, sample
+from harness.check.rank.replay.draws import Draws, UnknownDrawError
+from harness.check.rank.replay.module_state import ModuleState
+from harness.check.rank.replay.nested import map_tensors
+from harness.check.rank.replay.precision import Precision, double_of, to_float64
+from harness.check.rank.replay.random_state import drawn_from
+from harness.check.rank.replay.replay_modes import CommunicatesError, Float64Mode, NativeMode
+from harness.check.rank.replay.tracked_calls import differentiable
+from harness.check.rank.replay.unsharding import computing_dtypes, is_distributed, replace_hooks, shards
+from harness.check.rank.replay.uses import Graph
 from harness.check.rank.sharding import whole
-from harness.check.rank.tracked_calls import differentiable
-from harness.check.rank.unsharding import computing_dtypes, is_distributed, replace_hooks, shards
-from harness.check.rank.uses import Graph
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
 """Takes the number of a backward pass, a parameter and its gradient, which is freed when it returns."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.check.rank.nested import map_tensors
+from harness.check.rank.replay.nested import map_tensors
 from harness.check.rank.sharding import arrival_leaves
 
 _FSDP = ("torch.distributed.fsdp.", "torch.distributed._composable.")

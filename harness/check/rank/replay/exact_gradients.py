@@ -9,13 +9,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from harness.check.rank import agreement
-from harness.check.rank.call import TrackedCall
-from harness.check.rank.draws import UnknownDrawError
-from harness.check.rank.precision import Precision
-from harness.check.rank.replay import CannotReplayError, Replayed, Replicas, replay
-from harness.check.rank.tracked_calls import TrackedCalls
-from harness.check.rank.unsharding import is_distributed
+from harness.check.rank.replay import agreement
+from harness.check.rank.replay.call import TrackedCall
+from harness.check.rank.replay.draws import UnknownDrawError
+from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.replay import CannotReplayError, Replayed, Replicas, replay
+from harness.check.rank.replay.tracked_calls import TrackedCalls
+from harness.check.rank.replay.unsharding import is_distributed
 
 Reduce = Callable[[Tensor], Tensor]
 """A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.segment``."""

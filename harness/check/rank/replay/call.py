@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.check.rank.autocast_state import Autocast
-from harness.check.rank.random_state import RandomState
-from harness.check.rank.unsharding import local_part
+from harness.check.rank.replay.autocast_state import Autocast
+from harness.check.rank.replay.random_state import RandomState
+from harness.check.rank.replay.unsharding import local_part
 
 SAMPLE = 1024
 """Entries of an output that are kept at most, to compare a replay with."""
