@@ -417,14 +417,17 @@ def test_evidence_without_any_facts_says_nothing_bad() -> None:
     assert [bad(question(made)) for question in questions for made in (empty, bare)] == [[]] * 12
 
 
-@pytest.mark.parametrize(("hooks", "outcome"), [([], Outcome.FAILED), (["fp16_compress_hook"], Outcome.SKIPPED)])
-def test_what_a_communication_hook_does_to_gradients_is_not_judged(hooks: list[str], outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("hooks", "outcome"),
+    [([], Outcome.FAILED), (["fp16_compress_hook"], Outcome.PASSED), (["powerSGD_hook"], Outcome.SKIPPED)],
+)
+def test_a_communication_hook_may_round_gradients_and_what_else_it_does_is_not_judged(hooks: list[str], outcome: Outcome) -> None:
     rounded = (1.0005, 2.0001)  # no known combination of the ranks' gradients
     process: Facts = {"precision": {"hooks": hooks}}
     ranks = tuple(a_rank(rank, [{}], received=rounded, process=process) for rank in range(2))
     (finding,) = judge_gradients(RecordedTraining(ranks))
     assert finding.outcome is outcome
-    assert all(hook in finding.message for hook in hooks)
+    assert outcome is not Outcome.SKIPPED or "powerSGD_hook" in finding.message
 
 
 @pytest.mark.parametrize(("reduced", "outcome"), [("", Outcome.FAILED), ("bfloat16", Outcome.PASSED)])
