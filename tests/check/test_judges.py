@@ -421,7 +421,7 @@ def test_evidence_without_any_facts_says_nothing_bad() -> None:
     ("hooks", "outcome"),
     [([], Outcome.FAILED), (["fp16_compress_hook"], Outcome.PASSED), (["powerSGD_hook"], Outcome.SKIPPED)],
 )
-def test_a_communication_hook_may_round_gradients_and_what_else_it_does_is_not_judged(hooks: list[str], outcome: Outcome) -> None:
+def test_a_communication_hook_may_round_gradients_but_not_change_them(hooks: list[str], outcome: Outcome) -> None:
     rounded = (1.0005, 2.0001)  # no known combination of the ranks' gradients
     process: Facts = {"precision": {"hooks": hooks}}
     ranks = tuple(a_rank(rank, [{}], received=rounded, process=process) for rank in range(2))

@@ -16,9 +16,9 @@ def test_examples_do_what_the_page_says(run_pytest, tmp_path):
     (tmp_path / "test_with_mesh.py").write_text(
         "import pytest\n@pytest.mark.ranks(2)\ndef test_mesh(mesh, rank):\n    assert mesh.get_rank() == rank\n"
     )
-    run = run_pytest(tmp_path, "-m", "ranks")
+    run = run_pytest(tmp_path)
     assert {name for name, result in run.results.items() if result.outcome != "passed"} == {"test_everybody_counts"}
-    assert len(run.results) == 5
+    assert len(run.results) == 6
     (shown,) = re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)
     printed = run.stdout.splitlines()
     places = [printed.index(line) for line in shown.splitlines()]

@@ -36,7 +36,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
             limit_x_noise=2.0,
         )
         return
-    finding = explained(_finding(*max(wrong, key=lambda one: one[2].ratio), wrong), HYPOTHESES, _Wrong(wrong))
+    finding = explained(_finding(*wrong[0], wrong), HYPOTHESES, _Wrong(wrong))
     yield settled(finding, [case for case, _, _ in wrong], training)
 
 
