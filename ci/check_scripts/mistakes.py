@@ -240,7 +240,6 @@ MISTAKES = (
                 (r"seed_offset = ddp_rank", "seed_offset = 0"),
                 (r"if iter_num % eval_interval == 0", "if iter_num and iter_num % eval_interval == 0"),
             ),
-            ACCELERATE: ((r"(model, optimizer), train_dataloader, (eval_dataloader.*?)", r"\1, \2"),),
             DDP: ((r"DistributedSampler\(data, ", "DistributedSampler(data, num_replicas=2, rank=0, "),),
         },
     ),
@@ -314,8 +313,8 @@ MISTAKES = (
     ),
     Mistake(
         "weights moved by hand",
-        "weights are decayed by hand after the step",
-        ("changed-between-steps", "scaled-update", "no-update"),
+        "weights are decayed by hand after the step: it may be meant",
+        (),
         after_step("torch._foreach_mul_([p.data for p in model.parameters()], 0.999)", AMP, NANOGPT, ACCELERATE, DDP),
     ),
     Mistake(

@@ -27,7 +27,7 @@ def page(scripts: Scripts, mistakes: Mistakes) -> str:
     tried = [one for one in mistakes if not one[2].why_not]
     if tried:
         lines += mistake_table(tried)
-    left = {one.script: one.why_not for one in [*(r for _, r in scripts), *(r for *_, r in mistakes)] if one.why_not}
+    left = {one.name: one.why_not for one in [*(r for _, r in scripts), *(r for *_, r in mistakes)] if one.why_not}
     if left:
         lines += ["", "## Not run", "", *(f"- {name}: {why}" for name, why in left.items())]
     return "\n".join([*lines, ""])

@@ -32,7 +32,7 @@ def test_it_is_fit(name, tmp_path):
     file = tmp_path / f"{name}.py"
     file.write_text(PROBLEMS[name])
     for own in use_workloads([str(file)]):
-        refuse_unfit(WORKLOADS[own.name], (1, 2, 3, 4, 8), 2**16)
+        refuse_unfit(WORKLOADS[own.name], (1, 2, 3, 4, 8))
 
 
 def test_the_defaults_in_the_table_are_those_of_the_class():
