@@ -1,5 +1,5 @@
 """A user's own training, unmodified: what it did on each rank, and whether that is what one device would compute.
 
-``rank/`` runs inside the user's processes and records, ``judge/`` reads what was recorded. Training problems and
-trainers that Plumbline brings along do not belong here.
+``command/`` runs the user's command, ``rank/`` records inside its processes, ``evidence/`` is what they write, ``judge/``
+reads it, ``verdict/`` and ``report/`` say what it comes to. Plumbline's own problems and trainers do not belong here.
 """

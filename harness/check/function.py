@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.check.judging import CheckedTraining, judged_trainings
-from harness.check.options import RecordingOptions, write_options
+from harness.check.evidence.options import RecordingOptions, write_options
+from harness.check.judge.judging import CheckedTraining, judged_trainings
 from harness.check.rank.activation import make_recorder
-from harness.check.verdict import Answer, answer_of, sentence_on
+from harness.check.verdict.verdict import Answer, answer_of, sentence_on
 from harness.core.finding import Finding
 from harness.ranks.rank_end import RankEnd
 from harness.ranks.run import run_on_ranks

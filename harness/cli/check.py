@@ -46,8 +46,8 @@ def check(options: argparse.Namespace) -> int:
     Exit code: 0 all is right, 1 the training is wrong, 2 nothing could be judged or the script itself failed (its own
     exit code is in the verdict), 4 the command line is invalid, 130 interrupted and nothing wrong until then.
     """
-    from harness.check.command_line import command_in
-    from harness.check.options import RecordingOptions
+    from harness.check.command.command_line import command_in
+    from harness.check.evidence.options import RecordingOptions
     from harness.check.report.files import refuse_unwritable
 
     try:
@@ -56,10 +56,10 @@ def check(options: argparse.Namespace) -> int:
     except PlanError as error:
         print(f"plumbline: {error}", file=sys.stderr)
         return USAGE
-    from harness.check.command import check as run_check
+    from harness.check.command.command import check as run_check
     from harness.check.report.files import write_files
     from harness.check.report.terminal import verdict_screen
-    from harness.check.verdict import verdict_of
+    from harness.check.verdict.verdict import verdict_of
 
     if options.dry_run:
         return _dry_run(command, options)
@@ -71,9 +71,9 @@ def check(options: argparse.Namespace) -> int:
 
 
 def _dry_run(command: list[str], options: argparse.Namespace) -> int:
-    from harness.check.command import check as run_check
-    from harness.check.estimate import PLAIN_STEPS
-    from harness.check.options import RecordingOptions
+    from harness.check.command.command import check as run_check
+    from harness.check.evidence.options import RecordingOptions
+    from harness.check.judge.estimate import PLAIN_STEPS
     from harness.check.report.terminal import dry_run_screen
 
     recording = RecordingOptions(1, options.after + PLAIN_STEPS, stop=True, dry_run=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from harness.check.command import CheckedCommand
-from harness.check.coverage import coverage_of
-from harness.check.evidence import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
-from harness.check.judging import CheckedTraining
-from harness.check.options import RecordingOptions
-from harness.check.running import CommandEnd, EndedBy
+from harness.check.command.command import CheckedCommand
+from harness.check.command.running import CommandEnd, EndedBy
+from harness.check.evidence.options import RecordingOptions
+from harness.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.judge.coverage import coverage_of
+from harness.check.judge.judging import CheckedTraining
 from harness.core.finding import Finding, in_reading_order
 from harness.core.outcome import Outcome
 

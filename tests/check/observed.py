@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, segment
+from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, segment
 from harness.check.rank.observer import Observer
 from harness.check.rank.pause import paused
 

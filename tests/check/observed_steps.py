@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from harness.check.evidence import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining, segment
+from harness.check.evidence.training import (
+    BackwardPass,
+    Parameter,
+    RecordedRank,
+    RecordedStep,
+    RecordedTraining,
+    segment,
+)
 from harness.check.rank.observer import Observer
 from harness.check.rank.optimizer.clipping import Clipping
 from harness.check.rank.optimizer.learning_rate import LearningRate

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.check.command import START_FOLDER
+from harness.check.command.command import START_FOLDER
 from harness.cli.main import main
 
 LOOP = """

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.clipping import clip_factor, judge_clipping
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from harness.check.command_line import command_in
+from harness.check.command.command_line import command_in
 from harness.cli.main import main
 from harness.core.errors import PlanError
 

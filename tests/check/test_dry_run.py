@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from harness.check.estimate import Estimate, estimate_lines
+from harness.check.judge.estimate import Estimate, estimate_lines
 from harness.check.report.terminal import dry_run_screen
 from harness.cli.main import main
 

@@ -40,3 +40,17 @@ def test_a_rank_that_raises_is_named(plumbline):
 def test_a_function_that_does_not_train_is_no_success(plumbline):
     with pytest.raises(AssertionError, match="no optimizer"):
         plumbline.check(lambda: None, ranks=1).assert_right()
+
+
+def test_a_parameter_in_no_optimizer_is_told(plumbline):
+    def forgets():
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
+        optimizer = torch.optim.SGD([*model[0].parameters(), model[1].weight], 0.1)
+        for _ in range(2):
+            model(torch.randn(5, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    checked = plumbline.check(forgets, ranks=1, steps=2)
+    checked.assert_right()
+    assert [one.message for one in checked.findings if "1.bias" in one.message and "no optimizer" in one.message]

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.consequences import settle
 from harness.check.judge.gradients import judge_gradients

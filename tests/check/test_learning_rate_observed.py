@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.learning_rate import judge_learning_rate
 from harness.check.judge.precision import judge_precision
 from harness.core.finding import Finding

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.skipped_steps import judge_skipped_steps
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.objective import judge_objective

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.update import judge_update
 from harness.check.rank.optimizer.optimizer_replay import Guard, replayed
 from harness.core.finding import Finding

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from harness.check.options import RecordingOptions
-from harness.check.process_notes import PythonProcess
-from harness.check.running import EndedBy
-from harness.check.verdict import Answer, verdict_of
+from harness.check.command.process_notes import PythonProcess
+from harness.check.command.running import EndedBy
+from harness.check.evidence.options import RecordingOptions
+from harness.check.verdict.verdict import Answer, verdict_of
 
 sys.path.insert(0, str(Path(__file__).parent))
 from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training

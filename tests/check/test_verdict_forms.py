@@ -15,7 +15,7 @@ from harness.check.report.json_file import as_json
 from harness.check.report.lines import percent
 from harness.check.report.page import verdict_page
 from harness.check.report.terminal import verdict_screen
-from harness.check.verdict import verdict_of
+from harness.check.verdict.verdict import verdict_of
 from harness.core.finding import Finding
 
 sys.path.insert(0, str(Path(__file__).parent))

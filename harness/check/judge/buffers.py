@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.check.evidence import Facts, RecordedTraining
+from harness.check.evidence.training import Facts, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers
 from harness.check.judge.recorded_passes import aligned_forwards

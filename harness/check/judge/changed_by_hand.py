@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.gradient_case import Fit, ReceivedGradient
 from harness.check.judge.noted import listed
 from harness.check.judge.objective import NEAR, step_objectives

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from harness.check.evidence import Facts, RecordedTraining
+from harness.check.evidence.training import Facts, RecordedTraining
 from harness.check.judge.noted import (
     Noted,
     failed_observers,

@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from harness.check.evidence import BackwardPass, Parameter, RecordedStep
+from harness.check.evidence.training import BackwardPass, Parameter, RecordedStep
 
 SKETCH_MARGIN = 2.0
 """By how much a projection's norm may exceed the tensor's: 11 standard deviations of χ at 64 degrees of freedom."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from harness.check.evidence import RecordedStep, RecordedTraining
+from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
 from harness.check.judge.gradient_hypotheses import HYPOTHESES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.clipping import judge_clipping
 from harness.check.judge.consequences import settle
@@ -12,6 +12,7 @@ from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.learning_rate import judge_learning_rate
 from harness.check.judge.objective import judge_objective
+from harness.check.judge.optimized_parameters import judge_optimized_parameters
 from harness.check.judge.precision import judge_precision
 from harness.check.judge.ranks_agree import judge_ranks_agree
 from harness.check.judge.rng import judge_rng
@@ -30,6 +31,7 @@ QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
     judge_skipped_steps,
     judge_learning_rate,
     judge_update,
+    judge_optimized_parameters,
     judge_ranks_agree,
     judge_buffers,
     judge_precision,

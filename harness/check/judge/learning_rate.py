@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.noted import (
     Noted,
     failed_observers,

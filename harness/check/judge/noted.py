@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from harness.check.evidence import Facts, RecordedStep, RecordedTraining
+from harness.check.evidence.training import Facts, RecordedStep, RecordedTraining
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from harness.check.evidence import BackwardPass, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.evidence.training import BackwardPass, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import rank_layout

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.check.evidence import Facts, RecordedTraining
+from harness.check.evidence.training import Facts, RecordedTraining
 from harness.check.judge.noted import Noted, information, listed, noted, same_parameters, side_by_side
 from harness.core.finding import Finding
 from harness.judge.findings import failed

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.evidence.training import Facts, RecordedRank, RecordedTraining
 
 OBSERVER = "parallelism"
 

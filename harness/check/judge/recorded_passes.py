@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.check.evidence import BackwardPass, Facts, RecordedRank, RecordedTraining
+from harness.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedTraining
 
 
 def passes_of(rank: RecordedRank) -> list[BackwardPass]:

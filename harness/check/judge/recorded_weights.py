@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from harness.check.evidence import Parameter, RecordedStep, RecordedTraining
+from harness.check.evidence.training import Parameter, RecordedStep, RecordedTraining
 
 OBSERVER = "weights"
 

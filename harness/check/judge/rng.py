@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.noted import failed_observers
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding

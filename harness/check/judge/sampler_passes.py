@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.recorded_passes import forwards_of
 from harness.core.finding import Finding

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from harness.check.evidence import Facts, RecordedRank, RecordedTraining
+from harness.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers
 from harness.check.judge.rank_layout import RankLayout, rank_layout

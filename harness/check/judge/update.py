@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.noted import Noted, information, listed, not_judged, noted, side_by_side
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome

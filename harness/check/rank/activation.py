@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable
 
-from harness.check.options import read_options
+from harness.check.evidence.options import read_options
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.observers.registry import training_observers
 from harness.check.rank.optimizer.clipping import Clipping

@@ -10,7 +10,7 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from harness.check.evidence import BackwardPass, Facts, RecordedStep
+from harness.check.evidence.training import BackwardPass, Facts, RecordedStep
 from harness.evidence.rank_file import write_file
 
 SUFFIX = ".safetensors"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.check.evidence import Facts, segment
+from harness.check.evidence.training import Facts, segment
 from harness.check.rank.pause import is_paused
 from harness.check.rank.sharding import is_flat
 

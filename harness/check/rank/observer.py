@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 
 
 class Observer:

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from harness.check.evidence import BackwardPass, Facts, Parameter, RecordedStep, length, segment
-from harness.check.options import RecordingOptions
+from harness.check.evidence.options import RecordingOptions
+from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep, length, segment
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import LocalGradients, Pass
 from harness.check.rank.observer import Observer
@@ -126,10 +126,20 @@ class TrainingRecorder:
         self._stop()
         if self._writer.has_steps:
             try:
-                facts = {**self._facts(lambda observer: observer.final_facts()), "uncovered": self._uncovered}
+                facts = {
+                    **self._facts(lambda observer: observer.final_facts()),
+                    "uncovered": self._uncovered,
+                    "unoptimized": self._unoptimized(),
+                }
                 self._writer.write_end(self._world[0], facts, self._error)
             except OSError as error:
                 print(f"plumbline check: the evidence cannot be written: {error}", file=sys.stderr)
+
+    def _unoptimized(self) -> list[str]:
+        """Return the names of parameters that require a gradient, in modules that were called, without an optimizer."""
+        known = {id(one) for optimizer in self._optimizers for one in _parameters(optimizer)}
+        named = ((name, one) for root in self._names.roots for name, one in root.named_parameters())
+        return [name for name, one in named if one.requires_grad and id(one) not in known]
 
     def _note(self, optimizer: Optimizer) -> None:
         if not any(known is optimizer for known in self._optimizers):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.pause import is_paused, paused
 from harness.check.rank.replay.nested import tensors_in

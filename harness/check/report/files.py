@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from harness.check.command import CheckedCommand
+from harness.check.command.command import CheckedCommand
 from harness.check.report.json_file import as_json
-from harness.check.verdict import Verdict
+from harness.check.verdict.verdict import Verdict
 from harness.core.errors import PlanError
 
 

@@ -7,11 +7,11 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from harness.check.command import CheckedCommand
-from harness.check.coverage import Coverage
-from harness.check.description import describe
-from harness.check.judging import CheckedTraining
-from harness.check.verdict import Verdict, answer_of, sentence_on
+from harness.check.command.command import CheckedCommand
+from harness.check.judge.coverage import Coverage
+from harness.check.judge.judging import CheckedTraining
+from harness.check.verdict.description import describe
+from harness.check.verdict.verdict import Verdict, answer_of, sentence_on
 from harness.core.finding import Finding
 
 VERSION = 1

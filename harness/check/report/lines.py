@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.check.command import CheckedCommand
-from harness.check.coverage import NO_REPLAY, Coverage
-from harness.check.description import describe
-from harness.check.judging import CheckedTraining
-from harness.check.running import EndedBy
-from harness.check.verdict import accusations, is_accusation
+from harness.check.command.command import CheckedCommand
+from harness.check.command.running import EndedBy
+from harness.check.judge.coverage import NO_REPLAY, Coverage
+from harness.check.judge.judging import CheckedTraining
+from harness.check.verdict.description import describe
+from harness.check.verdict.verdict import accusations, is_accusation
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.report.text import counted, digits, in_words, shortened

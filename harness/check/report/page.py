@@ -11,10 +11,10 @@ from typing import Final
 
 from jinja2 import Environment
 
-from harness.check.command import CheckedCommand
-from harness.check.judging import CheckedTraining
+from harness.check.command.command import CheckedCommand
+from harness.check.judge.judging import CheckedTraining
 from harness.check.report.lines import Line, coverage_lines, durations, lines_of, script_end, training_line
-from harness.check.verdict import Answer, Verdict, accusations, answer_of, sentence_on
+from harness.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from harness.core.finding import Finding
 from harness.report.html.environment import page_environment
 

@@ -9,12 +9,12 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from harness.check.command import CheckedCommand
-from harness.check.estimate import estimate_lines
-from harness.check.judging import CheckedTraining
-from harness.check.obstacles import why_nothing_was_recorded
+from harness.check.command.command import CheckedCommand
+from harness.check.judge.estimate import estimate_lines
+from harness.check.judge.judging import CheckedTraining
 from harness.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
-from harness.check.verdict import Answer, Verdict, accusations, answer_of, sentence_on
+from harness.check.verdict.obstacles import why_nothing_was_recorded
+from harness.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from harness.core.finding import Finding
 from harness.report.terminal.console import rendered
 from harness.report.text import printable, shortened

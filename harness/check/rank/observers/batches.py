@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.loaders import LoaderObserver
 from harness.check.rank.observers.row_hashes import rows_of

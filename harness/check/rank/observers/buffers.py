@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.parallelism import ParallelismObserver, active_wrapper, world_size
 from harness.check.rank.observers.tensor_digest import tensor_digest, whole

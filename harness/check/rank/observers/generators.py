@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 
 

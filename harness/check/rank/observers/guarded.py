@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 
 T = TypeVar("T")

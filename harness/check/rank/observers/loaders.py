@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, dataloader
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.observers.row_hashes import digest

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
 from harness.check.rank.observers.patching import attempt, wrap

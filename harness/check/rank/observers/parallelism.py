@@ -11,7 +11,7 @@ import torch.distributed
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.pause import is_paused

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 
 ROWS_KEPT = 256
 """Rows of a batch whose hashes are kept. Of a larger batch those with the smallest hashes, the same on every rank."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.optimizer_replay import local
 from harness.check.rank.optimizer.update_replay import parameters_of

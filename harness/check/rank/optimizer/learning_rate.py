@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap_overrides
 
 

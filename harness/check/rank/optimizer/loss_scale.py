@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.optimizer_replay import local
 from harness.check.rank.optimizer.update_replay import parameters_of, weights_print
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap_overrides

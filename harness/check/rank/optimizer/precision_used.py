@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.update_replay import parameters_of
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence import Facts, segment
+from harness.check.evidence.training import Facts, segment
 from harness.check.rank.observer import Observer
 from harness.check.rank.optimizer.optimizer_replay import (
     Guard,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from harness.check.evidence import Facts
+from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.pause import is_paused
 

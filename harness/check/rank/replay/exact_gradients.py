@@ -18,7 +18,7 @@ from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unsharding import is_distributed
 
 Reduce = Callable[[Tensor], Tensor]
-"""A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.segment``."""
+"""A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.training.segment``."""
 
 K = TypeVar("K")
 

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from harness.check.evidence import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from harness.core.errors import TraceError
 from harness.evidence.read import read_file
 

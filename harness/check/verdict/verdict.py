@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from harness.check.command import CheckedCommand
-from harness.check.description import describe
+from harness.check.command.command import CheckedCommand
+from harness.check.command.running import EndedBy
 from harness.check.judge.gradients import CHECK as GRADIENTS
-from harness.check.judging import CheckedTraining
-from harness.check.obstacles import incidents, why_nothing_was_recorded
-from harness.check.running import EndedBy
+from harness.check.judge.judging import CheckedTraining
+from harness.check.verdict.description import describe
+from harness.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from harness.core.exit_codes import TROUBLE
 from harness.core.finding import Finding, is_unexplained
 from harness.core.outcome import Outcome

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from harness.check.command import CheckedCommand
-from harness.check.description import describe
-from harness.check.judging import CheckedTraining
-from harness.check.process_notes import PythonProcess
-from harness.check.running import EndedBy
+from harness.check.command.command import CheckedCommand
+from harness.check.command.process_notes import PythonProcess
+from harness.check.command.running import EndedBy
+from harness.check.judge.judging import CheckedTraining
+from harness.check.verdict.description import describe
 from harness.report.text import counted, in_words, shortened
 
 MEMORY = "the kernel killed a process meanwhile because the machine, or its control group, was out of memory"

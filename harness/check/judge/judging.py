@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.check.coverage import Coverage, coverage_of
-from harness.check.estimate import Estimate, estimate
-from harness.check.evidence import RecordedTraining
+from harness.check.evidence.read import read_trainings
+from harness.check.evidence.training import RecordedTraining
+from harness.check.judge.coverage import Coverage, coverage_of
+from harness.check.judge.estimate import Estimate, estimate
 from harness.check.judge.judge import judge
-from harness.check.read import read_trainings
 from harness.core.finding import Finding, in_reading_order
 
 

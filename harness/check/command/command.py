@@ -14,18 +14,18 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from harness.check.options import RecordingOptions, write_options
-from harness.check.process_notes import PythonProcess, read_processes
-from harness.check.running import CommandEnd, CommandError, run_command
-from harness.check.watch import ProcessWatch
+from harness.check.command.process_notes import PythonProcess, read_processes
+from harness.check.command.running import CommandEnd, CommandError, run_command
+from harness.check.command.watch import ProcessWatch
+from harness.check.evidence.options import RecordingOptions, write_options
 
 if TYPE_CHECKING:
-    from harness.check.judging import CheckedTraining
+    from harness.check.judge.judging import CheckedTraining
 
 ENVIRONMENT = "PLUMBLINE_CHECK"
 """The variable that names the folder of a check; processes below the command inherit it."""
 
-START_FOLDER = Path(__file__).parent / "path"
+START_FOLDER = Path(__file__).parents[1] / "path"
 
 LEAST_ROOM = 16 * 2**20
 """Bytes that the temporary folder must have left: with less, evidence may be missing."""
@@ -63,7 +63,7 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
     with _folder() as folder:
         write_options(folder, options)
         # Importing torch takes a second or more: the command runs meanwhile.
-        loading = Thread(target=import_module, args=("harness.check.judging",), daemon=True)
+        loading = Thread(target=import_module, args=("harness.check.judge.judging",), daemon=True)
         loading.start()
         with closing(ProcessWatch(folder)) as watch:
             ended = options.stop or options.dry_run
@@ -71,7 +71,7 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
             end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
         full = folder.parent if shutil.disk_usage(folder).free < LEAST_ROOM else None
         loading.join()
-        from harness.check.judging import judged_trainings
+        from harness.check.judge.judging import judged_trainings
 
         begun = time.monotonic()
         trainings = judged_trainings(folder)

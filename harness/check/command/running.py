@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from types import FrameType
 
-from harness.check.watch import ProcessWatch
+from harness.check.command.watch import ProcessWatch
 from harness.core.errors import PlumblineError
 from harness.launch.process_tags import end_tagged
 from harness.worker.processes import kills_for_memory

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.check.evidence import RecordedStep, RecordedTraining
+from harness.check.evidence.training import RecordedStep, RecordedTraining
 
 NO_REPLAY = "its backward passes were not computed again in float64"
 NO_GRADIENT = "no gradient arrived at it in the recorded steps"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.check.evidence import RecordedRank, RecordedTraining
+from harness.check.evidence.training import RecordedRank, RecordedTraining
 
 
 @dataclass(frozen=True)
