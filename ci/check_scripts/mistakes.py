@@ -176,6 +176,11 @@ MISTAKES = (
                 (r"( +)(torch\.nn\.utils\.clip.*\n)( +scaler\.step\(optimizer\)\n)", r"\3\1\2"),
                 (r"( +)scaler\.unscale_\(optimizer\)\n", ""),
             ),
+            NANOGPT: (
+                (r" +if grad_clip.*\n.*\n.*\n", ""),
+                (r"( +)(scaler\.update\(\)\n)", r"\1\2\1nn.utils.clip_grad_norm_(model.parameters(), 0.01)\n"),
+                (r"import torch\n", "import torch\nfrom torch import nn\n"),
+            ),
             DDP: ((r"( +nn\.utils\.clip.*\n)( +optimizer\.step\(\)\n)", r"\2\1"),),
         },
     ),
@@ -309,7 +314,7 @@ MISTAKES = (
         "update applied twice",
         "optimizer.step() is called twice",
         ("changed-between-steps", "stepped-without-a-batch", "one-step-late", "batch-again"),
-        after_step("optimizer.step()", DDP, NANOGPT),
+        after_step("optimizer.step()", DDP, NANOGPT, ACCELERATE),
     ),
     Mistake(
         "weights moved by hand",
