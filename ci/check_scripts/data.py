@@ -66,7 +66,7 @@ def tokenizer(folder: Path) -> int:
     vocabulary = {word: i for i, word in enumerate([*special, *sorted(set(SENTENCE.split())), ".", ",", "the", "said"])}
     words = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    fast = PreTrainedTokenizerFast(
         tokenizer_object=words,
         pad_token="[PAD]",
         unk_token="[UNK]",

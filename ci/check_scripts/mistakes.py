@@ -284,8 +284,8 @@ MISTAKES = (
     ),
     Mistake(
         "parameter not in the optimizer",
-        "the last layer is left out of the optimizer",
-        ("parameter-not-in-optimizer",),
+        "the last layer is left out of the optimizer: it may be meant, and is said",
+        (),
         {
             AMP: ((r"AdamW\(model\.parameters\(\)", "AdamW(list(model.parameters())[:-2]"),),
             DDP: ((r"AdamW\(model\.parameters\(\)", "AdamW(list(model.parameters())[:-2]"),),
