@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,19 +21,28 @@ from torch.optim.optimizer import (
 )
 
 from harness.check.evidence.options import RecordingOptions
-from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep, length, segment
+from harness.check.evidence.training import Facts, Parameter, RecordedStep, segment
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import LocalGradients, Pass
 from harness.check.rank.observer import Observer
 from harness.check.rank.optimizer.clipping import Clipping
 from harness.check.rank.optimizer.loss_scale import LossScale
+from harness.check.rank.optimizer_gradients import (
+    dtype_name,
+    has_own_hooks,
+    kept,
+    parameters_in,
+    received,
+    unclipped_vector,
+    vector,
+)
 from harness.check.rank.parameter_names import ParameterNames
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
 from harness.check.rank.replay.exact_gradients import ExactGradients
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
-from harness.check.rank.sharding import arrival_leaves, reduction_dtypes, whole
+from harness.check.rank.sharding import arrival_leaves, reduction_dtypes
 
 T = TypeVar("T")
 
@@ -137,7 +147,7 @@ class TrainingRecorder:
 
     def _unoptimized(self) -> list[str]:
         """Return the names of parameters that require a gradient, in modules that were called, without an optimizer."""
-        known = {id(one) for optimizer in self._optimizers for one in _parameters(optimizer)}
+        known = {id(one) for optimizer in self._optimizers for one in parameters_in(optimizer)}
         named = ((name, one) for root in self._names.roots for name, one in root.named_parameters())
         return [name for name, one in named if one.requires_grad and id(one) not in known]
 
@@ -181,10 +191,10 @@ class TrainingRecorder:
     def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
         self._unclipped.clear()
         self._calls.pass_begins(one.number, roots)
-        leaves = {id(one): (one, one) for optimizer in self._optimizers for one in _parameters(optimizer)}
+        leaves = {id(one): (one, one) for optimizer in self._optimizers for one in parameters_in(optimizer)}
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
         self._gradients.follow(leaves.values())
-        one.facts["versions"] = [sum(p._version for p in _parameters(optimizer)) for optimizer in self._optimizers]
+        one.facts["versions"] = [sum(p._version for p in parameters_in(optimizer)) for optimizer in self._optimizers]
         for observer in self._observers:
             observer.backward_begins(one.number)
 
@@ -244,11 +254,13 @@ class TrainingRecorder:
         """Take down gradients before they are clipped."""
         if not self._recording:
             return
-        scales = {id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in _parameters(opt)}
+        scales = {
+            id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_in(opt)
+        }
         with torch.no_grad(), paused():
             for one in parameters:
                 if one.grad is not None and id(one) not in self._unclipped:
-                    self._unclipped[id(one)] = _kept(one.grad) / scales.get(id(one), 1.0)
+                    self._unclipped[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
 
     def _on_skipped(self, optimizer: Optimizer) -> None:
         """Note that the GradScaler skipped an optimizer's step."""
@@ -263,14 +275,14 @@ class TrainingRecorder:
     def _prepare(self, optimizer: Optimizer) -> None:
         """Take down everything that the step itself changes."""
         self._world = _world()
-        parameters = list(_parameters(optimizer))
+        parameters = list(parameters_in(optimizer))
         names = self._names.of(optimizer, parameters)
         running = self._gradients.current
         own, others = self._windows.take(self._optimizers.index(optimizer), running)
         unclipped, self._unclipped = self._unclipped, {}
         reduced = reduction_dtypes(self._names.roots)
         with torch.no_grad(), paused():
-            gradients, norms = zip(*(_received(optimizer, parameter) for parameter in parameters), strict=True)
+            gradients, norms = zip(*(received(optimizer, parameter) for parameter in parameters), strict=True)
             if running is None:
                 self._replay([*own, *others])
             for observer in self._observers:
@@ -279,15 +291,17 @@ class TrainingRecorder:
             self._optimizers.index(optimizer),
             self._steps[id(optimizer)],
             tuple(
-                Parameter(name, tuple(parameter.shape), _name(parameter.dtype), _name(reduced.get(id(parameter))))
+                Parameter(
+                    name, tuple(parameter.shape), dtype_name(parameter.dtype), dtype_name(reduced.get(id(parameter)))
+                )
                 for name, parameter in zip(names, parameters, strict=True)
             ),
             torch.cat(gradients),
-            tuple(_vector(one, parameters) for one in own),
-            tuple(_vector(one, parameters) for one in others),
-            facts={"gradient_hooks": sum(map(_has_own_hooks, parameters))},
+            tuple(vector(one, parameters) for one in own),
+            tuple(vector(one, parameters) for one in others),
+            facts={"gradient_hooks": sum(map(has_own_hooks, parameters))},
             norm=math.hypot(*norms),
-            unclipped=_unclipped(unclipped, parameters, gradients),
+            unclipped=unclipped_vector(unclipped, parameters, gradients),
         )
 
     def _replay(self, passes: Sequence[Pass]) -> None:
@@ -341,60 +355,12 @@ class TrainingRecorder:
         try:
             return do()
         except Exception as error:
-            self._error = self._error or f"{type(error).__name__}: {error}"
-            if os.environ.get("PLUMBLINE_CHECK_DEBUG"):
-                import traceback
-
-                traceback.print_exc()
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(place.filename)}:{place.lineno}"
+            self._error = self._error or f"{type(error).__name__}: {error} ({where})"
             if self._recording:
                 self._stop()
             return None
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _kept(gradient: Tensor) -> Tensor:
-    gradient = whole(gradient)
-    return segment(gradient.to_dense() if gradient.is_sparse else gradient)
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
-    """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none."""
-    if parameter.grad is None:
-        return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
-    scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
-    gradient = whole(parameter.grad)
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
-    return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
-
-
-def _has_own_hooks(parameter: Tensor) -> bool:
-    """Return whether the script has hooks on the parameter that may change its gradient; one of them is ours."""
-    return len(parameter._backward_hooks or ()) > 1 or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def _unclipped(before: dict[int, Tensor], parameters: Sequence[Tensor], received: Sequence[Tensor]) -> Tensor | None:
-    """Return the vector of gradients before they were clipped, None where none of them was."""
-    if not any(id(parameter) in before for parameter in parameters):
-        return None
-    return torch.cat([before.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
-
-
-def _vector(one: Pass, parameters: Sequence[Tensor]) -> BackwardPass:
-    zeros = {id(p): torch.zeros(length(p), dtype=torch.float64) for p in parameters}
-    local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
-    if one.exact is None:
-        return BackwardPass(one.number, local, None, one.scale, one.facts)
-    # Where something arrived of which no replay knows, there is no exact gradient.
-    unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
-    exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
-    return BackwardPass(one.number, local, exact, one.scale, one.facts)
 
 
 def _world() -> tuple[int, int]:

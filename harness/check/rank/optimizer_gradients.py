@@ -1,0 +1,65 @@
+"""The gradients of one optimizer as vectors: what it receives, before and after clipping, and what passes leave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from harness.check.evidence.training import BackwardPass, length, segment
+from harness.check.rank.local_gradients import Pass
+from harness.check.rank.sharding import whole
+
+
+def parameters_in(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in its order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def kept(gradient: Tensor) -> Tensor:
+    """Return the segment of a gradient, of the whole one if it is sharded."""
+    gradient = whole(gradient)
+    return segment(gradient.to_dense() if gradient.is_sparse else gradient)
+
+
+def dtype_name(dtype: torch.dtype | None) -> str:
+    """Return the name of a dtype, "" for None."""
+    return "" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
+    """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none."""
+    if parameter.grad is None:
+        return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
+    scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
+    gradient = whole(parameter.grad)
+    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
+
+
+def has_own_hooks(parameter: Tensor) -> bool:
+    """Return whether the script has hooks on the parameter that may change its gradient; one of them is ours."""
+    return len(parameter._backward_hooks or ()) > 1 or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def unclipped_vector(
+    before: dict[int, Tensor], parameters: Sequence[Tensor], received: Sequence[Tensor]
+) -> Tensor | None:
+    """Return the vector of gradients before they were clipped, None where none of them was."""
+    if not any(id(parameter) in before for parameter in parameters):
+        return None
+    return torch.cat([before.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
+
+
+def vector(one: Pass, parameters: Sequence[Tensor]) -> BackwardPass:
+    """Return a pass as far as it concerns parameters, as vectors."""
+    zeros = {id(p): torch.zeros(length(p), dtype=torch.float64) for p in parameters}
+    local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
+    if one.exact is None:
+        return BackwardPass(one.number, local, None, one.scale, one.facts)
+    # Where something arrived of which no replay knows, there is no exact gradient.
+    unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
+    exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
+    return BackwardPass(one.number, local, exact, one.scale, one.facts)
