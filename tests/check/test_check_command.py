@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -205,7 +206,9 @@ def test_an_interrupted_check_ends_the_command_and_judges_what_was_recorded(fold
     after = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(600)"
     (folder / "train.py").write_text(LOOP.format(steps=3, after=after))
     words = [sys.executable, "-m", "harness.cli.main", "check", "--json", str(file), "--", sys.executable, "train.py"]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+    # What runs in the background of a shell ignores Ctrl-C, and so would the command.
+    attend = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=attend) as process:
         while not marker.exists():
             assert process.poll() is None
             time.sleep(0.05)
