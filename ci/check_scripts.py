@@ -38,7 +38,7 @@ def main() -> int:
     kept = read(asked.keep) if asked.keep else {}
     scripts = [(script, outcome(script, None, asked, kept)) for script in chosen_scripts(asked)]
     mistakes = [(mistake, script, outcome(script, mistake, asked, kept)) for mistake, script in chosen_mistakes(asked)]
-    text = page(scripts, mistakes)
+    text = page(scripts, mistakes, kept=bool(asked.keep))
     print(text)
     if not asked.only and asked.part in (None, "page"):
         asked.report.write_text(text, encoding="utf-8")

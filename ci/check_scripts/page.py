@@ -18,9 +18,11 @@ Scripts = Sequence[tuple[Script, Result]]
 Mistakes = Sequence[tuple[Mistake, Script, Result]]
 
 
-def page(scripts: Scripts, mistakes: Mistakes) -> str:
-    """Return the page."""
+def page(scripts: Scripts, mistakes: Mistakes, *, kept: bool = False) -> str:
+    """Return the page; ``kept``: results may come from earlier runs, of other states of the project."""
     lines = ["# Real scripts under `plumbline check`", "", introduction(), ""]
+    if kept:
+        lines += ["Rows were collected over several runs, while the project changed between them.", ""]
     ran = [(script, result) for script, result in scripts if not result.why_not]
     if ran:
         lines += script_table(ran)
