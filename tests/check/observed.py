@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, segment
 from harness.check.rank.observer import Observer
+from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pause import paused
 
 
@@ -38,7 +39,7 @@ class Observed:
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         local: dict[int, Tensor] = {}
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
 
         def arrived(place: int) -> Callable[[Tensor], None]:
             def note(gradient: Tensor) -> None:
@@ -58,7 +59,7 @@ class Observed:
         self.count += 1
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        parameters = _parameters(optimizer)
+        parameters = parameters_of(optimizer)
         received = torch.cat([_received(p) for p in parameters])
         with torch.no_grad(), paused():
             for observer in self.observers:
@@ -81,10 +82,6 @@ class Observed:
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank, world = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)
         return RecordedRank(rank, world, tuple(self.steps), facts)
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _received(parameter: Tensor) -> Tensor:

@@ -13,11 +13,6 @@ from harness.check.rank.local_gradients import Pass
 from harness.check.rank.sharding import whole
 
 
-def parameters_in(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in its order."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def kept(gradient: Tensor) -> Tensor:
     """Return the segment of a gradient, of the whole one if it is sharded."""
     gradient = whole(gradient)

@@ -31,12 +31,12 @@ from harness.check.rank.optimizer_gradients import (
     dtype_name,
     has_own_hooks,
     kept,
-    parameters_in,
     received,
     unclipped_vector,
     vector,
 )
 from harness.check.rank.parameter_names import ParameterNames
+from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
 from harness.check.rank.replay.exact_gradients import ExactGradients
@@ -147,7 +147,7 @@ class TrainingRecorder:
 
     def _unoptimized(self) -> list[str]:
         """Return the names of parameters that require a gradient, in modules that were called, without an optimizer."""
-        known = {id(one) for optimizer in self._optimizers for one in parameters_in(optimizer)}
+        known = {id(one) for optimizer in self._optimizers for one in parameters_of(optimizer)}
         named = ((name, one) for root in self._names.roots for name, one in root.named_parameters())
         return [name for name, one in named if one.requires_grad and id(one) not in known]
 
@@ -191,10 +191,10 @@ class TrainingRecorder:
     def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
         self._unclipped.clear()
         self._calls.pass_begins(one.number, roots)
-        leaves = {id(one): (one, one) for optimizer in self._optimizers for one in parameters_in(optimizer)}
+        leaves = {id(one): (one, one) for optimizer in self._optimizers for one in parameters_of(optimizer)}
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
         self._gradients.follow(leaves.values())
-        one.facts["versions"] = [sum(p._version for p in parameters_in(optimizer)) for optimizer in self._optimizers]
+        one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]
         for observer in self._observers:
             observer.backward_begins(one.number)
 
@@ -255,7 +255,7 @@ class TrainingRecorder:
         if not self._recording:
             return
         scales = {
-            id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_in(opt)
+            id(one): self._loss_scale.pending_scale(opt) for opt in self._optimizers for one in parameters_of(opt)
         }
         with torch.no_grad(), paused():
             for one in parameters:
@@ -275,7 +275,7 @@ class TrainingRecorder:
     def _prepare(self, optimizer: Optimizer) -> None:
         """Take down everything that the step itself changes."""
         self._world = _world()
-        parameters = list(parameters_in(optimizer))
+        parameters = parameters_of(optimizer)
         names = self._names.of(optimizer, parameters)
         running = self._gradients.current
         own, others = self._windows.take(self._optimizers.index(optimizer), running)

@@ -11,6 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
+from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pause import is_paused, paused
 from harness.check.rank.replay.nested import tensors_in
 
@@ -58,7 +59,7 @@ class RecordingCost(Observer):
     def before_step(self, optimizer: Optimizer) -> None:
         """Take down the sizes."""
         self._close_forward()
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = parameters_of(optimizer)
         if optimizer is not self._timed or not parameters:
             return
         largest = max(parameters, key=Tensor.numel)

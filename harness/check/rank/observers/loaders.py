@@ -16,6 +16,7 @@ from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.observers.row_hashes import digest
+from harness.check.rank.parameters import parameters_of
 
 HEAD = 64
 """Indices at the beginning of an epoch from which its order is known again."""
@@ -59,8 +60,7 @@ class LoaderObserver(Observer):
     def before_step(self, optimizer: Optimizer) -> None:
         """Choose a parameter whose version tells, later and without cost, whether the optimizer has stepped."""
         if self._watched is None:
-            parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-            parameter = next(parameters, None)
+            parameter = next((p for p in parameters_of(optimizer) if p.grad is not None), None)
             if parameter is not None:
                 self._watched = ref(parameter)
                 for noted in self._samplers:

@@ -14,6 +14,7 @@ from torch.optim.optimizer import Optimizer
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.patching import attempt, wrap
+from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pause import is_paused
 
 _REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
@@ -89,8 +90,7 @@ class ParallelismObserver(Observer):
     def before_step(self, optimizer: Optimizer) -> None:
         """Stop counting."""
         self._counting = False
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        self._entries = sum(p.numel() for p in parameters if p.grad is not None)
+        self._entries = sum(p.numel() for p in parameters_of(optimizer) if p.grad is not None)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
         """Return how many entries were reduced by hand, by the group's size, and how many the gradients have."""

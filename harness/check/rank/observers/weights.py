@@ -12,6 +12,7 @@ from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.parallelism import ParallelismObserver, world_size
 from harness.check.rank.observers.tensor_digest import digest_and_projection, tensor_digest
+from harness.check.rank.parameters import parameters_of
 
 
 class WeightObserver(Observer):
@@ -58,7 +59,7 @@ class WeightObserver(Observer):
     def before_step(self, optimizer: Optimizer) -> None:
         """Note the weights and the gradients with which an optimizer steps."""
         if world_size() > 1:
-            parameters = _parameters(optimizer)
+            parameters = parameters_of(optimizer)
             gradients = [p.grad for p in parameters]
             self._noted = {
                 "wrapped": self._wrapped(parameters),
@@ -71,7 +72,7 @@ class WeightObserver(Observer):
         if world_size() == 1:
             return None
         noted, self._noted = self._noted, {}
-        made = [digest_and_projection(p) for p in _parameters(optimizer)]
+        made = [digest_and_projection(p) for p in parameters_of(optimizer)]
         after, projections = [digest for digest, _ in made], [projection for _, projection in made]
         return {**noted, "after": after, "projections": projections}
 
@@ -92,10 +93,6 @@ class WeightObserver(Observer):
             named = wrapper.module.named_parameters() if wrapper is not None else ()
             kept.update(id(p) for name, p in named if name not in ignored and p.requires_grad)
         return [id(parameter) in kept for parameter in parameters]
-
-
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _gradient_digest(gradient: Tensor) -> str | None:

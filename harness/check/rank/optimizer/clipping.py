@@ -17,8 +17,8 @@ from torch.optim.optimizer import Optimizer
 from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.optimizer_replay import local
-from harness.check.rank.optimizer.update_replay import parameters_of
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
+from harness.check.rank.parameters import parameters_of
 
 ROUNDINGS = 8
 """A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""

@@ -22,6 +22,8 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.check.rank.parameters import parameters_of
+
 ENTRY_BY_ENTRY = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD",
      "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"}
@@ -129,7 +131,7 @@ class Guard:
         self._protected = {memory(tensor) for tensor in _tensors_of(optimizer)} - {0}
 
         self._devices = [
-            device for device in {tensor.device for tensor in _parameters(optimizer)} if device.type != "cpu"
+            device for device in {tensor.device for tensor in parameters_of(optimizer)} if device.type != "cpu"
         ]
 
     @contextmanager
@@ -273,12 +275,8 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device))
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 def _tensors_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         yield from _tensors((parameter, parameter.grad))
     yield from _tensors(list(optimizer.state.values()))
 

@@ -25,6 +25,7 @@ from harness.check.rank.optimizer.optimizer_replay import (
     stepping,
 )
 from harness.check.rank.optimizer.shared_memory import shared_places
+from harness.check.rank.parameters import parameters_of
 from harness.evidence.projection import fingerprint
 
 
@@ -143,11 +144,6 @@ class UpdateReplay(Observer):
                 del self._open[place:]
                 return pending
         return None
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return an optimizer's parameters in the order of its groups, which numbers them."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def weights_print(parameter: Tensor) -> int:
