@@ -21,6 +21,7 @@ from safetensors.torch import load
 from torch import Tensor
 
 from harness.core.errors import TraceError
+from harness.evidence.dtypes import dtype_name
 from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
 from harness.evidence.tensor_store import FOLDER
 from harness.evidence.tensor_store import load as load_stored
@@ -211,4 +212,4 @@ def _slices(block: Block) -> tuple[slice, ...]:
 
 
 def _kind(shard: Shard) -> str:
-    return f"{list(shard.shape)} {str(shard.values.dtype).removeprefix('torch.')}"
+    return f"{list(shard.shape)} {dtype_name(shard.values.dtype)}"

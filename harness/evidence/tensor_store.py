@@ -11,12 +11,12 @@ import ctypes
 import os
 from contextlib import suppress
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.core.errors import TraceError
+from harness.evidence.dtypes import dtype_name
 from harness.evidence.projection import fingerprint
 from harness.evidence.trace import StoredTensor
 
@@ -40,7 +40,7 @@ class TensorStore:
 
     def takes(self, tensor: Tensor) -> bool:
         """Return whether a tensor belongs here; else it belongs into the rank's own file."""
-        return tensor.numel() > self.above and _name(tensor.dtype) in _DTYPES
+        return tensor.numel() > self.above and dtype_name(tensor.dtype) in _DTYPES
 
     def keep(self, tensor: Tensor) -> StoredTensor:
         """Return the reference to a dense tensor, which is written unless an equal one is there."""
@@ -55,7 +55,7 @@ class TensorStore:
 
 def reference(tensor: Tensor) -> StoredTensor:
     """Return under what a tensor is stored, if it is: equal for equal tensors."""
-    return StoredTensor(fingerprint(tensor), tuple(tensor.shape), _name(tensor.dtype))
+    return StoredTensor(fingerprint(tensor), tuple(tensor.shape), dtype_name(tensor.dtype))
 
 
 def load(folder: str, stored: StoredTensor) -> Tensor:
@@ -88,7 +88,3 @@ def _write(path: str, tensor: Tensor) -> None:
 
 def _file_name(stored: StoredTensor) -> str:
     return f"{stored.fingerprint & 2**64 - 1:016x}-{'x'.join(map(str, stored.shape))}-{stored.dtype}"
-
-
-def _name(dtype: torch.dtype) -> Any:
-    return str(dtype).removeprefix("torch.")

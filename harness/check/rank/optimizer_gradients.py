@@ -19,11 +19,6 @@ def kept(gradient: Tensor) -> Tensor:
     return segment(gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """Return the name of a dtype, "" for None."""
-    return "" if dtype is None else str(dtype).removeprefix("torch.")
-
-
 def received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
     """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none."""
     if parameter.grad is None:

@@ -28,7 +28,6 @@ from harness.check.rank.observer import Observer
 from harness.check.rank.optimizer.clipping import Clipping
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer_gradients import (
-    dtype_name,
     has_own_hooks,
     kept,
     received,
@@ -43,6 +42,7 @@ from harness.check.rank.replay.exact_gradients import ExactGradients
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
 from harness.check.rank.sharding import arrival_leaves, reduction_dtypes
+from harness.evidence.dtypes import dtype_name
 
 T = TypeVar("T")
 

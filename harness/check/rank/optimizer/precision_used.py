@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
 from harness.check.rank.parameters import parameters_of
+from harness.evidence.dtypes import dtype_name
 
 
 class PrecisionUsed(WrappingObserver):
@@ -43,7 +44,7 @@ class PrecisionUsed(WrappingObserver):
         """Note the autocast in force."""
         kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
         self._in_backward = [
-            f"{kind} {_name(torch.get_autocast_dtype(kind))}" for kind in kinds if torch.is_autocast_enabled(kind)
+            f"{kind} {dtype_name(torch.get_autocast_dtype(kind))}" for kind in kinds if torch.is_autocast_enabled(kind)
         ]
 
     def backward_ends(self, number: int) -> Facts | None:
@@ -57,10 +58,10 @@ class PrecisionUsed(WrappingObserver):
         gradients: Counter[str] = Counter()
         devices = set()
         for parameter in parameters_of(optimizer):
-            weights[_name(parameter.dtype)] += parameter.numel()
+            weights[dtype_name(parameter.dtype)] += parameter.numel()
             devices.add(parameter.device.type)
             if parameter.grad is not None:
-                gradients[_name(parameter.grad.dtype)] += parameter.numel()
+                gradients[dtype_name(parameter.grad.dtype)] += parameter.numel()
         return {
             "parameters": dict(weights),
             "gradients": dict(gradients),
@@ -75,7 +76,7 @@ class PrecisionUsed(WrappingObserver):
     def _around_enter(self, original: Callable[..., Any], context: Any) -> Any:
         if self.attends and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with self.notes():
-                dtype = _name(context.fast_dtype) if context._enabled else "off"
+                dtype = dtype_name(context.fast_dtype) if context._enabled else "off"
                 self._entered[f"{context.device} {dtype}"] += 1
         return original(context)
 
@@ -103,7 +104,3 @@ def _flags() -> Facts:
         except RuntimeError:
             flags[name] = getattr(torch.backends.cuda.matmul, "fp32_precision", None)
     return flags
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
