@@ -29,10 +29,10 @@ from harness.check.rank.observer import Observer
 from harness.check.rank.optimizer.clipping import Clipping
 from harness.check.rank.optimizer.learning_rate import LearningRate
 from harness.check.rank.optimizer.loss_scale import LossScale
-from harness.check.rank.optimizer.optimizer_replay import local
 from harness.check.rank.optimizer.precision_used import PrecisionUsed
 from harness.check.rank.optimizer.update_replay import UpdateReplay
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.sharding import local
 
 LOSS_SCALE = LossScale()
 OBSERVERS: tuple[Observer, ...] = (UpdateReplay(), LOSS_SCALE, Clipping(LOSS_SCALE), LearningRate(), PrecisionUsed())

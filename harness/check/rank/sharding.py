@@ -1,4 +1,4 @@
-"""Parameters that are sharded over ranks: the leaves at which their gradients arrive, and whole tensors of shards."""
+"""Parameters that are sharded over ranks: which they are, where their gradients arrive, and their whole tensors."""
 
 from __future__ import annotations
 
@@ -15,9 +15,29 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor if gather is None else gather()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds: a DTensor's shard, any other tensor itself."""
+    shard = getattr(tensor, "_local_tensor", None)
+    return shard if isinstance(shard, Tensor) else tensor
+
+
 def is_flat(parameter: Tensor) -> bool:
     """Return whether FullyShardedDataParallel made a parameter: its gradient is not that of what the optimizer has."""
     return bool(getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False))
+
+
+def is_data_parallel_shard(parameter: Tensor) -> bool:
+    """Return whether ranks with data of their own hold a parameter in parts, without the type to show it.
+
+    FullyShardedDataParallel does so, and ZeRO 3 of DeepSpeed, which marks parameters by ``ds_id``.
+    """
+    return is_flat(parameter) or hasattr(parameter, "ds_id")
+
+
+def is_shard(tensor: Tensor) -> bool:
+    """Return whether this rank holds only a part of a tensor; a DTensor's part may be the whole of it."""
+    placements = getattr(tensor, "placements", None) or ()
+    return is_data_parallel_shard(tensor) or any(type(one).__name__ != "Replicate" for one in placements)
 
 
 def arrival_leaves(roots: Iterable[nn.Module]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -16,6 +16,7 @@ from harness.check.rank.observer import Observer
 from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pause import is_paused
+from harness.check.rank.sharding import is_data_parallel_shard
 
 _REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
                "all_gather_into_tensor")  # fmt: skip
@@ -113,7 +114,7 @@ class ParallelismObserver(Observer):
             facts["wrapper"] = {"ranks": torch.distributed.get_world_size(wrapper.process_group)}
         facts["sharded_as_data"] = any(
             base.__name__ in SHARDED_AS_DATA for part in module.modules() for base in type(part).__mro__
-        ) or any(hasattr(p, "_fsdp_flattened") or hasattr(p, "ds_id") for p in module.parameters())
+        ) or any(map(is_data_parallel_shard, module.parameters()))
         facts["layouts"] = sorted({layout for p in module.parameters() if (layout := _layout(p))})
         return facts
 

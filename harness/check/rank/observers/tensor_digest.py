@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.check.rank.sharding import is_shard, local
 from harness.evidence.projection import ROWS, fingerprint, row_weights, sketch
 
 SMALL = 1024
@@ -47,14 +47,10 @@ def digest_and_projection(tensor: Tensor) -> tuple[str | None, list[float] | Non
 
 def whole(tensor: Tensor) -> Tensor | None:
     """Return a tensor's values where all of them lie on this rank, None where it is a shard or has no values."""
-    values: Any = tensor.detach()
-    placements = getattr(values, "placements", None)
-    if placements is not None:
-        if any(type(one).__name__ != "Replicate" for one in placements):
-            return None
-        values = values.to_local()
-    sharded = hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id") or type(tensor).__name__ == "FlatParameter"
-    if sharded or values.is_meta or values.layout is not torch.strided or values.is_quantized:
+    if is_shard(tensor):
+        return None
+    values = local(tensor.detach())
+    if values.is_meta or values.layout is not torch.strided or values.is_quantized:
         return None
     return torch.view_as_real(values) if values.is_complex() else values
 

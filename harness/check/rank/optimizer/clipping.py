@@ -16,9 +16,9 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.loss_scale import LossScale
-from harness.check.rank.optimizer.optimizer_replay import local
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.sharding import is_shard, local
 
 ROUNDINGS = 8
 """A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""
@@ -199,7 +199,7 @@ class Clipping(WrappingObserver):
             inside=self._inside,
             before=before,
             after=_lengths(parameters),
-            sharded=any(map(_is_shard, parameters)),
+            sharded=any(map(is_shard, parameters)),
             parameters=[one for one in parameters if id(one) in before],
             scales={id(optimizer): self._scale_left(optimizer, before) for optimizer in owners},
             late=bool(owners) and all(optimizer in self._stepped for optimizer in owners),
@@ -280,12 +280,6 @@ def _total(lengths: dict[int, float]) -> float:
 def _epsilon(parameter: Tensor) -> float:
     """Return the relative distance of a parameter's numbers; 0 of whole numbers, as frozen quantised weights are."""
     return torch.finfo(parameter.dtype).eps if parameter.is_floating_point() or parameter.is_complex() else 0.0
-
-
-def _is_shard(parameter: Tensor) -> bool:
-    placements = getattr(parameter, "placements", ())
-    flat = getattr(parameter, "_is_flat_param", False) or hasattr(parameter, "_fsdp_flattened")
-    return bool(flat) or any(placement.is_shard() for placement in placements)
 
 
 def _number(value: Any) -> float | None:

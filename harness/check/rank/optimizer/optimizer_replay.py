@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.sharding import local
 
 ENTRY_BY_ENTRY = frozenset(
     {"Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD",
@@ -57,12 +58,6 @@ class Replayed:
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's class is one of torch.optim's own."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of a tensor that this rank holds: a DTensor's shard, any other tensor itself."""
-    shard = getattr(tensor, "_local_tensor", None)
-    return shard if isinstance(shard, Tensor) else tensor
 
 
 def stepping(optimizer: Optimizer) -> Optimizer:

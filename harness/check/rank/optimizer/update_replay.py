@@ -18,7 +18,6 @@ from harness.check.rank.optimizer.optimizer_replay import (
     NotReplayable,
     groups_of,
     is_of_torch,
-    local,
     memory,
     replayed,
     require_replayable,
@@ -26,6 +25,7 @@ from harness.check.rank.optimizer.optimizer_replay import (
 )
 from harness.check.rank.optimizer.shared_memory import shared_places
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.sharding import local
 from harness.evidence.projection import fingerprint
 
 
