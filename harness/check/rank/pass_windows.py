@@ -34,6 +34,8 @@ class PassWindows:
     def take(self, optimizer: int, running: Pass | None = None) -> tuple[list[Pass], list[Pass]]:
         """Return the passes since an optimizer's last step that belong to the step it takes now, and the others.
 
+        They are those of its next step as well if this one raises, and no pass begins before it is taken again.
+
         Args:
             optimizer: the number of the optimizer.
             running: the pass inside of which it steps, from a hook on its parameter.
@@ -44,13 +46,13 @@ class PassWindows:
         for entry in own:
             entry.steps.add(optimizer)
         passes = [entry.one for entry in own] + ([] if running is None else [running])
-        latest = [entry.one.number for entry in self._entries[-1:]] + [one.number for one in passes[-1:]]
-        if latest:
-            self._last_step[optimizer] = max(latest)
         return passes, [entry.one for entry in since if entry.closed]
 
-    def drop(self) -> None:
-        """Forget passes that no optimizer known so far will ask for again."""
+    def stepped(self, optimizer: int, running: Pass | None = None) -> None:
+        """Note that an optimizer has taken its step, and forget passes that no optimizer known so far will ask for."""
+        latest = [entry.one.number for entry in self._entries[-1:]] + ([] if running is None else [running.number])
+        if latest:
+            self._last_step[optimizer] = max(latest)
         if self._last_step:
             least = min(self._last_step.values())
             self._entries = [entry for entry in self._entries if entry.one.number > least]

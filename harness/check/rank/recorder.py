@@ -7,7 +7,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +47,9 @@ from harness.evidence.dtypes import dtype_name
 
 T = TypeVar("T")
 
+_STEPS_IN = Optimizer.profile_hook_step.__code__.co_filename
+"""The file of the function around every optimizer's step, which calls the hooks."""
+
 END_TIMEOUT_S = 60.0
 """How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
 
@@ -79,7 +83,7 @@ class TrainingRecorder:
         self._names = ParameterNames()
         self._optimizers: list[Optimizer] = []
         self._steps: dict[int, int] = {}
-        self._nested = 0
+        self._stepping: list[FrameType] = []
         self._recording = False
         self._finished = False
         self._error = ""
@@ -124,7 +128,7 @@ class TrainingRecorder:
         return {
             "optimizers": len(self._optimizers),
             "passes": self._gradients.count,
-            "steps": sum(number + 1 for number in self._steps.values()),
+            "steps": sum(self._steps.values()),
             "error": self._error,
         }
 
@@ -216,8 +220,7 @@ class TrainingRecorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_paused():
             return None
-        self._nested += 1
-        if self._nested > 1:  # of an optimizer inside of an optimizer the outer one's step is the script's
+        if not self._enter_step():
             return None
         self._guarded(lambda: self._count(optimizer))
         if not self._recording:
@@ -235,18 +238,35 @@ class TrainingRecorder:
         # Lightning computes the gradients in there.
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
+    def _enter_step(self) -> bool:
+        """Return whether a step is the script's: of an optimizer inside of an optimizer it is the outer one's."""
+        frames = self._forget_ended_steps()
+        self._stepping.append(next((one for one in frames if one.f_code.co_filename == _STEPS_IN), frames[0]))
+        return len(self._stepping) == 1
+
+    def _leave_step(self) -> bool:
+        """Return whether the step that ends is the script's."""
+        self._forget_ended_steps()
+        del self._stepping[-1:]
+        return not self._stepping
+
+    def _forget_ended_steps(self) -> list[FrameType]:
+        """Keep the steps that are still on the stack, which is returned: no hook sees the end of one that raises."""
+        frames = list(_stack())
+        self._stepping = [one for one in self._stepping if one in frames]
+        return frames
+
     def _count(self, optimizer: Optimizer) -> None:
-        """Begin or end recording, as far as the number of this step asks for it."""
+        """End recording, as far as the number of this step asks for it."""
         self._note(optimizer)
-        number = self._steps[id(optimizer)] = self._steps.get(id(optimizer), -1) + 1
+        number = self._steps.setdefault(id(optimizer), 0)
         if self._recording and number >= self._options.after + self._options.steps:
             self._stop()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_paused():
             return
-        self._nested -= 1
-        if self._nested == 0:
+        if self._leave_step():
             skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
             self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
@@ -279,7 +299,6 @@ class TrainingRecorder:
         names = self._names.of(optimizer, parameters)
         running = self._gradients.current
         own, others = self._windows.take(self._optimizers.index(optimizer), running)
-        unclipped, self._unclipped = self._unclipped, {}
         reduced = reduction_dtypes(self._names.roots)
         with torch.no_grad(), paused():
             gradients, norms = zip(*(received(optimizer, parameter) for parameter in parameters), strict=True)
@@ -301,7 +320,7 @@ class TrainingRecorder:
             tuple(vector(one, parameters) for one in others),
             facts={"gradient_hooks": sum(map(has_own_hooks, parameters))},
             norm=math.hypot(*norms),
-            unclipped=unclipped_vector(unclipped, parameters, gradients),
+            unclipped=unclipped_vector(self._unclipped, parameters, gradients),
         )
 
     def _replay(self, passes: Sequence[Pass]) -> None:
@@ -318,6 +337,7 @@ class TrainingRecorder:
                     self._uncovered.setdefault(self._names.of_one(parameter), reason)
 
     def _complete(self, optimizer: Optimizer, *, skipped: bool) -> None:
+        done = self._steps[id(optimizer)] = self._steps[id(optimizer)] + 1
         pending, self._pending = self._pending, None
         if self._recording and pending is not None:
             with torch.no_grad(), paused():
@@ -326,12 +346,13 @@ class TrainingRecorder:
                 *self._world,
                 RecordedStep(**{**vars(pending), "skipped": skipped, "facts": {**pending.facts, **facts}}),
             )
-        self._windows.drop()
-        done = self._steps.get(id(optimizer), -1) + 1
+            self._windows.stepped(pending.optimizer, self._gradients.current)
+            for one in parameters_of(optimizer):
+                self._unclipped.pop(id(one), None)
         if not self._recording and not self._finished and done == self._options.after:
             self._start()
         elif self._recording and all(
-            self._steps.get(id(one), -1) + 1 >= self._options.after + self._options.steps
+            self._steps[id(one)] >= self._options.after + self._options.steps
             for one in self._optimizers
             if id(one) in self._steps
         ):
@@ -361,6 +382,16 @@ class TrainingRecorder:
             if self._recording:
                 self._stop()
             return None
+
+
+def _stack() -> Iterator[FrameType]:
+    """Yield the frames of this thread above the recorder's own, from the innermost on."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _world() -> tuple[int, int]:
