@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.check.judge.coverage import NO_STEP
+
 
 class Raising(torch.optim.SGD):
     """Raises in its second step, before any weight has changed."""
@@ -62,3 +64,25 @@ def test_models_that_are_clipped_together_have_their_gradients_from_before(plumb
     checked = plumbline.check(train, ranks=1, steps=2)
     checked.assert_right()
     assert all(step.unclipped is not None for step in steps_of(checked))
+
+
+def test_an_optimizer_whose_first_step_comes_too_late_is_not_covered(plumbline):
+    def train():
+        (critic, loss), (generator, other) = model_and_loss(), model_and_loss()
+        often, seldom = (torch.optim.SGD(model.parameters(), 0.1) for model in (critic, generator))
+        for number in range(1, 7):
+            loss().backward()
+            often.step()
+            often.zero_grad()
+            if number % 5 == 0:
+                other().backward()
+                seldom.step()
+                seldom.zero_grad()
+
+    checked = plumbline.check(train, ranks=1, steps=3)
+    checked.assert_right()
+    (training,) = checked.trainings
+    (uncovered,) = training.coverage.uncovered
+    assert uncovered.why == NO_STEP
+    assert uncovered.entries == training.coverage.entries / 2
+    assert training.coverage.share == 0.5

@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 
 NO_REPLAY = "its backward passes were not computed again in float64"
+NO_STEP = "its optimizer took none of the recorded steps; record more of them"
 NO_GRADIENT = "no gradient arrived at it in the recorded steps"
 
 
@@ -63,12 +64,23 @@ def coverage_of(training: RecordedTraining) -> Coverage:
     for key in entries:
         if key not in arrived:
             why[key] = NO_GRADIENT
+    for key, size in _unstepped(training):
+        if key not in entries:
+            entries[key], why[key] = size, NO_STEP
     return Coverage(
         sum(entries.values()),
         sum(entries[key] for key in arrived),
         sum(size for key, size in entries.items() if key not in why),
         tuple(sorted(_by_reason(why, entries), key=lambda one: -one.entries)),
     )
+
+
+def _unstepped(training: RecordedTraining) -> Iterator[tuple[tuple[int, str], int]]:
+    """Yield each parameter of optimizers that have no recorded step, and its size."""
+    for rank in training.ranks:
+        for optimizer, parameters in (rank.facts.get("unstepped") or {}).items():
+            for name, size in parameters.items():
+                yield (int(optimizer), name), size
 
 
 def _by_reason(why: Mapping[tuple[int, str], str], entries: Mapping[tuple[int, str], int]) -> Iterator[Uncovered]:

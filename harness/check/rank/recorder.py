@@ -83,6 +83,7 @@ class TrainingRecorder:
         self._names = ParameterNames()
         self._optimizers: list[Optimizer] = []
         self._steps: dict[int, int] = {}
+        self._recorded: set[int] = set()
         self._stepping: list[FrameType] = []
         self._recording = False
         self._finished = False
@@ -144,6 +145,7 @@ class TrainingRecorder:
                     **self._facts(lambda observer: observer.final_facts()),
                     "uncovered": self._uncovered,
                     "unoptimized": self._unoptimized(),
+                    "unstepped": self._unstepped(),
                 }
                 self._writer.write_end(self._world[0], facts, self._error)
             except OSError as error:
@@ -154,6 +156,20 @@ class TrainingRecorder:
         known = {id(one) for optimizer in self._optimizers for one in parameters_of(optimizer)}
         named = ((name, one) for root in self._names.roots for name, one in root.named_parameters())
         return [name for name, one in named if one.requires_grad and id(one) not in known]
+
+    def _unstepped(self) -> dict[str, dict[str, int]]:
+        """Return the entries of trainable parameters by their names, by the number of an optimizer not recorded."""
+        recorded = [one for one in self._optimizers if id(one) in self._recorded]
+        seen = {id(parameter) for optimizer in recorded for parameter in parameters_of(optimizer)}
+        found: dict[str, dict[str, int]] = {}
+        for place, optimizer in enumerate(self._optimizers):
+            parameters = parameters_of(optimizer)
+            named = zip(self._names.of(optimizer, parameters), parameters, strict=True)
+            own = {name: p.numel() for name, p in named if p.requires_grad and id(p) not in seen}
+            seen.update(map(id, parameters))
+            if own:
+                found[str(place)] = own
+        return found
 
     def _note(self, optimizer: Optimizer) -> None:
         if not any(known is optimizer for known in self._optimizers):
@@ -346,6 +362,7 @@ class TrainingRecorder:
                 *self._world,
                 RecordedStep(**{**vars(pending), "skipped": skipped, "facts": {**pending.facts, **facts}}),
             )
+            self._recorded.add(id(optimizer))
             self._windows.stepped(pending.optimizer, self._gradients.current)
             for one in parameters_of(optimizer):
                 self._unclipped.pop(id(one), None)
