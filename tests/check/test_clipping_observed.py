@@ -224,6 +224,23 @@ def test_what_was_unscaled_stays_so_while_another_model_computes_gradients():
     assert causes(recorded(script)) == []
 
 
+@pytest.mark.parametrize("when", ["too early", "in time"])
+def test_the_norm_of_gradients_that_changed_since_is_found(when):
+    def script() -> None:
+        model = small_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        for step in range(2):
+            optimizer.zero_grad()
+            for part in range(3):
+                loss_of(model, 10 * step + part).backward()
+                if part == (0 if when == "too early" else 2):
+                    norm = torch.nn.utils.get_total_norm(p.grad for p in model.parameters())
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), 0.5, norm)
+            optimizer.step()
+
+    assert causes(recorded(script)) == (["clipped-to-another-length"] if when == "too early" else [])
+
+
 def test_a_limit_that_is_scaled_as_well_is_right():
     def script() -> None:
         model = small_model()

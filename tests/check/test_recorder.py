@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from harness.check.judge.coverage import NO_STEP
@@ -86,3 +87,30 @@ def test_an_optimizer_whose_first_step_comes_too_late_is_not_covered(plumbline):
     assert uncovered.why == NO_STEP
     assert uncovered.entries == training.coverage.entries / 2
     assert training.coverage.share == 0.5
+
+
+@pytest.mark.parametrize("first", ["norm", "average"])
+def test_clipping_by_the_norm_of_the_local_gradient_is_found(plumbline, first):
+    def train():
+        model, loss = model_and_loss()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(dist.get_rank())
+        for _ in range(2):
+            loss().backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            if first == "norm":
+                norm = nn.utils.get_total_norm(gradients)
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+                gradient /= 2
+            if first == "average":
+                norm = nn.utils.get_total_norm(gradients)
+            nn.utils.clip_grads_with_norm_(model.parameters(), 0.05, norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    checked = plumbline.check(train, ranks=2, steps=2)
+    bad = {one.cause for one in checked.findings if one.check == "clipping" and one.outcome.is_bad}
+    assert bad == ({"clipped-before-averaging"} if first == "norm" else set())
+    if first == "average":
+        checked.assert_right()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from harness.check.evidence.training import Facts, RecordedTraining
 from harness.check.judge.noted import (
@@ -61,8 +62,10 @@ def clip_factor(facts: Facts, expected_norm: float, last_pass: int | None = None
 
 def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with the calls of clipping, or what they did; nothing where nobody clips."""
-    flaws = [_before_unscaling, _after_the_step, _every_micro_batch, _before_averaging, _shard_by_shard, _other_length]
+    flaws = [_before_unscaling, _after_the_step, _every_micro_batch, _before_averaging, _shard_by_shard]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
+    if not found and (other := _other_length(training)) is not None:  # than asked for, which those may be the cause of
+        found = [other]
     yield from found
     yield from failed_observers(training, OBSERVER, "clipping")
     clipped = [one for one in noted(training, OBSERVER) if _complete(one.facts, _last_pass(one))]
@@ -159,15 +162,22 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
         calls = {rank: _complete(one.facts, _last_pass(one)) for rank, one in ranks.items()}
         if any(not own or own[-1]["sharded"] or own[-1]["kind"] != "norm" for own in calls.values()):
             continue
-        norms = [math.hypot(own[-1]["norm"], own[-1]["others"]) for own in calls.values()]
         rounding = max(one.facts["roundings"] for one in ranks.values())
-        clipped = any(_is_effective(own[-1], ranks[rank].facts) for rank, own in calls.items())
-        if clipped and max(norms) - min(norms) > rounding * max(norms) and _same_gradient(ranks, rounding):
+        if not any(_is_effective(own[-1], ranks[rank].facts) for rank, own in calls.items()):
+            continue
+        held = [math.hypot(own[-1]["norm"], own[-1]["others"]) for own in calls.values()]
+        used = [own[-1]["returned"] for own in calls.values()]
+        norms: list[float] = []
+        if _differ(held, rounding) and _are_equal([one.step.received for one in ranks.values()], rounding):
+            norms = held
+        elif _differ(used, NORM_KNOWN_TO) and _are_equal([one.step.unclipped for one in ranks.values()], rounding):
+            norms = used  # which was computed before, of other gradients
+        if norms:
             first = next(iter(ranks.values()))
             return failed(
                 "clipping",
                 f"each rank clipped by a norm of its own ({listed(f'{norm:.6g}' for norm in norms)}), although all of "
-                "them step with one gradient; clip after the all-reduce: first seen",
+                "them have one gradient; clip by the norm after the all-reduce: first seen",
                 cause="clipped-before-averaging",
                 family="clipping",
                 step=first.step.number,
@@ -227,8 +237,17 @@ def _all_ranks(training: RecordedTraining) -> Iterator[Mapping[int, Noted]]:
             yield ranks
 
 
-def _same_gradient(ranks: Mapping[int, Noted], rounding: float) -> bool:
-    vectors = [one.step.received.nan_to_num() for one in ranks.values()]
+def _differ(norms: Sequence[float | None], by: float) -> bool:
+    """Return whether norms, all of which are known, differ by more than a part of the largest."""
+    known = [norm for norm in norms if norm is not None]
+    return len(known) == len(norms) and max(known) - min(known) > by * max(known)
+
+
+def _are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
+    """Return whether gradients, all of which were recorded, are one."""
+    vectors = [vector.nan_to_num() for vector in gradients if vector is not None]
+    if len(vectors) < len(gradients):
+        return False
     most = rounding * float(vectors[0].norm())
     return all(float(torch.linalg.vector_norm(vector - vectors[0])) <= most for vector in vectors)
 

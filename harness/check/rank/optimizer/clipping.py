@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -28,7 +28,23 @@ _FUNCTIONS = {
     "clip_grad_value_": "value",
 }  # fmt: skip
 
+_NORMS = ("get_total_norm", "_get_total_norm")
+
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+
+
+@dataclass(frozen=True, eq=False)
+class _Norm:
+    """What torch.nn.utils.get_total_norm returned for gradients."""
+
+    value: float
+    norm_type: float
+    gradients: Sequence[ref[Tensor]]
+
+    def is_of(self, parameters: Iterable[Tensor], total_norm: Any) -> bool:
+        """Return whether this is the number in question, and the norm of all gradients of these parameters alone."""
+        own = {id(one.grad) for one in parameters if one.grad is not None}
+        return {id(one()) for one in self.gradients} == own and _number(total_norm) == self.value
 
 
 @dataclass(eq=False)
@@ -61,7 +77,7 @@ class Clipping(WrappingObserver):
     backward pass and the step (None where they changed in another way). ``calls``, since the optimizer's last step,
     each with
     ``kind`` (``norm`` or ``value``), ``limit``, ``norm_type`` and ``returned``, the norm that the call returned, or
-    that the script had computed itself (``given``);
+    that it was given; ``given``: the script had computed that itself, and not by ``get_total_norm`` of all gradients;
     ``pass``: the number of the last backward pass that had begun, and ``inside``: whether it was still running;
     ``covered``: how many of the optimizer's parameters were clipped;
     ``norm`` and ``others``: 2-norms, computed in float64, of the gradients that this rank holds, of the optimizer's
@@ -87,6 +103,7 @@ class Clipping(WrappingObserver):
         self._depth = 0
         self._by_hand: dict[int, Facts] = {}
         self._wrapped_fsdp = False
+        self._measured: _Norm | None = None
 
     def install(self) -> None:
         """Wrap the functions before a script imports them by name."""
@@ -95,6 +112,10 @@ class Clipping(WrappingObserver):
             for module in (torch.nn.utils.clip_grad, torch.nn.utils):
                 if hasattr(module, name):
                     wrap(module, name, self._around(kind))
+        for name in _NORMS:
+            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
+                if hasattr(module, name):
+                    wrap(module, name, self._around_norm)
 
     def start(self) -> None:
         """Forget what was before, and wrap the method of FSDP if that has been imported."""
@@ -142,6 +163,7 @@ class Clipping(WrappingObserver):
         super().stop()
         self._calls.clear()
         self._lengths.clear()
+        self._measured = None
 
     def _around_init(self, original: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
@@ -162,6 +184,18 @@ class Clipping(WrappingObserver):
             return self._noted(kind, parameters, bound, lambda: original(*args, **kwargs))
 
         return around
+
+    def _around_norm(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note a call of get_total_norm(tensors, norm_type), of which gradients can be clipped later."""
+        if not self.attends or self._depth or torch.compiler.is_compiling():
+            return original(tensors, *args, **kwargs)
+        given = tensors if isinstance(tensors, (Tensor, Sequence)) else list(tensors)
+        result = original(given, *args, **kwargs)
+        with self.notes():
+            value, norm_type = _number(result), float(args[0] if args else kwargs.get("norm_type", 2.0))
+            gradients = tuple(map(ref, [given] if isinstance(given, Tensor) else given))
+            self._measured = None if value is None else _Norm(value, norm_type, gradients)
+        return result
 
     def _around_method(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Note a call of FullyShardedDataParallel.clip_grad_norm_(max_norm, norm_type)."""
@@ -189,12 +223,15 @@ class Clipping(WrappingObserver):
 
     def _note(self, kind: str, parameters: list[Tensor], bound: Facts, before: dict[int, float], result: Any) -> None:
         owners = [optimizer for optimizer in self._optimizers if before.keys() & set(map(id, parameters_of(optimizer)))]
+        given, norm_type = "total_norm" in bound, float(bound.get("norm_type", 2.0))
+        if given and self._measured is not None and self._measured.is_of(parameters, bound["total_norm"]):
+            given, norm_type = False, self._measured.norm_type
         call = _Call(
             kind=kind,
             limit=float(bound["max_norm"] if kind == "norm" else bound["clip_value"]),
-            norm_type=float(bound.get("norm_type", 2.0)),
+            norm_type=norm_type,
             returned=_number(bound.get("total_norm", result)),
-            given="total_norm" in bound,
+            given=given,
             at_pass=self._pass,
             inside=self._inside,
             before=before,
