@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -15,10 +14,11 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
+from harness.check.rank.optimizer.clipping_call import Call, Norm, facts_of, length_of_all, lengths_of, number
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
 from harness.check.rank.parameters import parameters_of
-from harness.check.rank.sharding import is_shard, local
+from harness.check.rank.sharding import is_shard
 
 ROUNDINGS = 8
 """A gradient's length that changed by fewer roundings of its dtype than this is the same, computed in another way."""
@@ -31,40 +31,6 @@ _FUNCTIONS = {
 _NORMS = ("get_total_norm", "_get_total_norm")
 
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
-
-
-@dataclass(frozen=True, eq=False)
-class _Norm:
-    """What torch.nn.utils.get_total_norm returned for gradients."""
-
-    value: float
-    norm_type: float
-    gradients: Sequence[ref[Tensor]]
-
-    def is_of(self, parameters: Iterable[Tensor], total_norm: Any) -> bool:
-        """Return whether this is the number in question, and the norm of all gradients of these parameters alone."""
-        own = {id(one.grad) for one in parameters if one.grad is not None}
-        return {id(one()) for one in self.gradients} == own and _number(total_norm) == self.value
-
-
-@dataclass(eq=False)
-class _Call:
-    """One clipping: lengths of the gradients before and after, by the parameter's id."""
-
-    kind: str
-    limit: float
-    norm_type: float
-    returned: float | None
-    given: bool
-    at_pass: int
-    inside: bool
-    before: dict[int, float]
-    after: dict[int, float]
-    sharded: bool
-    parameters: Sequence[Tensor]
-    scales: dict[int, float]
-    late: bool
-    kept: bool = False
 
 
 class Clipping(WrappingObserver):
@@ -96,14 +62,14 @@ class Clipping(WrappingObserver):
         self._loss_scale = loss_scale
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._calls: dict[int, list[_Call]] = {}
+        self._calls: dict[int, list[Call]] = {}
         self._lengths: dict[int, float] = {}
         self._pass = -1
         self._inside = False
         self._depth = 0
         self._by_hand: dict[int, Facts] = {}
         self._wrapped_fsdp = False
-        self._measured: _Norm | None = None
+        self._measured: Norm | None = None
 
     def install(self) -> None:
         """Wrap the functions before a script imports them by name."""
@@ -133,12 +99,12 @@ class Clipping(WrappingObserver):
         self._stepped.clear()
         for call in {id(call): call for calls in self._calls.values() for call in calls}.values():
             if call.at_pass < number and not call.late and not call.kept:
-                call.kept = _total(_lengths(call.parameters)) >= 0.5 * _total(call.after) > 0
+                call.kept = length_of_all(lengths_of(call.parameters)) >= 0.5 * length_of_all(call.after) > 0
 
     def backward_ends(self, number: int) -> Facts | None:
         """Note the lengths of gradients, so that changes by hand can be told."""
         self._inside = False
-        self._lengths = _lengths(one for optimizer in self._optimizers for one in parameters_of(optimizer))
+        self._lengths = lengths_of(one for optimizer in self._optimizers for one in parameters_of(optimizer))
         return None
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -155,7 +121,7 @@ class Clipping(WrappingObserver):
             "of": sum(parameter.grad is not None for parameter in parameters),
             "roundings": ROUNDINGS * max((_epsilon(one) for one in parameters), default=0.0),
             "by_hand": self._by_hand.pop(id(optimizer), None) or None,
-            "calls": [_facts(call, own, id(optimizer)) for call in self._calls.pop(id(optimizer), [])],
+            "calls": [facts_of(call, own, id(optimizer)) for call in self._calls.pop(id(optimizer), [])],
         }
 
     def stop(self) -> None:
@@ -192,9 +158,9 @@ class Clipping(WrappingObserver):
         given = tensors if isinstance(tensors, (Tensor, Sequence)) else list(tensors)
         result = original(given, *args, **kwargs)
         with self.notes():
-            value, norm_type = _number(result), float(args[0] if args else kwargs.get("norm_type", 2.0))
+            value, norm_type = number(result), float(args[0] if args else kwargs.get("norm_type", 2.0))
             gradients = tuple(map(ref, [given] if isinstance(given, Tensor) else given))
-            self._measured = None if value is None else _Norm(value, norm_type, gradients)
+            self._measured = None if value is None else Norm(value, norm_type, gradients)
         return result
 
     def _around_method(self, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,7 +175,7 @@ class Clipping(WrappingObserver):
     def _noted(self, kind: str, parameters: list[Tensor], bound: dict[str, Any], clip: Callable[[], Any]) -> Any:
         before: dict[int, float] = {}
         with self.notes():
-            before = _lengths(parameters)
+            before = lengths_of(parameters)
             self.on_clipping(parameters)
         self._depth += 1
         try:
@@ -226,16 +192,16 @@ class Clipping(WrappingObserver):
         given, norm_type = "total_norm" in bound, float(bound.get("norm_type", 2.0))
         if given and self._measured is not None and self._measured.is_of(parameters, bound["total_norm"]):
             given, norm_type = False, self._measured.norm_type
-        call = _Call(
+        call = Call(
             kind=kind,
             limit=float(bound["max_norm"] if kind == "norm" else bound["clip_value"]),
             norm_type=norm_type,
-            returned=_number(bound.get("total_norm", result)),
+            returned=number(bound.get("total_norm", result)),
             given=given,
             at_pass=self._pass,
             inside=self._inside,
             before=before,
-            after=_lengths(parameters),
+            after=lengths_of(parameters),
             sharded=any(map(is_shard, parameters)),
             parameters=[one for one in parameters if id(one) in before],
             scales={id(optimizer): self._scale_left(optimizer, before) for optimizer in owners},
@@ -249,7 +215,9 @@ class Clipping(WrappingObserver):
         scale = self._loss_scale.pending_scale(optimizer)
         known = [name for name in lengths if self._lengths.get(name)]
         if scale != 1.0 and known:
-            ratio = _total({name: lengths[name] for name in known}) / _total({n: self._lengths[n] for n in known})
+            ratio = length_of_all({name: lengths[name] for name in known}) / length_of_all(
+                {n: self._lengths[n] for n in known}
+            )
             if ratio * math.sqrt(scale) < 1.0:  # nearer to 1 / scale than to 1
                 return 1.0
         return scale
@@ -257,7 +225,7 @@ class Clipping(WrappingObserver):
     def _changes_by_hand(self, optimizer: Optimizer) -> Facts:
         """Compare gradients with those of the last backward pass, apart from what clipping and unscaling explain."""
         scale = self._loss_scale.scale / self._loss_scale.pending_scale(optimizer)
-        now = _lengths(parameters_of(optimizer))
+        now = lengths_of(parameters_of(optimizer))
         factors = []
         for parameter in parameters_of(optimizer):
             name = id(parameter)
@@ -274,53 +242,6 @@ class Clipping(WrappingObserver):
         return {"factor": middle if common else None}
 
 
-def _facts(call: _Call, own: set[int], optimizer: int) -> Facts:
-    """Return a call as it concerns one optimizer."""
-    before = {name: value for name, value in call.before.items() if name in own}
-    after = {name: value for name, value in call.after.items() if name in own}
-    norm = _total(before)
-    return {
-        "kind": call.kind,
-        "limit": call.limit,
-        "norm_type": call.norm_type,
-        "returned": call.returned,
-        "given": call.given,
-        "pass": call.at_pass,
-        "inside": call.inside,
-        "covered": len(before),
-        "norm": norm,
-        "others": _total({name: value for name, value in call.before.items() if name not in own}),
-        "factor": _total(after) / norm if norm else 1.0,
-        "scale": call.scales.get(optimizer, 1.0),
-        "late": call.late,
-        "kept": call.kept,
-        "sharded": call.sharded,
-    }
-
-
-def _lengths(parameters: Iterable[Tensor]) -> dict[int, float]:
-    """Return the 2-norms, computed in float64, of the gradients that there are, by the parameter's id."""
-    lengths = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            own = local(parameter.grad.detach())
-            values = own.coalesce()._values() if own.is_sparse else own
-            wide = torch.complex128 if values.is_complex() else torch.float64
-            lengths[id(parameter)] = float(torch.linalg.vector_norm(values, dtype=wide).real)
-    return lengths
-
-
-def _total(lengths: dict[int, float]) -> float:
-    return math.hypot(*lengths.values())
-
-
 def _epsilon(parameter: Tensor) -> float:
     """Return the relative distance of a parameter's numbers; 0 of whole numbers, as frozen quantised weights are."""
     return torch.finfo(parameter.dtype).eps if parameter.is_floating_point() or parameter.is_complex() else 0.0
-
-
-def _number(value: Any) -> float | None:
-    """Return a norm as a number; None where it is spread over ranks, which reading it would have to ask."""
-    if isinstance(value, Tensor) and local(value) is value:
-        return float(value)
-    return float(value) if isinstance(value, (int, float)) else None
