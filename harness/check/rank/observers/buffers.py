@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.parallelism import ParallelismObserver, active_wrapper, world_size
-from harness.check.rank.observers.tensor_digest import tensor_digest, whole
+from harness.check.rank.observers.tensor_digest import readable_values, tensor_digest
 
 Statistics: Any = (torch.nn.modules.batchnorm._NormBase,)
 """Layers whose floating-point buffers are running statistics: a NaN in them never goes away."""
@@ -85,7 +85,7 @@ def _broadcast(wrapper: Any, module: nn.Module) -> bool:
 
 def _noted(buffer: Tensor) -> list[Any]:
     """Return a buffer's digest and its norm, None where it has no finite one."""
-    values = whole(buffer)
+    values = readable_values(buffer)
     if values is None or not values.is_floating_point():
         return [tensor_digest(buffer), None]
     norm = float(torch.linalg.vector_norm(values.float()))

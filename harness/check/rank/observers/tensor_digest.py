@@ -19,7 +19,7 @@ _DENSE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def tensor_digest(tensor: Tensor) -> str | None:
     """Return a digest of a tensor's values, on whatever device; None where they cannot be read (meta, a shard)."""
-    values = whole(tensor)
+    values = readable_values(tensor)
     if values is None:
         return None
     if values.dtype in _DENSE and values.numel() > SMALL:
@@ -32,7 +32,7 @@ def digest_and_projection(tensor: Tensor) -> tuple[str | None, list[float] | Non
 
     The projection is linear, and the same for all tensors of one shape. It is None where there is no finite one.
     """
-    values = whole(tensor)
+    values = readable_values(tensor)
     if values is None or values.dtype not in _DENSE:
         return tensor_digest(tensor), None
     if values.numel() > SMALL:
@@ -45,7 +45,7 @@ def digest_and_projection(tensor: Tensor) -> tuple[str | None, list[float] | Non
     return digest, projection.tolist() if bool(projection.isfinite().all()) else None
 
 
-def whole(tensor: Tensor) -> Tensor | None:
+def readable_values(tensor: Tensor) -> Tensor | None:
     """Return a tensor's values where all of them lie on this rank, None where it is a shard or has no values."""
     if is_shard(tensor):
         return None
