@@ -15,8 +15,7 @@ from harness.check.rank.sharding import whole
 
 def kept(gradient: Tensor) -> Tensor:
     """Return the segment of a gradient, of the whole one if it is sharded."""
-    gradient = whole(gradient)
-    return segment(gradient.to_dense() if gradient.is_sparse else gradient)
+    return segment(_dense(gradient))
 
 
 def received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
@@ -24,8 +23,7 @@ def received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
     if parameter.grad is None:
         return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
     scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
-    gradient = whole(parameter.grad)
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    gradient = _dense(parameter.grad)
     return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
 
 
@@ -53,3 +51,9 @@ def vector(one: Pass, parameters: Sequence[Tensor]) -> BackwardPass:
     unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
     exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
     return BackwardPass(one.number, local, exact, one.scale, one.facts)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """Return the whole of a gradient, which all ranks have to ask for where it is sharded, as a dense tensor."""
+    gradient = whole(gradient)
+    return gradient.to_dense() if gradient.is_sparse else gradient
