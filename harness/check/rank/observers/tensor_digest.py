@@ -1,4 +1,4 @@
-"""Digests and projections of tensors, for tensors of any dtype, and which of them are whole on this rank."""
+"""Digests and projections of tensors, for tensors of any dtype, and their values where all lie on this rank."""
 
 from __future__ import annotations
 

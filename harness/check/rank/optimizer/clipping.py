@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
-from harness.check.rank.optimizer.clipping_call import Call, Norm, facts_of, length_of_all, lengths_of, number
+from harness.check.rank.optimizer.clipping_call import Call, Norm, facts_of, lengths_of, number, total
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
 from harness.check.rank.parameters import parameters_of
@@ -99,7 +99,7 @@ class Clipping(WrappingObserver):
         self._stepped.clear()
         for call in {id(call): call for calls in self._calls.values() for call in calls}.values():
             if call.at_pass < number and not call.late and not call.kept:
-                call.kept = length_of_all(lengths_of(call.parameters)) >= 0.5 * length_of_all(call.after) > 0
+                call.kept = total(lengths_of(call.parameters)) >= 0.5 * total(call.after) > 0
 
     def backward_ends(self, number: int) -> Facts | None:
         """Note the lengths of gradients, so that changes by hand can be told."""
@@ -215,9 +215,7 @@ class Clipping(WrappingObserver):
         scale = self._loss_scale.pending_scale(optimizer)
         known = [name for name in lengths if self._lengths.get(name)]
         if scale != 1.0 and known:
-            ratio = length_of_all({name: lengths[name] for name in known}) / length_of_all(
-                {n: self._lengths[n] for n in known}
-            )
+            ratio = total({name: lengths[name] for name in known}) / total({n: self._lengths[n] for n in known})
             if ratio * math.sqrt(scale) < 1.0:  # nearer to 1 / scale than to 1
                 return 1.0
         return scale

@@ -53,7 +53,7 @@ def facts_of(call: Call, own: set[int], optimizer: int) -> Facts:
     """Return a call as it concerns one optimizer."""
     before = {name: value for name, value in call.before.items() if name in own}
     after = {name: value for name, value in call.after.items() if name in own}
-    norm = length_of_all(before)
+    norm = total(before)
     return {
         "kind": call.kind,
         "limit": call.limit,
@@ -64,8 +64,8 @@ def facts_of(call: Call, own: set[int], optimizer: int) -> Facts:
         "inside": call.inside,
         "covered": len(before),
         "norm": norm,
-        "others": length_of_all({name: value for name, value in call.before.items() if name not in own}),
-        "factor": length_of_all(after) / norm if norm else 1.0,
+        "others": total({name: value for name, value in call.before.items() if name not in own}),
+        "factor": total(after) / norm if norm else 1.0,
         "scale": call.scales.get(optimizer, 1.0),
         "late": call.late,
         "kept": call.kept,
@@ -85,7 +85,7 @@ def lengths_of(parameters: Iterable[Tensor]) -> dict[int, float]:
     return lengths
 
 
-def length_of_all(lengths: dict[int, float]) -> float:
+def total(lengths: dict[int, float]) -> float:
     """Return the 2-norm of all gradients together."""
     return math.hypot(*lengths.values())
 
