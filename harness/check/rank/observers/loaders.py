@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, data
 
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
-from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.observers.row_hashes import digest
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.patching import attempt, wrap
 
 HEAD = 64
 """Indices at the beginning of an epoch from which its order is known again."""
@@ -76,14 +76,11 @@ class LoaderObserver(Observer):
         """Return the passes through samplers, and through loaders."""
         return {"samplers": self._samplers, "loaders": self._passes}
 
-    def _around_sampler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def iterate(sampler: Any) -> Iterator[Any]:
-            # Lazy where the original is: when it draws from the global generator must not change.
-            noted = attempt(self._note_sampler, sampler, original)
-            order = original(sampler)
-            return order if noted is None else self._followed(order, noted)
-
-        return iterate
+    def _around_sampler(self, original: Callable[..., Any], sampler: Any) -> Iterator[Any]:
+        # Lazy where the original is: when it draws from the global generator must not change.
+        noted = attempt(self._note_sampler, sampler, original)
+        order: Iterator[Any] = original(sampler)
+        return order if noted is None else self._followed(order, noted)
 
     def _followed(self, order: Iterator[Any], noted: Facts) -> Iterator[Any]:
         def head() -> Iterator[Any]:
@@ -124,13 +121,10 @@ class LoaderObserver(Observer):
         self._samplers.append(noted)
         return noted
 
-    def _around_loader(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def iterate(loader: Any) -> Any:
-            iterator = original(loader)
-            attempt(self._note_pass, loader, iterator)
-            return iterator
-
-        return iterate
+    def _around_loader(self, original: Callable[..., Any], loader: Any) -> Any:
+        iterator = original(loader)
+        attempt(self._note_pass, loader, iterator)
+        return iterator
 
     def _note_pass(self, loader: Any, iterator: Any) -> None:
         noted = {
@@ -145,14 +139,11 @@ class LoaderObserver(Observer):
             self._passes.append(noted)
         self._iterators[iterator] = noted
 
-    def _around_fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def fetch(iterator: Any) -> Any:
-            batch = original(iterator)
-            if self._recording:
-                attempt(self._note_batch, iterator)
-            return batch
-
-        return fetch
+    def _around_fetch(self, original: Callable[..., Any], iterator: Any) -> Any:
+        batch = original(iterator)
+        if self._recording:
+            attempt(self._note_batch, iterator)
+        return batch
 
     def _note_batch(self, iterator: Any) -> None:
         noted = self._iterators.get(iterator)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.nn import functional
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
-from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.observers.row_hashes import digest, row_hashes
+from harness.check.rank.patching import attempt, wrap
 from harness.check.rank.pause import is_paused
 
 _LONGEST_CHAIN = 64
@@ -59,7 +60,7 @@ class ObjectiveObserver(Observer):
             wrap(functional, name, self._around_loss)
         wrap(torch.autograd, "backward", self._around_backward)
         wrapped = {name: getattr(functional, name) for name in originals}
-        wrap(torch.jit, "script", lambda original: _without(original, originals, wrapped))
+        wrap(torch.jit, "script", partial(_script_without, originals, wrapped))
 
     def start(self) -> None:
         """Follow losses from now on."""
@@ -88,30 +89,23 @@ class ObjectiveObserver(Observer):
             return None
         return {"calls": facts, "alone": alone, **({"tokens": tokens} if tokens else {})}
 
-    def _around_loss(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        name = original.__name__
+    def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Asked first: a compiled region must not depend on what is being recorded.
+        if torch.compiler.is_compiling() or not self._recording or is_paused():
+            return original(*args, **kwargs)
+        self._depth += 1
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if not self._depth:
+            attempt(self._follow, original, args, kwargs, result)
+        return result
 
-        def loss(*args: Any, **kwargs: Any) -> Any:
-            # Asked first: a compiled region must not depend on what is being recorded.
-            if torch.compiler.is_compiling() or not self._recording or is_paused():
-                return original(*args, **kwargs)
-            self._depth += 1
-            try:
-                result = original(*args, **kwargs)
-            finally:
-                self._depth -= 1
-            if not self._depth:
-                attempt(self._follow, name, original, args, kwargs, result)
-            return result
-
-        return loss
-
-    def _follow(
-        self, name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _follow(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         if type(result) is not Tensor or not result.requires_grad or not torch.is_grad_enabled():
             return
-        call = describe(name, original, args, kwargs)
+        call = describe(original.__name__, original, args, kwargs)
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
         if not isinstance(targets, Tensor):
             return
@@ -125,13 +119,10 @@ class ObjectiveObserver(Observer):
         result.register_hook(arrived)  # type: ignore[no-untyped-call]
         self._calls.append(one)
 
-    def _around_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._recording and self._root is None and isinstance(tensors, Tensor) and not is_paused():
-                self._root = tensors.grad_fn
-            return original(tensors, *args, **kwargs)
-
-        return backward
+    def _around_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._recording and self._root is None and isinstance(tensors, Tensor) and not is_paused():
+            self._root = tensors.grad_fn
+        return original(tensors, *args, **kwargs)
 
 
 def _facts(one: _Call) -> Facts:
@@ -174,17 +165,20 @@ def _is_multiple(root: Any, node: Any) -> bool:
     return False
 
 
-def _without(original: Callable[..., Any], plain: dict[str, Any], wrapped: dict[str, Any]) -> Callable[..., Any]:
-    """Return the script compiler with torch's own loss functions in place while it reads a script."""
-
-    def script(*args: Any, _frames_up: int = 0, **kwargs: Any) -> Any:
-        for name, function in plain.items():
+def _script_without(
+    plain: dict[str, Any],
+    wrapped: dict[str, Any],
+    original: Callable[..., Any],
+    *args: Any,
+    _frames_up: int = 0,
+    **kwargs: Any,
+) -> Any:
+    """Call the script compiler with torch's own loss functions in place while it reads a script."""
+    for name, function in plain.items():
+        setattr(functional, name, function)
+    try:
+        # Names in the script are looked up in the frame of the caller: this one and that of ``wrap`` lie in between.
+        return original(*args, _frames_up=_frames_up + 2, **kwargs)
+    finally:
+        for name, function in wrapped.items():
             setattr(functional, name, function)
-        try:
-            # Names in the script are looked up in the frame of the caller, from which this one is one further away.
-            return original(*args, _frames_up=_frames_up + 1, **kwargs)
-        finally:
-            for name, function in wrapped.items():
-                setattr(functional, name, function)
-
-    return script

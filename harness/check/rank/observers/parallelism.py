@@ -13,8 +13,8 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
-from harness.check.rank.observers.patching import attempt, wrap
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.patching import attempt, wrap
 from harness.check.rank.pause import is_paused
 from harness.check.rank.sharding import is_data_parallel_shard
 
@@ -118,34 +118,25 @@ class ParallelismObserver(Observer):
         facts["layouts"] = sorted({layout for p in module.parameters() if (layout := _layout(p))})
         return facts
 
-    def _around_mesh(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def made(mesh: Any, *args: Any, **kwargs: Any) -> None:
-            original(mesh, *args, **kwargs)
-            attempt(self._note_mesh, mesh)
-
-        return made
+    def _around_mesh(self, original: Callable[..., Any], mesh: Any, *args: Any, **kwargs: Any) -> None:
+        original(mesh, *args, **kwargs)
+        attempt(self._note_mesh, mesh)
 
     def _note_mesh(self, mesh: Any) -> None:
         if mesh.mesh.ndim > 1:
             self._meshes.append({"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())})
 
-    def _around_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
-            group = original(ranks, *args, **kwargs)
-            if ranks is not None and 1 < len(ranks) < world_size():
-                self._groups.append(len(ranks))
-            return group
+    def _around_group(self, original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
+        group = original(ranks, *args, **kwargs)
+        if ranks is not None and 1 < len(ranks) < world_size():
+            self._groups.append(len(ranks))
+        return group
 
-        return made
-
-    def _around_reduction(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(*args: Any, **kwargs: Any) -> Any:
-            # Asked first: a compiled region must not depend on what is being counted.
-            if not torch.compiler.is_compiling() and self._counting and not is_paused():
-                attempt(self._note_reduction, args, kwargs)
-            return original(*args, **kwargs)
-
-        return reduce
+    def _around_reduction(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Asked first: a compiled region must not depend on what is being counted.
+        if not torch.compiler.is_compiling() and self._counting and not is_paused():
+            attempt(self._note_reduction, args, kwargs)
+        return original(*args, **kwargs)
 
     def _note_reduction(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = [*args, *kwargs.values()]

@@ -16,8 +16,9 @@ from torch.optim.optimizer import Optimizer
 from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.clipping_call import Call, Norm, facts_of, lengths_of, number, total
 from harness.check.rank.optimizer.loss_scale import LossScale
-from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
+from harness.check.rank.optimizer.wrapped import WrappingObserver
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.patching import wrap
 from harness.check.rank.sharding import is_shard
 
 ROUNDINGS = 8
@@ -74,14 +75,11 @@ class Clipping(WrappingObserver):
     def install(self) -> None:
         """Wrap the functions before a script imports them by name."""
         wrap(Optimizer, "__init__", self._around_init)
-        for name, kind in _FUNCTIONS.items():
-            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-                if hasattr(module, name):
-                    wrap(module, name, self._around(kind))
-        for name in _NORMS:
-            for module in (torch.nn.utils.clip_grad, torch.nn.utils):
-                if hasattr(module, name):
-                    wrap(module, name, self._around_norm)
+        for module in (torch.nn.utils.clip_grad, torch.nn.utils):
+            for name, kind in _FUNCTIONS.items():
+                wrap(module, name, self._around(kind))
+            for name in _NORMS:
+                wrap(module, name, self._around_norm)
 
     def start(self) -> None:
         """Forget what was before, and wrap the method of FSDP if that has been imported."""

@@ -10,7 +10,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
-from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap_overrides
+from harness.check.rank.optimizer.wrapped import WrappingObserver
+from harness.check.rank.patching import wrap_overrides
 
 
 class LearningRate(WrappingObserver):

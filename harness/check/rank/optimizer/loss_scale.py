@@ -12,8 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
 from harness.check.rank.optimizer.update_replay import weights_print
-from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap_overrides
+from harness.check.rank.optimizer.wrapped import WrappingObserver
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.patching import wrap_overrides
 from harness.check.rank.sharding import local
 
 

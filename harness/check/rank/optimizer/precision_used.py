@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
-from harness.check.rank.optimizer.wrapped import WrappingObserver, wrap
+from harness.check.rank.optimizer.wrapped import WrappingObserver
 from harness.check.rank.parameters import parameters_of
+from harness.check.rank.patching import wrap
 from harness.evidence.dtypes import dtype_name
 
 

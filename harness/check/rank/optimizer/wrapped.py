@@ -1,18 +1,13 @@
-"""Wraps functions and methods of torch in code that takes notes, and that cannot fail in the script's place."""
+"""An observer that takes notes inside of functions and methods of torch, and cannot fail in the script's place."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.pause import is_paused
-
-Around = Callable[..., Any]
-"""Takes the original function, then its arguments, and returns what the original returns."""
 
 
 class WrappingObserver(Observer):
@@ -50,38 +45,3 @@ class WrappingObserver(Observer):
         except Exception as error:  # whatever it is, it is not the script's
             self.recording = False
             self.error = f"{type(error).__name__}: {error}"
-
-
-def wrap(owner: Any, name: str, around: Around) -> None:
-    """Replace ``owner.name`` by a function that calls ``around`` with the original and the arguments."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
-
-    setattr(owner, name, wrapper)
-
-
-def wrap_overrides(base: Any, name: str, around: Around) -> None:
-    """Wrap a method of a class and of all its subclasses that have their own, those still to come included.
-
-    A method that calls its base class's is seen twice: ``around`` has to know which call is the outermost.
-    """
-    for one in _classes(base):
-        if name in vars(one):
-            wrap(one, name, around)
-    announced = base.__init_subclass__.__func__ if "__init_subclass__" in vars(base) else None
-
-    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-        super(base, cls).__init_subclass__(**kwargs) if announced is None else announced(cls, **kwargs)
-        if name in vars(cls):
-            wrap(cls, name, around)
-
-    base.__init_subclass__ = classmethod(init_subclass)
-
-
-def _classes(base: Any) -> Iterator[Any]:
-    yield base
-    for one in base.__subclasses__():
-        yield from _classes(one)
