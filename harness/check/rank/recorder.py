@@ -7,8 +7,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -42,13 +41,11 @@ from harness.check.rank.pause import is_paused, paused
 from harness.check.rank.replay.exact_gradients import ExactGradients
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
+from harness.check.rank.running_steps import RunningSteps
 from harness.check.rank.sharding import arrival_leaves, reduction_dtypes
 from harness.evidence.dtypes import dtype_name
 
 T = TypeVar("T")
-
-_STEPS_IN = Optimizer.profile_hook_step.__code__.co_filename
-"""The file of the function around every optimizer's step, which calls the hooks."""
 
 END_TIMEOUT_S = 60.0
 """How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
@@ -84,7 +81,7 @@ class TrainingRecorder:
         self._optimizers: list[Optimizer] = []
         self._steps: dict[int, int] = {}
         self._recorded: set[int] = set()
-        self._stepping: list[FrameType] = []
+        self._running = RunningSteps()
         self._recording = False
         self._finished = False
         self._error = ""
@@ -236,7 +233,7 @@ class TrainingRecorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_paused():
             return None
-        if not self._enter_step():
+        if not self._running.enter():
             return None
         self._guarded(lambda: self._count(optimizer))
         if not self._recording:
@@ -254,24 +251,6 @@ class TrainingRecorder:
         # Lightning computes the gradients in there.
         return ((args[0], followed, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": followed})
 
-    def _enter_step(self) -> bool:
-        """Return whether a step is the script's: of an optimizer inside of an optimizer it is the outer one's."""
-        frames = self._forget_ended_steps()
-        self._stepping.append(next((one for one in frames if one.f_code.co_filename == _STEPS_IN), frames[0]))
-        return len(self._stepping) == 1
-
-    def _leave_step(self) -> bool:
-        """Return whether the step that ends is the script's."""
-        self._forget_ended_steps()
-        del self._stepping[-1:]
-        return not self._stepping
-
-    def _forget_ended_steps(self) -> list[FrameType]:
-        """Keep the steps that are still on the stack, which is returned: no hook sees the end of one that raises."""
-        frames = list(_stack())
-        self._stepping = [one for one in self._stepping if one in frames]
-        return frames
-
     def _count(self, optimizer: Optimizer) -> None:
         """End recording, as far as the number of this step asks for it."""
         self._note(optimizer)
@@ -282,7 +261,7 @@ class TrainingRecorder:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_paused():
             return
-        if self._leave_step():
+        if self._running.leave():
             skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
             self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
@@ -399,16 +378,6 @@ class TrainingRecorder:
             if self._recording:
                 self._stop()
             return None
-
-
-def _stack() -> Iterator[FrameType]:
-    """Yield the frames of this thread above the recorder's own, from the innermost on."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename == __file__:
-        frame = frame.f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _world() -> tuple[int, int]:
