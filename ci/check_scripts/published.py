@@ -30,6 +30,10 @@ TO_CPU = (
     ("train.py", r"torch\.cuda\.set_device\(device\)", "pass"),
     ("train.py", r"device_ids=\[ddp_local_rank\]", "device_ids=None"),
 )
+IMAGENET_OF_TWO = (
+    "torchrun --standalone --nproc-per-node 2 main.py --dummy --no-accel --workers 0 --arch resnet18 --seed 1 "
+    "--dist-url env:// --dist-backend gloo"
+)
 MOCKED = {"TESTING_MOCKED_DATALOADERS": "1"}
 BERT = ("bert", "accuracy")
 
@@ -105,7 +109,16 @@ PUBLISHED = (
     Script(
         "nanogpt compiled",
         f"python {NANOGPT} --compile=True",
-        "torch.compile",
+        "torch.compile with dropout: compiled code draws its own random numbers, so no call can be run again",
+        "karpathy/nanoGPT",
+        also=("model.py", "train.py", "configurator.py"),
+        data=("nanogpt",),
+        steps=5,
+    ),
+    Script(
+        "nanogpt compiled without dropout",
+        f"python {NANOGPT.replace('--dropout=0.1', '--dropout=0.0')} --compile=True",
+        "torch.compile: calls are run again uncompiled",
         "karpathy/nanoGPT",
         also=("model.py", "train.py", "configurator.py"),
         data=("nanogpt",),
@@ -189,8 +202,7 @@ PUBLISHED = (
     ),
     Script(
         "pytorch imagenet distributed",
-        "torchrun --standalone --nproc-per-node 2 main.py --dummy --no-accel --epochs 1 --batch-size 8 --workers 0 "
-        "--arch resnet18 --seed 1 --dist-url env:// --dist-backend gloo",
+        f"{IMAGENET_OF_TWO} --epochs 1 --batch-size 8",
         "two ranks on CPU",
         "pytorch/examples",
         folder="imagenet",
@@ -199,6 +211,19 @@ PUBLISHED = (
         ranks=2,
         expected="wrong",
         because="main.py wraps the model in DDP on an accelerator only: on the CPU each rank trains alone",
+    ),
+    Script(
+        "pytorch imagenet ddp",
+        f"{IMAGENET_OF_TWO} --epochs 3 --batch-size 4",
+        "DistributedSampler over several epochs, DDP with BatchNorm",
+        "pytorch/examples",
+        folder="imagenet",
+        also=("imagenet",),
+        needs=PICTURES,
+        environment={"CHECK_SCRIPTS_SAMPLES": "32"},
+        changes=(("main.py", r"print\('using CPU.*", "model = torch.nn.parallel.DistributedDataParallel(model)"),),
+        ranks=2,
+        steps=12,
     ),
     *(
         Script(
@@ -248,10 +273,8 @@ PUBLISHED = (
     ),
     accelerated(
         "by_feature/ddp_comm_hook.py",
-        "a DDP communication hook",
+        "a DDP communication hook that rounds to float16",
         "--ddp_comm_hook fp16",
-        expected="not judged",
-        because="the hook is meant to change gradients",
     ),
     accelerated(
         "by_feature/schedule_free.py",
