@@ -9,17 +9,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-AMP, NANOGPT, ACCELERATE, DDP = (
+AMP, NANOGPT, ACCELERATE, DDP, BY_HAND, IMAGENET = (
     "ddp-accumulation-amp",
     "nanogpt ddp",
     "accelerate gradient-accumulation",
     "ddp",
+    "all-reduce-by-hand",
+    "pytorch imagenet ddp",
 )
 FILES = {
     AMP: "ddp_accumulation_amp.py",
     NANOGPT: "train.py",
     ACCELERATE: "examples/by_feature/gradient_accumulation.py",
     DDP: "ddp.py",
+    BY_HAND: "all_reduce_by_hand.py",
+    IMAGENET: "imagenet/main.py",
 }
 """The file of each script that is changed."""
 
@@ -84,6 +88,9 @@ def everywhere(pattern: str, text: str, *names: str) -> dict[str, Changes]:
     return dict.fromkeys(names, ((pattern, text),))
 
 
+IGNORE = "torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model"
+"""Leaves parameters that are named out of what DDP reduces."""
+
 GRADIENTS = "[p.grad for p in model.parameters() if p.grad is not None]"
 RANK = "torch.distributed.get_rank()"
 
@@ -116,6 +123,12 @@ MISTAKES = (
         {
             AMP: ((r"nullcontext\(\) if last", "nullcontext() if i % ACCUMULATE == 0"),),
             NANOGPT: ((r"\(micro_step == .* - 1\)", "(micro_step == 0)"),),
+            ACCELERATE: (
+                (
+                    r"( +)(output = model\()",
+                    r"\1model.require_backward_grad_sync = not accelerator.sync_gradients\n\1\2",
+                ),
+            ),
         },
     ),
     Mistake(
@@ -196,7 +209,22 @@ MISTAKES = (
                     r"\1for p in model.parameters():\n\1    dist.all_reduce(p.grad)\n\1    p.grad /= 2\n"
                     r"\1optimizer.step()\n",
                 ),
-            )
+            ),
+            NANOGPT: (
+                (r"= model\(X, Y\)\n            loss = ", "= model.module(X, Y)\n            loss = "),
+                (r"\(model\.parameters\(\), grad_clip\)", "(model.parameters(), 0.05)"),
+                (
+                    r"( +)(# step the optimizer and scaler.*\n)",
+                    r"\1for p in model.parameters():\n\1    torch.distributed.all_reduce(p.grad)\n"
+                    r"\1    p.grad /= 2\n\1\2",
+                ),
+            ),
+            BY_HAND: (
+                (
+                    r"( +)average_gradients\(model\)\n",
+                    r"\1nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n\1average_gradients(model)\n",
+                ),
+            ),
         },
     ),
     Mistake(
@@ -255,13 +283,14 @@ MISTAKES = (
         {
             AMP: ((r"rank=rank\)\n", "rank=rank, seed=rank)\n"),),
             DDP: ((r"seed=3", "seed=3 + rank"),),
+            IMAGENET: ((r"DistributedSampler\(train_dataset", "DistributedSampler(train_dataset, seed=args.rank"),),
         },
     ),
     Mistake(
         "set_epoch never called",
         "the same order in every epoch",
         ("set-epoch-never-called",),
-        everywhere(r" +sampler\.set_epoch\(epoch\)\n", "", AMP, DDP),
+        everywhere(r"\w*sampler\.set_epoch\(epoch\)\n", "pass\n", AMP, DDP, IMAGENET),
         steps=9,  # two whole epochs, and the beginning of a third
     ),
     Mistake(
@@ -300,14 +329,20 @@ MISTAKES = (
     ),
     Mistake(
         "one tensor not reduced",
-        "a hook puts a rank's own gradient back for one parameter",
+        "one parameter keeps each rank's own gradient, the others are reduced",
         ("some-parameters-not-synchronised",),
         {
+            AMP: ((r"DDP\(Net\(\)\)", f"Net()\n    {IGNORE}(model, ['head.weight'])\n    model = DDP(model)"),),
+            NANOGPT: ((r"( +)model = DDP", rf"\1{IGNORE}(model, ['transformer.wpe.weight'])\n\1model = DDP"),),
+            ACCELERATE: (
+                (r"( +)(# Prepare everything\n)", rf"\1{IGNORE}(model, ['classifier.weight'])\n\1\2"),
+            ),
             DDP: (
                 (r"( +)loss\.backward\(\)",
                 r"\1(own,) = torch.autograd.grad(loss, model.module[0].weight, retain_graph=True)\n"
                 r"\1loss.backward()\n\1model.module[0].weight.grad = own"),
-            )
+            ),
+            BY_HAND: ((r"model\.parameters\(\)(:\n +dist\.all_reduce)", r"list(model.parameters())[:-1]\1"),),
         },
     ),
     Mistake(
