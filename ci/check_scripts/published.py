@@ -35,15 +35,16 @@ IMAGENET_OF_TWO = (
     "--dist-url env:// --dist-backend gloo"
 )
 MOCKED = {"TESTING_MOCKED_DATALOADERS": "1"}
+TWO = "--multi_gpu --num_processes 2 --main_process_port 0"
+"""Options of ``accelerate launch``, with a free port, since several scripts may run at a time."""
+
 BERT = ("bert", "accuracy")
 
 
-def accelerated(
-    file: str, covers: str, options: str = "", launch: str = "--multi_gpu --num_processes 2", **more: object
-) -> Script:
+def accelerated(file: str, covers: str, options: str = "", launch: str = TWO, **more: object) -> Script:
     """Return an example of Accelerate, on two processes."""
     name = f"accelerate {file.removesuffix('.py').rpartition('/')[2].replace('_', '-')}"
-    ranks = 2 if "2" in launch else 1
+    ranks = 2 if launch == TWO else 1
     settings: dict[str, object] = {
         "name": name,
         "source": "huggingface/accelerate",
@@ -81,7 +82,7 @@ def lightning(name: str, command: str, covers: str, **more: object) -> Script:
 def trl(name: str, data: str, covers: str, options: str = "", **more: object) -> Script:
     """Return a trainer of TRL, on a Llama of two layers."""
     command = (
-        f"accelerate launch --multi_gpu --num_processes 2 trl/scripts/{name}.py --model_name_or_path tiny-llama "
+        f"accelerate launch {TWO} trl/scripts/{name}.py --model_name_or_path tiny-llama "
         f"--dataset_name {data} --output_dir out --use_cpu --max_steps 4 --per_device_train_batch_size 2 "
         f"--report_to none --logging_steps 1 --bf16 false {options}"
     ).strip()
@@ -350,6 +351,7 @@ PUBLISHED = (
         folder="examples/cifar10",
         also=("examples/cifar10",),
         needs=(*PICTURES, "fire"),
+        environment={"MASTER_PORT": "2223"},  # 2222 is Ignite's own, which another script may use at the same time
         ranks=2,
     ),
     trl("sft", "texts", "SFT with accumulation, packing off", "--gradient_accumulation_steps 2"),
