@@ -22,7 +22,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
 
-from mistakes import FILES, MISTAKES, Mistake, changed
+from mistake import FILES, Mistake, changed
+from mistakes import MISTAKES
 from page import Mistakes, Scripts, number, page
 from published import PUBLISHED
 from result import Result, is_right, last_lines, losses_of, read, write

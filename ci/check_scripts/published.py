@@ -311,7 +311,7 @@ PUBLISHED = (
         "python train_fabric.py",
         "Fabric, two optimizers",
         needs=PICTURES,
-        environment={"CHECK_SCRIPTS_SAMPLES": "16"},
+        environment={"CHECK_SCRIPTS_SAMPLES": "8"},
         steps=5,
     ),
     lightning("pytorch/bug_report", "python bug_report_model.py", "Lightning, one step only", steps=1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import shlex
@@ -82,7 +83,16 @@ def test_a_change_of_what_is_not_there_is_refused(runner):
 
 
 def test_twelve_mistakes_are_put_into_three_scripts(runner):
-    assert sum(len(one.changes) >= 3 for one in runner.MISTAKES) >= 12
+    assert sum(len(one.changes) >= 3 for one in runner.MISTAKES if one.causes) >= 12
+
+
+def test_results_keep_the_order_of_the_tables_however_many_run_at_a_time(runner, monkeypatch):
+    monkeypatch.setattr(runner, "outcome", lambda script, mistake, *_: (script.name, mistake and mistake.name))
+    scripts = list(runner.SCRIPTS.values())
+    mistakes = [(one, runner.SCRIPTS[name]) for one in runner.MISTAKES for name in one.changes]
+    plain, wrong = runner.results(scripts, mistakes, argparse.Namespace(jobs=3), {})
+    assert plain == [(one, (one.name, None)) for one in scripts]
+    assert wrong == [(mistake, one, (one.name, mistake.name)) for mistake, one in mistakes]
 
 
 def test_a_right_script_that_is_accused_is_not_as_it_should_be(runner, result):
