@@ -141,7 +141,7 @@ MISTAKES = (
                     r"\1    p.grad /= 2\n\1\2",
                 ),
             ),
-            BY_HAND: ((r"( +)(average_gradients\(m)", r"\1nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n\1\2"),),
+            BY_HAND: ((r"(  +)(average_gradients)", r"\1nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n\1\2"),),
         },
     ),
     Mistake(
