@@ -5,9 +5,10 @@
     python ci/check_scripts.py --checkouts FOLDER --only gpt   # some of it, printed
     python ci/check_scripts.py --part plain                    # no check: do the scripts run, and repeat themselves?
 
-``ci/check_scripts/`` has the tables: ``published.py``, ``libraries.py`` (public repositories, whose checkouts lie in FOLDER
-as ``owner+name``), ``rewritten.py`` (scripts of our own) and ``mistakes.py``. Interpreters that have further packages
-are named with ``--python``. Exits with 1 where anything is not as it should be. For every night; an hour on two cores.
+``ci/check_scripts/`` has the tables: ``published.py`` and ``libraries.py`` (scripts of public repositories, whose
+checkouts lie in FOLDER as ``owner+name``), ``rewritten.py`` (scripts of our own) and ``mistakes.py``. Interpreters that
+have further packages are named with ``--python``. Exits with 1 where anything is not as it should be. For every night;
+half an hour on two cores, with ``--jobs 2``.
 """
 
 from __future__ import annotations
