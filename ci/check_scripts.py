@@ -41,7 +41,7 @@ def main() -> int:
     asked = parsed()
     kept = read(asked.keep) if asked.keep else {}
     scripts, mistakes = results(chosen_scripts(asked), chosen_mistakes(asked), asked, kept)
-    text = page(scripts, mistakes, kept=bool(asked.keep))
+    text = page(scripts, mistakes, kept=bool(kept))
     print(text)
     if not asked.only and asked.part in (None, "page"):
         asked.report.write_text(text, encoding="utf-8")
