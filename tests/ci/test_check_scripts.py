@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -149,3 +152,17 @@ def test_the_page_counts_and_names(runner, result):
     assert "| plain-loop | rewritten | 1 |" in text
     assert "| right | 1.25 | 50.0 % | the same | 1.5 | yes |" in text
     assert "- srun-ddp: needs a cluster" in text
+
+
+def test_workers_with_sessions_of_their_own_are_ended_with_their_run(runner, tmp_path):
+    words = [sys.executable, "-c", "input()"]
+    ours, other = (
+        subprocess.Popen(
+            words, stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, "CHECK_SCRIPTS_LOSSES": folder}
+        )
+        for folder in (str(tmp_path), f"{tmp_path}-other")
+    )
+    sys.modules["running"].end_all(str(tmp_path))
+    assert ours.wait(60) == -signal.SIGKILL
+    other.communicate(b"\n", 60)
+    assert other.returncode == 0
