@@ -1,12 +1,14 @@
 """Real training scripts under ``plumbline check``: is each right one called right, is each mistake found and named?
 
     python ci/check_scripts.py --checkouts FOLDER              # everything, into reports/check-real-scripts.md
+    python ci/check_scripts.py --checkouts FOLDER --jobs 2     # two at a time
     python ci/check_scripts.py --checkouts FOLDER --only gpt   # some of it, printed
     python ci/check_scripts.py --part plain                    # no check: do the scripts run, and repeat themselves?
 
-``ci/check_scripts/`` has the tables: ``published.py`` (scripts of public repositories, whose checkouts lie in FOLDER
-as ``owner+name``), ``rewritten.py`` (scripts of our own) and ``mistakes.py``. Interpreters that have further packages
-are named with ``--python``. Exits with 1 where anything is not as it should be. For every night; an hour on two cores.
+``ci/check_scripts/`` has the tables: ``published.py`` and ``libraries.py`` (scripts of public repositories, whose
+checkouts lie in FOLDER as ``owner+name``), ``rewritten.py`` (scripts of our own) and ``mistakes.py``. Interpreters that
+have further packages are named with ``--python``. Exits with 1 where anything is not as it should be. For every night;
+half an hour on two cores, with ``--jobs 2``.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
 
-from mistakes import FILES, MISTAKES, Mistake, changed
-from page import number, page
+from mistake import FILES, Mistake, changed
+from mistakes import MISTAKES
+from page import Mistakes, Scripts, number, page
 from published import PUBLISHED
 from result import Result, is_right, last_lines, losses_of, read, write
 from rewritten import REWRITTEN_SCRIPTS
@@ -36,15 +40,33 @@ def main() -> int:
     """Run what is asked for, print the page, and write it if it was everything."""
     asked = parsed()
     kept = read(asked.keep) if asked.keep else {}
-    scripts = [(script, outcome(script, None, asked, kept)) for script in chosen_scripts(asked)]
-    mistakes = [(mistake, script, outcome(script, mistake, asked, kept)) for mistake, script in chosen_mistakes(asked)]
-    text = page(scripts, mistakes, kept=bool(asked.keep))
+    scripts, mistakes = results(chosen_scripts(asked), chosen_mistakes(asked), asked, kept)
+    text = page(scripts, mistakes, kept=bool(kept))
     print(text)
     if not asked.only and asked.part in (None, "page"):
         asked.report.write_text(text, encoding="utf-8")
     right = [is_right(result, script, None) for script, result in scripts]
     right += [is_right(result, script, mistake) for mistake, script, result in mistakes]
     return 0 if all(right) else 1
+
+
+def results(
+    scripts: Sequence[Script],
+    mistakes: Sequence[tuple[Mistake, Script]],
+    asked: argparse.Namespace,
+    kept: dict[str, Result],
+) -> tuple[Scripts, Mistakes]:
+    """Return what becomes of scripts, and of scripts with mistakes in them; ``--jobs`` of them run at a time."""
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        try:
+            plain = [pool.submit(outcome, script, None, asked, kept) for script in scripts]
+            wrong = [pool.submit(outcome, script, mistake, asked, kept) for mistake, script in mistakes]
+            return (
+                [(script, one.result()) for script, one in zip(scripts, plain, strict=True)],
+                [(*pair, one.result()) for pair, one in zip(mistakes, wrong, strict=True)],
+            )
+        finally:
+            pool.shutdown(cancel_futures=True)  # after Ctrl-C, too: what runs comes to its end, nothing more begins
 
 
 def chosen_scripts(asked: argparse.Namespace) -> list[Script]:
@@ -79,6 +101,7 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps to record (default: %(default)s)")
     parser.add_argument("--time-limit", type=float, default=300, help="seconds for one run (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="scripts that run at a time (default: %(default)s)")
     parser.add_argument("--keep", type=Path, help="file of results: what is in it is not run again")
     parser.add_argument("--report", type=Path, default=ROOT / "reports" / "check-real-scripts.md")
     asked = parser.parse_args()
@@ -108,6 +131,8 @@ def checked(placed: Placed, asked: argparse.Namespace) -> Result:
     """Run a script plainly and under check, and plainly again where the losses differ."""
     name = placed.script.name
     first = placed.run()
+    if first.code is None:
+        first = placed.run()  # torch may hang at the end of a run: reports/teardowns.md
     if first.code != 0 or not first.losses:
         return Result(name, plain_seconds=first.seconds, failed=f"exit {first.code}\n{last_lines(first)}")
     if asked.part == "plain":

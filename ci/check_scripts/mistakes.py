@@ -1,91 +1,20 @@
-"""Mistakes that are put into copies of scripts, and the causes that name them.
-
-A mistake has one change per script: what the pattern finds is replaced. In scripts of other people patterns are as
-short as they can be.
-"""
+"""Mistakes that are put into copies of scripts, and the causes that name them."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-
-AMP, NANOGPT, ACCELERATE, DDP = (
-    "ddp-accumulation-amp",
-    "nanogpt ddp",
-    "accelerate gradient-accumulation",
-    "ddp",
+from mistake import (
+    ACCELERATE,
+    AMP,
+    BY_HAND,
+    DDP,
+    GRADIENTS,
+    IGNORE,
+    IMAGENET,
+    NANOGPT,
+    Mistake,
+    after_step,
+    before_step,
 )
-FILES = {
-    AMP: "ddp_accumulation_amp.py",
-    NANOGPT: "train.py",
-    ACCELERATE: "examples/by_feature/gradient_accumulation.py",
-    DDP: "ddp.py",
-}
-"""The file of each script that is changed."""
-
-Changes = tuple[tuple[str, str], ...]
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """One mistake.
-
-    Attributes:
-        name: what it is called.
-        says: what is done wrong.
-        causes: the causes that name it; none where nothing may be accused, since it may be meant.
-        changes: patterns and what replaces them, by the name of a script.
-        steps: how many optimizer steps must be recorded to see it; None: as many as are asked for.
-    """
-
-    name: str
-    says: str
-    causes: tuple[str, ...]
-    changes: dict[str, Changes]
-    steps: int | None = None
-
-
-AFTER_BACKWARD = {
-    AMP: r"( +)(scaler\.unscale_\(optimizer\)\n)",
-    NANOGPT: r"( +)(# clip the gradient\n)",
-    ACCELERATE: r"( +)(optimizer\.step\(\)\n)",
-    DDP: r"( +)(nn\.utils\.clip_grad_norm_)",
-}
-"""Where all gradients of a step are there, before they are unscaled or clipped; the group is the indentation."""
-
-AFTER_STEP = {
-    AMP: r"( +)(scaler\.update\(\)\n)",
-    NANOGPT: r"( +)(scaler\.update\(\)\n)",
-    ACCELERATE: r"( +)(lr_scheduler\.step\(\)\n)",
-    DDP: r"( +)(scheduler\.step\(\)\n)",
-}
-"""After the optimizer's step."""
-
-WHEN = {AMP: "True", NANOGPT: "True", ACCELERATE: "accelerator.sync_gradients", DDP: "True"}
-"""Whether this iteration ends a window of micro-batches: an expression."""
-
-
-def before_step(statement: str, *names: str) -> dict[str, Changes]:
-    """Return the changes that execute a statement when the gradients of a step are complete."""
-    return {name: _inserted(AFTER_BACKWARD[name], statement, name) for name in names}
-
-
-def after_step(statement: str, *names: str) -> dict[str, Changes]:
-    """Return the changes that execute a statement after the step."""
-    return {name: _inserted(AFTER_STEP[name], statement, name) for name in names}
-
-
-def _inserted(pattern: str, statement: str, name: str) -> Changes:
-    return ((pattern, rf"\1if {WHEN[name]}: {statement}\n\1\2"),)
-
-
-def everywhere(pattern: str, text: str, *names: str) -> dict[str, Changes]:
-    """Return the same change for several scripts."""
-    return dict.fromkeys(names, ((pattern, text),))
-
-
-GRADIENTS = "[p.grad for p in model.parameters() if p.grad is not None]"
-RANK = "torch.distributed.get_rank()"
 
 MISTAKES = (
     Mistake(
@@ -116,6 +45,12 @@ MISTAKES = (
         {
             AMP: ((r"nullcontext\(\) if last", "nullcontext() if i % ACCUMULATE == 0"),),
             NANOGPT: ((r"\(micro_step == .* - 1\)", "(micro_step == 0)"),),
+            ACCELERATE: (
+                (
+                    r"( +)(output = model\()",
+                    r"\1model.require_backward_grad_sync = not accelerator.sync_gradients\n\1\2",
+                ),
+            ),
         },
     ),
     Mistake(
@@ -196,7 +131,17 @@ MISTAKES = (
                     r"\1for p in model.parameters():\n\1    dist.all_reduce(p.grad)\n\1    p.grad /= 2\n"
                     r"\1optimizer.step()\n",
                 ),
-            )
+            ),
+            NANOGPT: (
+                (r"= model\(X, Y\)\n            loss = ", "= model.module(X, Y)\n            loss = "),
+                (r"\(model\.parameters\(\), grad_clip\)", "(model.parameters(), 0.05)"),
+                (
+                    r"( +)(# step the optimizer and scaler.*\n)",
+                    r"\1for p in model.parameters():\n\1    torch.distributed.all_reduce(p.grad)\n"
+                    r"\1    p.grad /= 2\n\1\2",
+                ),
+            ),
+            BY_HAND: ((r"(  +)(average_gradients)", r"\1nn.utils.clip_grad_norm_(model.parameters(), 0.05)\n\1\2"),),
         },
     ),
     Mistake(
@@ -246,6 +191,7 @@ MISTAKES = (
                 (r"if iter_num % eval_interval == 0", "if iter_num and iter_num % eval_interval == 0"),
             ),
             DDP: ((r"DistributedSampler\(data, ", "DistributedSampler(data, num_replicas=2, rank=0, "),),
+            IMAGENET: ((r"(DistributedSampler\(train_dataset)", r"\1, num_replicas=2, rank=0"),),
         },
     ),
     Mistake(
@@ -255,13 +201,14 @@ MISTAKES = (
         {
             AMP: ((r"rank=rank\)\n", "rank=rank, seed=rank)\n"),),
             DDP: ((r"seed=3", "seed=3 + rank"),),
+            IMAGENET: ((r"DistributedSampler\(train_dataset", "DistributedSampler(train_dataset, seed=args.rank"),),
         },
     ),
     Mistake(
         "set_epoch never called",
         "the same order in every epoch",
         ("set-epoch-never-called",),
-        everywhere(r" +sampler\.set_epoch\(epoch\)\n", "", AMP, DDP),
+        dict.fromkeys((AMP, DDP, IMAGENET), ((r"\w*sampler\.set_epoch\(epoch\)\n", "pass\n"),)),
         steps=9,  # two whole epochs, and the beginning of a third
     ),
     Mistake(
@@ -300,14 +247,20 @@ MISTAKES = (
     ),
     Mistake(
         "one tensor not reduced",
-        "a hook puts a rank's own gradient back for one parameter",
+        "one parameter keeps each rank's own gradient, the others are reduced",
         ("some-parameters-not-synchronised",),
         {
+            AMP: ((r"DDP\(Net\(\)\)", f"Net()\n    {IGNORE}(model, ['head.weight'])\n    model = DDP(model)"),),
+            NANOGPT: ((r"( +)model = DDP", rf"\1{IGNORE}(model, ['transformer.wpe.weight'])\n\1model = DDP"),),
+            ACCELERATE: (
+                (r"( +)(# Prepare everything\n)", rf"\1{IGNORE}(model, ['classifier.weight'])\n\1\2"),
+            ),
             DDP: (
                 (r"( +)loss\.backward\(\)",
                 r"\1(own,) = torch.autograd.grad(loss, model.module[0].weight, retain_graph=True)\n"
                 r"\1loss.backward()\n\1model.module[0].weight.grad = own"),
-            )
+            ),
+            BY_HAND: ((r"model\.parameters\(\)(:\n +dist\.all_reduce)", r"list(model.parameters())[:-1]\1"),),
         },
     ),
     Mistake(
@@ -344,16 +297,3 @@ MISTAKES = (
     ),
 )  # fmt: skip
 """Every mistake."""
-
-
-def changed(text: str, changes: Changes) -> str:
-    """Return a script's text with a mistake in it.
-
-    Raises:
-        ValueError: a pattern is not found.
-    """
-    for pattern, replacement in changes:
-        text, count = re.subn(pattern, replacement, text)
-        if not count:
-            raise ValueError(f"nothing matches {pattern!r}")
-    return text

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 
-from mistakes import Mistake
+from mistake import Mistake
 from published import COMMITS
 from result import SAME, Result, is_right
 from script import REWRITTEN, Script

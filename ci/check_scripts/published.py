@@ -5,7 +5,8 @@ Their licences allow to run them; nothing of them is copied into this project.
 
 from __future__ import annotations
 
-from script import Script
+from libraries import LIBRARIES
+from script import PICTURES, Script
 
 COMMITS = {
     "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
@@ -19,7 +20,6 @@ COMMITS = {
 }
 """The commit of each repository."""
 
-PICTURES = ("torchvision",)
 NANOGPT = (
     "train.py --device=cpu --dataset=shakespeare_char --eval_interval=1000 --eval_iters=1 --block_size=32 "
     "--batch_size=4 --n_layer=2 --n_head=2 --n_embd=64 --dropout=0.1 --max_iters=4 --gradient_accumulation_steps=8 "
@@ -30,66 +30,16 @@ TO_CPU = (
     ("train.py", r"torch\.cuda\.set_device\(device\)", "pass"),
     ("train.py", r"device_ids=\[ddp_local_rank\]", "device_ids=None"),
 )
-MOCKED = {"TESTING_MOCKED_DATALOADERS": "1"}
-BERT = ("bert", "accuracy")
-
-
-def accelerated(
-    file: str, covers: str, options: str = "", launch: str = "--multi_gpu --num_processes 2", **more: object
-) -> Script:
-    """Return an example of Accelerate, on two processes."""
-    name = f"accelerate {file.removesuffix('.py').rpartition('/')[2].replace('_', '-')}"
-    ranks = 2 if "2" in launch else 1
-    settings: dict[str, object] = {
-        "name": name,
-        "source": "huggingface/accelerate",
-        "also": ("examples", "tests/test_samples"),
-        "folder": ".",
-        "needs": ("datasets", "evaluate"),
-        "data": BERT,
-        "environment": MOCKED,
-        "ranks": ranks,
-        "steps": 4 if ranks == 2 else 6,
-        **more,
-    }
-    command = f"accelerate launch {launch} examples/{file} --cpu {options}".strip()
-    return Script(command=command, covers=covers, **settings)  # type: ignore[arg-type]
+IMAGENET_OF_TWO = (
+    "torchrun --standalone --nproc-per-node 2 main.py --dummy --no-accel --workers 0 --arch resnet18 --seed 1 "
+    "--dist-url env:// --dist-backend gloo"
+)
 
 
 def example(folder: str, command: str, covers: str, **more: object) -> Script:
     """Return one of PyTorch's examples."""
     settings: dict[str, object] = {"source": "pytorch/examples", "folder": folder, "also": (folder,), **more}
     return Script(f"pytorch {folder}".replace("_", "-"), command, covers, **settings)  # type: ignore[arg-type]
-
-
-def lightning(name: str, command: str, covers: str, **more: object) -> Script:
-    """Return one of Lightning's examples."""
-    folder = f"examples/{name}"
-    settings: dict[str, object] = {
-        "source": "Lightning-AI/pytorch-lightning",
-        "folder": folder,
-        "also": (folder,),
-        **more,
-    }
-    return Script(f"lightning {name.rpartition('/')[2]}".replace("_", "-"), command, covers, **settings)  # type: ignore[arg-type]
-
-
-def trl(name: str, data: str, covers: str, options: str = "", **more: object) -> Script:
-    """Return a trainer of TRL, on a Llama of two layers."""
-    command = (
-        f"accelerate launch --multi_gpu --num_processes 2 trl/scripts/{name}.py --model_name_or_path tiny-llama "
-        f"--dataset_name {data} --output_dir out --use_cpu --max_steps 4 --per_device_train_batch_size 2 "
-        f"--report_to none --logging_steps 1 --bf16 false {options}"
-    ).strip()
-    settings: dict[str, object] = {
-        "source": "huggingface/trl",
-        "also": ("trl/scripts",),
-        "needs": ("datasets", "trl", "peft"),
-        "data": ("llama", "texts"),
-        "ranks": 2,
-        **more,
-    }
-    return Script(f"trl {name}", command, covers, **settings)  # type: ignore[arg-type]
 
 
 PUBLISHED = (
@@ -105,7 +55,16 @@ PUBLISHED = (
     Script(
         "nanogpt compiled",
         f"python {NANOGPT} --compile=True",
-        "torch.compile",
+        "torch.compile with dropout: compiled code draws its own random numbers, so no call can be run again",
+        "karpathy/nanoGPT",
+        also=("model.py", "train.py", "configurator.py"),
+        data=("nanogpt",),
+        steps=5,
+    ),
+    Script(
+        "nanogpt compiled without dropout",
+        f"python {NANOGPT.replace('--dropout=0.1', '--dropout=0.0')} --compile=True",
+        "torch.compile: calls are run again uncompiled",
         "karpathy/nanoGPT",
         also=("model.py", "train.py", "configurator.py"),
         data=("nanogpt",),
@@ -189,8 +148,7 @@ PUBLISHED = (
     ),
     Script(
         "pytorch imagenet distributed",
-        "torchrun --standalone --nproc-per-node 2 main.py --dummy --no-accel --epochs 1 --batch-size 8 --workers 0 "
-        "--arch resnet18 --seed 1 --dist-url env:// --dist-backend gloo",
+        f"{IMAGENET_OF_TWO} --epochs 1 --batch-size 8",
         "two ranks on CPU",
         "pytorch/examples",
         folder="imagenet",
@@ -199,6 +157,19 @@ PUBLISHED = (
         ranks=2,
         expected="wrong",
         because="main.py wraps the model in DDP on an accelerator only: on the CPU each rank trains alone",
+    ),
+    Script(
+        "pytorch imagenet ddp",
+        f"{IMAGENET_OF_TWO} --epochs 3 --batch-size 4",
+        "DistributedSampler over several epochs, DDP with BatchNorm",
+        "pytorch/examples",
+        folder="imagenet",
+        also=("imagenet",),
+        needs=PICTURES,
+        environment={"CHECK_SCRIPTS_SAMPLES": "32"},
+        changes=(("main.py", r"print\('using CPU.*", "model = torch.nn.parallel.DistributedDataParallel(model)"),),
+        ranks=2,
+        steps=12,
     ),
     *(
         Script(
@@ -228,108 +199,5 @@ PUBLISHED = (
         environment={"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"},
         steps=2,
     ),
-    accelerated("by_feature/gradient_accumulation.py", "accumulate()", "--gradient_accumulation_steps 2"),
-    accelerated(
-        "by_feature/gradient_accumulation.py",
-        "accumulate() in bf16",
-        "--gradient_accumulation_steps 2 --mixed_precision bf16",
-        name="accelerate gradient-accumulation bf16",
-    ),
-    accelerated("by_feature/automatic_gradient_accumulation.py", "find_executable_batch_size"),
-    accelerated(
-        "by_feature/checkpointing.py", "checkpoints between epochs", "--checkpointing_steps epoch --output_dir out"
-    ),
-    accelerated(
-        "by_feature/local_sgd.py",
-        "LocalSGD: weights averaged every few steps",
-        "--local_sgd_steps 2",
-        expected="not judged",
-        because="each rank is meant to step with its own gradients",
-    ),
-    accelerated(
-        "by_feature/ddp_comm_hook.py",
-        "a DDP communication hook",
-        "--ddp_comm_hook fp16",
-        expected="not judged",
-        because="the hook is meant to change gradients",
-    ),
-    accelerated(
-        "by_feature/schedule_free.py",
-        "an optimizer that is not of torch.optim",
-        needs=("schedulefree", "datasets", "evaluate"),
-    ),
-    accelerated("by_feature/early_stopping.py", "set_trigger", launch="--cpu --num_processes 1", data=(*BERT, "glue")),
-    accelerated(
-        "by_feature/gradient_accumulation_for_autoregressive_models.py",
-        "loss over all tokens of the accumulated batches",
-        "--gradient_accumulation_steps 2",
-        data=("llama", "accuracy"),
-    ),
-    accelerated(
-        "nlp_example.py",
-        "linear warm-up, BERT with dropout, batches of unequal length",
-        data=(*BERT, "glue"),
-        environment={},
-        steps=9,
-    ),
-    accelerated(
-        "complete_nlp_example.py", "everything of Accelerate in one script", "--output_dir out", data=(*BERT, "glue")
-    ),
-    lightning(
-        "fabric/image_classifier",
-        "fabric run --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py --epochs 1 --batch-size 8",
-        "Fabric, started by fabric run",
-        needs=PICTURES,
-        ranks=2,
-    ),
-    lightning(
-        "fabric/dcgan",
-        "python train_fabric.py",
-        "Fabric, two optimizers",
-        needs=PICTURES,
-        environment={"CHECK_SCRIPTS_SAMPLES": "16"},
-        steps=5,
-    ),
-    lightning("pytorch/bug_report", "python bug_report_model.py", "Lightning, one step only", steps=1),
-    lightning(
-        "pytorch/basics",
-        "python autoencoder.py --trainer.accelerator cpu --trainer.max_epochs 1 --trainer.limit_train_batches 5 "
-        "--trainer.limit_val_batches 1 --trainer.limit_test_batches 1 --trainer.limit_predict_batches 1",
-        "LightningCLI",
-        needs=(*PICTURES, "jsonargparse"),
-        environment={"CHECK_SCRIPTS_SAMPLES": "60000"},
-    ),
-    Script(
-        "ignite mnist",
-        "python mnist.py --epochs 1 --batch_size 16 --val_batch_size 16",
-        "create_supervised_trainer",
-        "pytorch/ignite",
-        folder="examples/mnist",
-        also=("examples/mnist",),
-        needs=PICTURES,
-    ),
-    Script(
-        "ignite dcgan",
-        "python dcgan.py --dataset cifar10 --dataroot . --epochs 1 --batch-size 16 --workers 0 --g-filters 8 "
-        "--d-filters 8 --no-cuda --seed 1 --output-dir out",
-        "an Engine with two optimizers",
-        "pytorch/ignite",
-        folder="examples/gan",
-        also=("examples/gan",),
-        needs=PICTURES,
-    ),
-    Script(
-        "ignite cifar10",
-        "python main.py run --backend gloo --nproc_per_node 2 --num_epochs 1 --batch_size 16 --num_workers 0 "
-        "--num_warmup_epochs 0 --data_path data --output_path out",
-        "processes that idist spawns, SyncBatchNorm asked for, GradScaler that is switched off",
-        "pytorch/ignite",
-        folder="examples/cifar10",
-        also=("examples/cifar10",),
-        needs=(*PICTURES, "fire"),
-        ranks=2,
-    ),
-    trl("sft", "texts", "SFT with accumulation, packing off", "--gradient_accumulation_steps 2"),
-    trl("dpo", "preferences", "DPO: a frozen reference model, two forwards a step"),
-    trl("reward", "preferences", "a reward model: pairs in one batch"),
+    *LIBRARIES,
 )

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mistakes import Mistake
+from mistake import Mistake
 from running import Ran
 from script import Script
 from verdict import Verdict

@@ -40,7 +40,7 @@ REWRITTEN_SCRIPTS = (
     alone("fabric_loop", "Fabric: no_backward_sync, clip_gradients", ranks=2, steps=4),
     Script(
         "accelerate-loop",
-        "accelerate launch --multi_gpu --num_processes 2 accelerate_loop.py",
+        "accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 accelerate_loop.py",
         "Accelerate: accumulate, clipping, unequal lengths",
         ranks=2,
     ),

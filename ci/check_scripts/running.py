@@ -11,7 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +28,10 @@ LAUNCHERS = {
     "deepspeed": ["-m", "deepspeed.launcher.runner"],
 }
 """Commands that users type, and the modules behind them: an interpreter may have the module without the command."""
+
+
+JUDGING = 120
+"""Seconds that check may take after the time limit of the script."""
 
 
 class CannotRunError(Exception):
@@ -82,7 +87,8 @@ class Placed:
         with tempfile.TemporaryDirectory(dir=self.folder) as name:
             file = Path(name) / "verdict.json"
             command = str(Path(sys.executable).with_name("plumbline"))
-            ran = self.run((command, "check", "--steps", str(steps), "--json", str(file), "--"))
+            options = ("--steps", str(steps), "--time-limit", str(self.limit), "--json", str(file))
+            ran = replace(self, limit=self.limit + JUDGING).run((command, "check", *options, "--"))
             return ran, read_verdict(file) if file.exists() else None
 
     def _environment(self, at: Path, private: Path) -> dict[str, str]:
@@ -187,6 +193,8 @@ def execute(
             start_new_session=True,
         )
         code = wait(process, limit)
+        if code is None:
+            end_all(environment["CHECK_SCRIPTS_LOSSES"])
         output.seek(0)
         return code, output.read().decode(errors="replace")
 
@@ -199,3 +207,12 @@ def wait(process: subprocess.Popen[bytes], limit: float) -> int | None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return None
+
+
+def end_all(folder: str) -> None:
+    """End the processes of the run whose losses go to ``folder``: launchers give workers sessions of their own."""
+    mark = f"CHECK_SCRIPTS_LOSSES={folder}\0".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark in (process / "environ").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)

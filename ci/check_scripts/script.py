@@ -7,6 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 REWRITTEN = "rewritten"
+PICTURES = ("torchvision",)
 
 
 @dataclass(frozen=True)

@@ -114,3 +114,23 @@ def test_a_compiled_step_is_left_alone(graphs: Graphs) -> None:
     assert graphs.compiled == before
     assert not gradients
     assert set(uncovered) == set(model.parameters())
+
+
+@pytest.mark.parametrize("make", [compiled_module, compiled_in_place, compiled_blocks, compiled_forward])
+def test_compiled_code_that_draws_other_numbers_is_named_as_such(make: Any) -> None:
+    def backend(graph: Any, inputs: Any) -> Any:
+        def run(*values: Any) -> Any:
+            torch.rand(())
+            return graph.forward(*values)
+
+        return run
+
+    torch._dynamo.reset()
+    model = make(backend)
+    with recording() as recorded:
+        step(model, recorded)
+        gradients, uncovered = recorded.total()
+    torch._dynamo.reset()
+    assert not gradients
+    assert all("compiled code draws other random numbers" in why for why in uncovered.values())
+    assert set(uncovered) == set(model.parameters())

@@ -430,6 +430,27 @@ def test_a_communication_hook_may_round_gradients_but_not_change_them(hooks: lis
     assert outcome is not Outcome.SKIPPED or "powerSGD_hook" in finding.message
 
 
+@pytest.mark.parametrize(("received", "right"), [(0.0, True), (2e-6, False)])
+def test_gradients_too_small_for_the_format_of_a_hook_may_vanish(received: float, right: bool) -> None:
+    process: Facts = {"precision": {"hooks": ["fp16_compress_hook"]}}
+    tiny, small = (2e-8, 2e-8), (received, received)  # float16 has nothing between 0 and 6e-8
+    ranks = tuple(a_rank(rank, [{}], local=tiny, received=small, process=process) for rank in range(2))
+    (finding,) = judge_gradients(RecordedTraining(ranks))
+    assert (finding.outcome is Outcome.PASSED) is right
+
+
+def test_a_hook_rounds_the_gradient_of_each_rank_whatever_they_cancel_to() -> None:
+    process: Facts = {"precision": {"hooks": ["fp16_compress_hook"]}}
+    rounded = 2.0**-11
+    ranks = [
+        a_rank(rank, [{}], local=(value, value), received=(rounded, rounded), process=process)
+        for rank, value in enumerate((1.0, -1.0))
+    ]
+    (finding,) = judge_gradients(RecordedTraining(tuple(ranks)))
+    assert finding.outcome is Outcome.PASSED
+    assert (finding.error_x_noise or 0) < 2
+
+
 @pytest.mark.parametrize(("reduced", "outcome"), [("", Outcome.FAILED), ("bfloat16", Outcome.PASSED)])
 def test_gradients_may_round_as_the_format_does_in_which_they_are_reduced(reduced: str, outcome: Outcome) -> None:
     ranks = []

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -82,7 +86,16 @@ def test_a_change_of_what_is_not_there_is_refused(runner):
 
 
 def test_twelve_mistakes_are_put_into_three_scripts(runner):
-    assert sum(len(one.changes) >= 3 for one in runner.MISTAKES) >= 12
+    assert sum(len(one.changes) >= 3 for one in runner.MISTAKES if one.causes) >= 12
+
+
+def test_results_keep_the_order_of_the_tables_however_many_run_at_a_time(runner, monkeypatch):
+    monkeypatch.setattr(runner, "outcome", lambda script, mistake, *_: (script.name, mistake and mistake.name))
+    scripts = list(runner.SCRIPTS.values())
+    mistakes = [(one, runner.SCRIPTS[name]) for one in runner.MISTAKES for name in one.changes]
+    plain, wrong = runner.results(scripts, mistakes, argparse.Namespace(jobs=3), {})
+    assert plain == [(one, (one.name, None)) for one in scripts]
+    assert wrong == [(mistake, one, (one.name, mistake.name)) for mistake, one in mistakes]
 
 
 def test_a_right_script_that_is_accused_is_not_as_it_should_be(runner, result):
@@ -139,3 +152,17 @@ def test_the_page_counts_and_names(runner, result):
     assert "| plain-loop | rewritten | 1 |" in text
     assert "| right | 1.25 | 50.0 % | the same | 1.5 | yes |" in text
     assert "- srun-ddp: needs a cluster" in text
+
+
+def test_workers_with_sessions_of_their_own_are_ended_with_their_run(runner, tmp_path):
+    words = [sys.executable, "-c", "input()"]
+    ours, other = (
+        subprocess.Popen(
+            words, stdin=subprocess.PIPE, start_new_session=True, env={**os.environ, "CHECK_SCRIPTS_LOSSES": folder}
+        )
+        for folder in (str(tmp_path), f"{tmp_path}-other")
+    )
+    sys.modules["running"].end_all(str(tmp_path))
+    assert ours.wait(60) == -signal.SIGKILL
+    other.communicate(b"\n", 60)
+    assert other.returncode == 0

@@ -1,6 +1,6 @@
 """Accelerate on two processes: accumulate(), clipping, a schedule, sequences of unequal length.
 
-accelerate launch --multi_gpu --num_processes 2 accelerate_loop.py
+accelerate launch --multi_gpu --num_processes 2 --main_process_port 0 accelerate_loop.py
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,6 +16,9 @@ SKETCH_MARGIN = 2.0
 
 _UNIT = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """The unit roundoff of each format: half the distance from 1 to the next larger number."""
+
+_UNDERFLOW = {"float16": 2.0**-25}
+"""Half the distance between the smallest numbers of a format, where gradients come near to it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,27 +159,42 @@ class ReceivedGradient:
         """Return a bound on the rounding error of each parameter in a combination of local gradients.
 
         Each of the n additions and scalings rounds by at most a unit of the partial sums, whose norms are at most the
-        sum of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2).
+        sum of the norms of what is added (Higham, Accuracy and Stability of Numerical Algorithms, 4.2). Where a format
+        has no smaller numbers, each rounds by a constant as well (2.4).
         """
         total, count = self.zero, 3
-        for rank, step in self.ranks.items():
-            count += 1 + len(step.passes)
-            for coefficient, one in zip(combination.coefficients[rank], step.passes, strict=True):
-                if coefficient:
-                    total = total + abs(coefficient) / one.scale * self.norms(one.local)
+        for weights, passes in self._weights(combination):
+            count += 1 + len(passes)
+            for weight, one in zip(weights, passes, strict=True):
+                if weight:
+                    total = total + weight * self.norms(one.local)
         if combination.more is not None:
             total = total + self.norms(combination.more)
         # The last term is the rounding of the projections themselves, which are sums in float64.
-        return count * (self.units + 2.0**-50) * total
+        return count * ((self.units + 2.0**-50) * total + self._underflow(combination))
 
     @cached_property
     def units(self) -> Tensor:
         """The unit roundoff of each parameter's gradient, in the coarsest format on its way."""
-        coarsest = [
-            max(_UNIT.get(dtype, 2.0**-24) for dtype in (one.dtype, one.reduced, self.hook_format) if dtype)
-            for one in self.parameters
-        ]
+        coarsest = [max(_UNIT.get(dtype, 2.0**-24) for dtype in self._formats(one)) for one in self.parameters]
         return torch.tensor(coarsest, dtype=torch.float64)
+
+    def _formats(self, parameter: Parameter) -> list[str]:
+        """Return the formats on the way of a parameter's gradient to the optimizer."""
+        return [one for one in (parameter.dtype, parameter.reduced, self.hook_format) if one]
+
+    def _weights(self, combination: Combination) -> Iterator[tuple[list[float], Sequence[BackwardPass]]]:
+        """Yield each rank's backward passes, and how much an error of each weighs in a combination."""
+        for rank, step in self.ranks.items():
+            pairs = zip(combination.coefficients[rank], step.passes, strict=True)
+            yield [abs(coefficient) / one.scale for coefficient, one in pairs], step.passes
+
+    def _underflow(self, combination: Combination) -> Tensor:
+        """Return the norm of the constant part of one rounding of each parameter's gradient on every rank."""
+        weight = sum(max(weights, default=0.0) for weights, _ in self._weights(combination))
+        constants = [max(_UNDERFLOW.get(dtype, 0.0) for dtype in self._formats(one)) for one in self.parameters]
+        entries = [one.entries for one in self.parameters]
+        return weight * torch.tensor(constants, dtype=torch.float64) * torch.tensor(entries, dtype=torch.float64).sqrt()
 
     def fit(self, combination: Combination) -> Fit:
         """Compare a combination with what was received, up to a common factor where there may be one."""
@@ -199,13 +217,19 @@ class ReceivedGradient:
         """Return the error of all covered parameters together, in multiples of the noise; None without any noise.
 
         Noise is the distance between the local gradients and the exact ones, combined in the same way, and a rounding
-        for each addition on the way to the optimizer, which are taken to be independent.
+        for each addition on the way to the optimizer, which are taken to be independent. A communication hook rounds
+        each rank's gradient first.
         """
         value, exact = self.value(combination), self.exact(combination)
         target = value if exact is None else torch.where(exact.isnan(), value, exact)
         error = self.norms(self.received - factor * target)
         additions = sum(len(step.passes) for step in self.ranks.values())
-        noise = factor * torch.hypot(self.norms(value - target), additions**0.5 * self.units * self.norms(value))
+        roundings = [self.norms(value - target), additions**0.5 * self.units * self.norms(value)]
+        if self.hook_format:
+            roundings.append(self._underflow(combination))
+            for weights, passes in self._weights(combination):
+                roundings += [w * self.units * self.norms(one.local) for w, one in zip(weights, passes, strict=True)]
+        noise = factor * torch.stack(roundings).norm(dim=0)
         total = float((noise * self.covered).norm())
         return float((error * self.covered).norm()) / total if total else None
 

@@ -1,9 +1,9 @@
-"""A residual network under the name that scripts ask for, of fewer layers than the original."""
+"""A residual network under the name that scripts ask for, of fewer and narrower layers than the original."""
 
 import torch.nn.functional as F
 from torch import nn
 
-WIDTH = 64
+FIRST, WIDTH = 64, 16  # scripts that replace the first convolution know how many channels it has
 
 
 class _Block(nn.Module):
@@ -15,7 +15,8 @@ class _Block(nn.Module):
         self.bn1 = nn.BatchNorm2d(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
-        self.downsample = nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+        same = inputs == outputs and stride == 1
+        self.downsample = nn.Identity() if same else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, pictures):
         """Return features of shape (batch, channels, height, width)."""
@@ -28,9 +29,9 @@ class ResNet(nn.Module):
 
     def __init__(self, num_classes=1000):
         super().__init__()
-        self.conv1 = nn.Conv2d(3, WIDTH, 7, 2, 3, bias=False)
-        self.bn1 = nn.BatchNorm2d(WIDTH)
-        self.layer1 = _Block(WIDTH, WIDTH, 1)
+        self.conv1 = nn.Conv2d(3, FIRST, 7, 2, 3, bias=False)
+        self.bn1 = nn.BatchNorm2d(FIRST)
+        self.layer1 = _Block(FIRST, WIDTH, 1)
         self.layer2 = _Block(WIDTH, WIDTH, 2)
         self.layer3 = _Block(WIDTH, WIDTH, 2)
         self.avgpool = nn.AdaptiveAvgPool2d(1)

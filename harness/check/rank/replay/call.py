@@ -45,6 +45,7 @@ class TrackedCall:
     the module's buffers before the call, by their identity then. ``outputs`` has a sample of each tensor of the output
     that requires a gradient. ``cotangents`` has, for each backward pass, the gradient that arrived at each output from
     outside of the call, None where there was none. ``obstacle`` says why the call cannot be run again, "" if it can.
+    ``compiled`` says whether the module or a part of it ran as compiled code.
     """
 
     number: int
@@ -56,6 +57,7 @@ class TrackedCall:
     default_dtype: torch.dtype
     training: tuple[tuple[nn.Module, bool], ...]
     buffers: dict[int, tuple[Tensor, Tensor]]
+    compiled: bool = False
     parameters: tuple[UsedParameter, ...] = ()
     foreign: tuple[nn.Parameter, ...] = ()
     outputs: tuple[Tensor, ...] = ()

@@ -24,6 +24,11 @@ K = TypeVar("K")
 
 NOT_REPEATABLE = "its forward does not depend on its recorded inputs alone, since it gave something else when run again"
 
+COMPILED_DRAWS = (
+    "it is compiled, and compiled code draws other random numbers, as for dropout, than the same code run again as it "
+    "is written; with torch._inductor.config.fallback_random = True it draws the same"
+)
+
 OUTSIDE = "it is used outside of any recorded call"
 
 
@@ -130,7 +135,8 @@ class _Step:
             return
         native = self._in_native(call)
         if not agreement.reproduces(call.outputs, native.outputs, exact.outputs, call.eps):
-            raise CannotReplayError(f"{call.name}: {NOT_REPEATABLE}")
+            why = COMPILED_DRAWS if call.compiled and native.drawn else NOT_REPEATABLE
+            raise CannotReplayError(f"{call.name}: {why}")
         self._noise[call.module] = max(self._noise.get(call.module, 0.0), apart)
 
     def _uncover(self, call: TrackedCall, parameters: Iterable[Tensor], why: str) -> None:

@@ -149,13 +149,14 @@ class TrackedCalls:
         try:
             if self._begins is not None:
                 self._begins(module, args, kwargs)
-            return self._recorded(unwrapping.unwrapped(module), args, kwargs)
+            return self._recorded(module, args, kwargs)
         except Exception as error:
             self._fail(module, error)
             return None
 
-    def _recorded(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall:
+    def _recorded(self, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrackedCall:
         self._number += 1
+        module = unwrapping.unwrapped(called)
         devices = {one.device for one in (*tensors_in((args, kwargs)), *module.parameters())}
         recorded_args, recorded_kwargs = map_tensors((args, kwargs), _copy)
         return TrackedCall(
@@ -168,6 +169,7 @@ class TrackedCalls:
             default_dtype=torch.get_default_dtype(),
             training=tuple((one, one.training) for one in module.modules()),
             buffers=self._copied_buffers(module),
+            compiled=unwrapping.is_compiled(called),
         )
 
     def _copied_buffers(self, module: nn.Module) -> dict[int, tuple[Tensor, Tensor]]:

@@ -53,6 +53,16 @@ def unwrapped(module: nn.Module) -> nn.Module:
         inner = child
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile was asked for a module or for a part of it, in any of the ways that torch has."""
+    return any(
+        "_orig_mod" in one._modules
+        or one._compiled_call_impl is not None
+        or hasattr(vars(one).get("forward"), "_torchdynamo_orig_callable")
+        for one in module.modules()
+    )
+
+
 def sole_child(module: nn.Module) -> nn.Module | None:
     """Return the child with a forward that holds all trainable parameters of ``module``, None if there is none."""
     if any(one is not None and one.requires_grad for one in module._parameters.values()):
