@@ -50,7 +50,10 @@ class PassWindows:
         return passes, [entry.one for entry in since if entry.closed]
 
     def drop(self) -> None:
-        """Forget passes that no optimizer known so far will ask for again."""
+        """Forget passes that no optimizer known so far will ask for again.
+
+        The latest ones are kept: an optimizer that has not stepped yet may do so, after the others.
+        """
         if self._last_step:
             least = min(self._last_step.values())
-            self._entries = [entry for entry in self._entries if entry.one.number > least]
+            self._entries = [entry for entry in self._entries if not entry.closed or entry.one.number > least]
