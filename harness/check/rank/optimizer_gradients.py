@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence.training import BackwardPass, length, segment
+from harness.check.evidence.training import BackwardPass, as_real, length, segment
 from harness.check.rank.local_gradients import Pass
 from harness.check.rank.sharding import whole
 
@@ -35,7 +35,7 @@ def received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
         return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
     scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
     gradient = whole(parameter.grad)
-    gradient = gradient.to_dense() if gradient.is_sparse else gradient
+    gradient = as_real(gradient.to_dense() if gradient.is_sparse else gradient)
     return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
 
 

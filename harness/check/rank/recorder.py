@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from harness.check.evidence.options import RecordingOptions
-from harness.check.evidence.training import Facts, Parameter, RecordedStep, segment
+from harness.check.evidence.training import Facts, Parameter, RecordedStep, as_real, segment
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import LocalGradients, Pass
 from harness.check.rank.observer import Observer
@@ -79,7 +79,7 @@ class TrainingRecorder:
         self._names = ParameterNames()
         self._optimizers: list[Optimizer] = []
         self._steps: dict[int, int] = {}
-        self._nested = 0
+        self._inside: list[Optimizer] = []
         self._recording = False
         self._finished = False
         self._error = ""
@@ -216,8 +216,9 @@ class TrainingRecorder:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_paused():
             return None
-        self._nested += 1
-        if self._nested > 1:  # of an optimizer inside of an optimizer the outer one's step is the script's
+        inside = [one for one in self._inside if one is not optimizer]  # itself only where its last step has raised
+        self._inside = [*inside, optimizer]
+        if inside:  # of an optimizer inside of an optimizer the outer one's step is the script's
             return None
         self._guarded(lambda: self._count(optimizer))
         if not self._recording:
@@ -245,8 +246,8 @@ class TrainingRecorder:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if is_paused():
             return
-        self._nested -= 1
-        if self._nested == 0:
+        self._inside = self._inside[:-1]
+        if not self._inside:
             skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
             self._guarded(lambda: self._complete(optimizer, skipped=bool(skipped)))
 
@@ -291,10 +292,8 @@ class TrainingRecorder:
             self._optimizers.index(optimizer),
             self._steps[id(optimizer)],
             tuple(
-                Parameter(
-                    name, tuple(parameter.shape), dtype_name(parameter.dtype), dtype_name(reduced.get(id(parameter)))
-                )
-                for name, parameter in zip(names, parameters, strict=True)
+                Parameter(name, tuple(values.shape), dtype_name(values.dtype), dtype_name(reduced.get(id(parameter))))
+                for name, parameter, values in zip(names, parameters, map(as_real, parameters), strict=True)
             ),
             torch.cat(gradients),
             tuple(vector(one, parameters) for one in own),
@@ -355,12 +354,18 @@ class TrainingRecorder:
         try:
             return do()
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(place.filename)}:{place.lineno}"
-            self._error = self._error or f"{type(error).__name__}: {error} ({where})"
+            self._error = self._error or _in_words(error)
             if self._recording:
                 self._stop()
             return None
+
+
+def _in_words(error: Exception) -> str:
+    """Return what an error of the recorder is, for the verdict."""
+    if isinstance(error, OSError):
+        return f"evidence cannot be written ({error.strerror or error}): make room, or name another folder with TMPDIR"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
 def _world() -> tuple[int, int]:
