@@ -42,7 +42,8 @@ class SubtestsOnRank:
             return
         except Exception as error:
             named = [f"{name}={value!r}" for name, value in values.items()]
-            error.add_note(" ".join(["in the subtest", *([msg] if msg else []), *named]))
+            add_note = getattr(error, "add_note", lambda note: None)  # since Python 3.11
+            add_note(" ".join(["in the subtest", *([msg] if msg else []), *named]))
             raise
 
 
