@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +17,19 @@ from harness.core.finding import Finding
 from harness.ranks.rank_end import RankEnd
 from harness.ranks.run import run_on_ranks
 
+_OBSTACLE = "obstacle-"
+
 
 @dataclass(frozen=True)
 class CheckedFunction:
-    """What was found in the trainings of a function, and how its ranks ended."""
+    """What was found in the trainings of a function, and how its ranks ended.
+
+    ``obstacle`` says why recording ended early on a rank that left no step, "" if it did not.
+    """
 
     trainings: tuple[CheckedTraining, ...]
     ends: tuple[RankEnd, ...]
+    obstacle: str = ""
 
     @property
     def findings(self) -> list[Finding]:
@@ -45,7 +52,8 @@ class CheckedFunction:
             if end.has_failed:
                 raise AssertionError(f"rank {end.rank} failed: {end.description or end.how.value}\n{end.stderr}")
         if not self.trainings:
-            raise AssertionError("nothing was recorded: no optimizer of torch.optim stepped on any rank")
+            why = self.obstacle or "no optimizer of torch.optim stepped on any rank"
+            raise AssertionError(f"nothing was recorded: {why}")
         for one in self.trainings:
             answer = answer_of(one)
             if answer is not Answer.RIGHT:
@@ -77,9 +85,13 @@ def check_function(
                 return train()
             finally:
                 recorder.finish()
+                if error := recorder.progress["error"]:
+                    Path(folder, f"{_OBSTACLE}{os.getpid()}").write_text(f"recording failed: {error}", "utf-8")
 
         ends = run_on_ranks(recorded, ranks, timeout=timeout)
-        return CheckedFunction(tuple(judged_trainings(Path(folder))), ends)
+        obstacles = sorted(Path(folder).glob(f"{_OBSTACLE}*"))
+        obstacle = obstacles[0].read_text("utf-8") if obstacles else ""
+        return CheckedFunction(tuple(judged_trainings(Path(folder))), ends, obstacle)
 
 
 def _messages(one: CheckedTraining) -> str:

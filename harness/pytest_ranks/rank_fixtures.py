@@ -30,6 +30,23 @@ def leave_to_ranks(item: pytest.Function) -> None:
     item.fixturenames = [name for name in item._fixtureinfo.names_closure if name not in left]
 
 
+class SubtestsOnRank:
+    """Stands for pytest's fixture ``subtests``, whose reports would stay on the rank: the first failure ends it."""
+
+    @contextmanager
+    def test(self, msg: str | None = None, **values: object) -> Iterator[None]:
+        """Run a subtest; what it raises names it. One that is skipped does not skip the others."""
+        try:
+            yield
+        except pytest.skip.Exception:
+            return
+        except Exception as error:
+            named = [f"{name}={value!r}" for name, value in values.items()]
+            add_note = getattr(error, "add_note", lambda note: None)  # since Python 3.11
+            add_note(" ".join(["in the subtest", *([msg] if msg else []), *named]))
+            raise
+
+
 @contextmanager
 def set_up_here(item: pytest.Function) -> Iterator[None]:
     """Set up, on a rank, the fixtures that were left to it, and tear them down.
@@ -37,6 +54,8 @@ def set_up_here(item: pytest.Function) -> Iterator[None]:
     Only these: what was set up before the fork is torn down where it was set up.
     """
     with ExitStack() as teardown:
+        if "subtests" in item.funcargs:
+            item.funcargs["subtests"] = SubtestsOnRank()
         for name in on_rank(item):
             # A fixture that another one uses may have been set up with that.
             teardown.callback(item._fixtureinfo.name2fixturedefs[name][-1].finish, item._request)  # type: ignore[arg-type]

@@ -51,8 +51,14 @@ def run_on_ranks(
     Raises:
         LaunchError: the ranks cannot be started here; the message says what to do.
     """
-    import torch._dynamo  # noqa: F401  # the first DistributedDataParallel(...) imports it, which takes a second
+    import torch._dynamo
+    import torch.distributed  # the first DistributedDataParallel(...) imports it, which takes a second
 
+    if init and torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise LaunchError(
+            "this process is in a process group already, and ranks that are forked from it cannot form one of their "
+            "own: call torch.distributed.destroy_process_group() first"
+        )
     world = World.prepare(ranks, backend, init)
     order = Order(function, describe, timeout, capture)
     here, there = Channel.pair()

@@ -220,6 +220,59 @@ def test_an_interrupted_check_ends_the_command_and_judges_what_was_recorded(fold
     assert not tagged()
 
 
+NEEDS_TERM = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: pathlib.Path(sys.argv[1], "interrupted").touch())
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(print("gave back what it held") or 0))
+pathlib.Path(sys.argv[1], "ready").touch()
+while True:
+    time.sleep(0.05)
+"""
+
+
+def test_a_command_that_lets_ctrl_c_pass_is_terminated_before_it_is_killed(folder, tmp_path):
+    (folder / "launcher.py").write_text(NEEDS_TERM)
+    command = [sys.executable, "launcher.py", str(tmp_path)]
+    words = [sys.executable, "-m", "harness.cli.main", "check", "--", *command]
+    attend = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=attend
+    ) as process:
+        for name in ("ready", "interrupted"):
+            while not (tmp_path / name).exists():
+                assert process.poll() is None
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+        assert process.communicate()[0] == "gave back what it held\n"
+    assert process.returncode == 130
+    assert not tagged()
+
+
+BEFORE = "model = torch.nn"
+
+
+@pytest.mark.parametrize(
+    ("does", "sentence"),
+    [
+        (
+            "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))",
+            "NOT JUDGED: recording failed: evidence cannot be written (File too large): make room, or name another "
+            "folder with TMPDIR",
+        ),
+        (
+            "import os, shutil; shutil.rmtree(os.environ['PLUMBLINE_CHECK'])",
+            "NOT JUDGED: the folder for evidence was removed while the command ran",
+        ),
+    ],
+    ids=["full", "removed"],
+)
+def test_evidence_that_cannot_be_kept_leaves_the_script_alone(check, does, sentence):
+    text = LOOP.format(steps=5, after="print('trained')").replace(BEFORE, f"{does}\n{BEFORE}", 1)
+    code, out, err, written = check(text)
+    assert sentence in said(err)
+    assert (code, out, written["script"]["exit_code"]) == (2, "trained\n", 0)
+
+
 def test_a_folder_for_evidence_that_cannot_be_made_is_said_with_the_way_out(folder, monkeypatch, capsys):
     monkeypatch.setattr("tempfile.tempdir", "/no/such/folder")
     assert main(["check", "--", sys.executable, "-c", "print(1)"]) == 2

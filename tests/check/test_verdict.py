@@ -65,7 +65,8 @@ def test_a_script_that_failed_is_said_first():
     ("processes", "more", "sentence"),
     [
         ([], {}, "-I, -E and -S keep it out"),
-        ([], {"code": 3}, "failed before it started Python: exit code 3"),
+        ([], {"code": 3}, "failed before a Python process loaded the recorder: exit code 3"),
+        ([], {"has_lost_folder": True}, "the folder for evidence was removed while the command ran"),
         ([process()], {}, "no process of the command imports torch"),
         ([process(raised="NameError: x")], {"code": 1}, "failed before it imported torch: exit code 1 (NameError: x)"),
         ([process(torch="2.3.0", obstacle="torch 2.3.0 is too old: 2.4 is needed")], {}, "torch 2.3.0 is too old"),

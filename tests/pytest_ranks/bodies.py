@@ -124,6 +124,21 @@ def test_skip_on_one_rank(rank):
 
 
 @pytest.mark.ranks(2)
+def test_subtests_fail(subtests):
+    for number in range(3):
+        with subtests.test("times two", number=number):
+            assert number * 2 < 3
+
+
+@pytest.mark.ranks(2)
+def test_subtests_skip(subtests):
+    for number in range(3):
+        with subtests.test(number=number):
+            pytest.skip("not this one")
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
 def test_importorskip():
     pytest.importorskip("no_such_module")
 

@@ -89,6 +89,12 @@ def test_one_rank_is_enough_to_skip(bodies):
     assert bodies["test_importorskip"].outcome == "skipped"
 
 
+def test_a_subtest_that_fails_fails_the_test(bodies):
+    assert bodies["test_subtests_fail"].outcome == "failure"
+    assert "in the subtest times two number=2" in bodies["test_subtests_fail"].text
+    assert bodies["test_subtests_skip"].outcome == "passed"
+
+
 def test_expected_failures_are_as_anywhere(bodies):
     for name in ("test_xfail_inside", "test_xfail_mark_with_type"):
         assert f"XFAIL test_bodies.py::{name}" in bodies.stdout

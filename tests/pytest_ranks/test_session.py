@@ -209,3 +209,27 @@ def test_marked_tests_come_first_where_there_are_devices(users, tmp_path):
         "-q",
     )
     assert [line.partition("::")[2] for line in run.stdout.splitlines()[:3]] == ["test_two", "test_one", "test_three"]
+
+
+IN_A_GROUP = """
+import pytest
+import torch.distributed as dist
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path):
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.ranks(2)
+def test_it():
+    pass
+"""
+
+
+def test_a_process_that_is_in_a_group_is_told_to_leave_it(users):
+    result = users(IN_A_GROUP)["test_it"]
+    assert result.outcome == "failure"
+    assert "this process is in a process group already" in result.text

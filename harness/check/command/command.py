@@ -37,6 +37,7 @@ class CheckedCommand:
 
     ``processes`` are in the order in which they ended, as far as that is known.
     ``full_folder`` is the temporary folder if it had no room left when the command ended, None if it had.
+    ``has_lost_folder``: the command removed the folder for evidence.
     ``judging_s`` is the time that judging took.
     """
 
@@ -48,6 +49,7 @@ class CheckedCommand:
     judging_s: float
     time_limit: float | None = None
     full_folder: Path | None = None
+    has_lost_folder: bool = False
 
 
 def check(command: Sequence[str], options: RecordingOptions, time_limit: float | None = None) -> CheckedCommand:
@@ -69,16 +71,16 @@ def check(command: Sequence[str], options: RecordingOptions, time_limit: float |
             ended = options.stop or options.dry_run
             variables = environment(str(folder))
             end = run_command(command, variables, ENVIRONMENT, watch, time_limit, leaves_nothing=ended)
-        full = folder.parent if shutil.disk_usage(folder).free < LEAST_ROOM else None
+        lost = not folder.is_dir()
+        full = folder.parent if not lost and shutil.disk_usage(folder).free < LEAST_ROOM else None
         loading.join()
         from harness.check.judge.judging import judged_trainings
 
         begun = time.monotonic()
         trainings = judged_trainings(folder)
         took = time.monotonic() - begun
-        return CheckedCommand(
-            tuple(command), options, end, read_processes(folder, watch.ended), trainings, took, time_limit, full
-        )
+        processes = read_processes(folder, watch.ended)
+        return CheckedCommand(tuple(command), options, end, processes, trainings, took, time_limit, full, lost)
 
 
 @contextmanager

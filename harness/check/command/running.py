@@ -18,7 +18,7 @@ from harness.launch.process_tags import end_tagged
 from harness.worker.processes import kills_for_memory
 
 GRACE_S = 10.0
-"""Time that a command has to end after it was asked to."""
+"""Time that a command has to end after it was asked to, each time."""
 
 
 class CommandError(PlumblineError):
@@ -93,8 +93,8 @@ def run_command(
             by = EndedBy.USER
         try:
             if by is not EndedBy.ITSELF:
-                _ask_to_end(process, signal.SIGINT if by is EndedBy.USER else signal.SIGTERM)
-        except KeyboardInterrupt:  # once more: at once
+                _ask_to_end(process, (signal.SIGINT, signal.SIGTERM) if by is EndedBy.USER else (signal.SIGTERM,))
+        except KeyboardInterrupt:  # at once
             pass
         if by is not EndedBy.ITSELF or leaves_nothing:
             _kill(process, tag, environment[tag])
@@ -116,12 +116,17 @@ def _termination_as_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _ask_to_end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    try:
-        os.killpg(process.pid, number)
-        process.wait(GRACE_S)
-    except (ProcessLookupError, subprocess.TimeoutExpired):
-        pass
+def _ask_to_end(process: subprocess.Popen[bytes], signals: Sequence[signal.Signals]) -> None:
+    """Send the signals, each after the time to follow the one before, or at once if the user interrupts again.
+
+    A command that lets one Ctrl-C pass, as srun does, still gives back what it holds elsewhere when it is terminated.
+    """
+    for number in signals:
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            process.wait(GRACE_S)
+            return
 
 
 def _kill(process: subprocess.Popen[bytes], tag: str, value: str) -> None:

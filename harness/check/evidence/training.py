@@ -24,7 +24,11 @@ Facts = dict[str, Any]
 
 
 def segment(tensor: Tensor) -> Tensor:
-    """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries."""
+    """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries.
+
+    A complex number counts as two entries.
+    """
+    tensor = as_real(tensor)
     if tensor.numel() <= SEGMENT:
         return tensor.detach().to("cpu", torch.float64, copy=True).reshape(-1)
     return project(tensor, SEGMENT).sum(0)
@@ -32,7 +36,12 @@ def segment(tensor: Tensor) -> Tensor:
 
 def length(tensor: Tensor) -> int:
     """Return the number of entries of a parameter's segment."""
-    return min(tensor.numel(), SEGMENT)
+    return min(as_real(tensor).numel(), SEGMENT)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return complex values as real ones, with a last dimension of two, and others as they are."""
+    return torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)

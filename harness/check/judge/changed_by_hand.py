@@ -10,7 +10,7 @@ from harness.check.judge.gradient_case import Fit, ReceivedGradient
 from harness.check.judge.noted import listed
 from harness.check.judge.objective import NEAR, step_objectives
 from harness.check.judge.precision import OBSERVER as PRECISION
-from harness.check.judge.recorded_weights import weights_are_made_equal
+from harness.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
 from harness.core.finding import Finding, is_unexplained
 from harness.core.outcome import Outcome
 
@@ -37,6 +37,13 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
             "each rank steps with its own gradients, and the weights of the ranks are made equal between steps, as "
             "local SGD does; whether they are averaged is not known",
         )
+    if finding.cause == "not-synchronised" and ranks_begin_apart(training):
+        return _not_judged(
+            finding,
+            "each rank holds weights of its own and steps with its own gradients: these are several trainings, or "
+            "parts of one model; if all ranks are to train one model, nothing keeps it the same on them: does "
+            "DistributedDataParallel wrap it?",
+        )
     if any(map(_moved_between_passes, wrong)):
         return _not_judged(
             finding,
@@ -53,6 +60,10 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
     if is_unexplained(finding):
         return _not_judged(
             finding, "the script changes gradients by its own code, and the result is no combination that is known"
+        )
+    if finding.cause == "some-zero":
+        return _not_judged(
+            finding, "the script sets the gradients of some parameters to zero by its own code; that may be meant"
         )
     if finding.cause not in MULTIPLES:
         return finding

@@ -100,11 +100,23 @@ class ReceivedGradient:
 
     @cached_property
     def covered(self) -> Tensor:
-        """For each parameter, whether a gradient arrived at it in a backward pass of any rank, or none was received."""
-        arrived = torch.stack(
-            [self.norms(one.local) for step in self.ranks.values() for one in _all(step)] or [self.zero]
-        )
-        return (arrived > 0).any(0) | (self.norms(self.received) == 0)
+        """For each parameter, whether a gradient arrived at it in a backward pass of any rank, or none was received.
+
+        Not where it was removed: such a parameter does not move, which is how scripts freeze one for a while.
+        """
+        return (self._arrived | (self.norms(self.received) == 0)) & ~self.removed
+
+    @cached_property
+    def removed(self) -> Tensor:
+        """For each parameter, whether every rank set its gradient to None before the step, but not those of all."""
+        none = [[bool(part.isnan().all()) for part in self.parts(one.received)] for one in self.ranks.values()]
+        everywhere = torch.tensor(none, dtype=torch.bool).reshape(len(none), len(self.parameters)).all(0)
+        return everywhere & self._arrived & ~everywhere.all()
+
+    @cached_property
+    def _arrived(self) -> Tensor:
+        passes = [one for step in self.ranks.values() for one in _all(step)]
+        return (torch.stack([self.norms(one.local) for one in passes] or [self.zero]) > 0).any(0)
 
     @property
     def zero(self) -> Tensor:

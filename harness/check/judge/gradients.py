@@ -10,6 +10,7 @@ from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
 from harness.check.judge.gradient_hypotheses import HYPOTHESES
+from harness.check.judge.noted import listed
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match, explained
@@ -31,7 +32,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         yield Finding(
             CHECK,
             Outcome.PASSED,
-            f"every gradient that an optimizer received is {_mean(judged[0][0])}",
+            f"every gradient that an optimizer received is {_mean(judged[0][0])}{_removed(judged)}",
             error_x_noise=max((value for value in noise if value is not None), default=None),
             limit_x_noise=2.0,
         )
@@ -149,6 +150,13 @@ def _mean(case: ReceivedGradient) -> str:
     return " ".join(filter(None, over))
 
 
+def _removed(judged: Iterable[tuple[ReceivedGradient, Combination]]) -> str:
+    names = {one.name for case, _ in judged for one, gone in zip(case.parameters, case.removed, strict=True) if gone}
+    if not names:
+        return ""
+    return f"; the script sets those of {listed(sorted(names))} to None before a step, which leaves them as they are"
+
+
 def _why_none(training: RecordedTraining, cases: list[ReceivedGradient]) -> str:
     if not any(rank.steps for rank in training.ranks):
         return "no optimizer stepped"
@@ -157,5 +165,16 @@ def _why_none(training: RecordedTraining, cases: list[ReceivedGradient]) -> str:
     if not cases:
         return "ranks took different steps, or every step was skipped"
     if not any(case.passes for case in cases):
-        return "no backward pass reached the optimizer's parameters"
+        return _why_unreached(training)
     return "gradients were not finite"
+
+
+def _why_unreached(training: RecordedTraining) -> str:
+    """Return why no gradient arrived: what keeps the optimizer's parameters apart from those of the model."""
+    names = [one.name for rank in training.ranks for step in rank.steps for one in step.parameters]
+    if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
+        return "FullyShardedDataParallel (FSDP1) cannot be followed; fully_shard (FSDP2) can"
+    return (
+        "no backward pass reached the optimizer's parameters; their gradients cannot be followed where they are copied "
+        "from other tensors, such as master weights, or come from torch.autograd.grad or torch.func"
+    )

@@ -15,6 +15,7 @@ from harness.check.judge.noted import (
     same_parameters,
     side_by_side,
 )
+from harness.check.judge.recorded_weights import ranks_begin_apart
 from harness.core.finding import Finding
 from harness.judge.causes.learning_rate import PRECISION
 from harness.judge.findings import failed, passed
@@ -38,6 +39,8 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
 
 def _differ(training: RecordedTraining) -> Finding | None:
     """Find ranks with copies of one model that step with different rates."""
+    if ranks_begin_apart(training):
+        return None
     for ranks in side_by_side(training, OBSERVER):
         first, *others = ranks.values()
         for other in others:

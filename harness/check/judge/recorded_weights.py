@@ -80,14 +80,21 @@ def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int,
 
 
 def weights_are_made_equal(training: RecordedTraining) -> bool:
-    """Say whether ranks that hold different weights after a step hold the same ones before a later one."""
-    apart = False
+    """Say whether ranks that hold different weights after a step hold the same ones before a later one of them."""
+    apart: set[tuple[int, str]] = set()
     for place, steps in common_steps(training):
-        weights = list(weights_at(place, steps))
-        if apart and weights and not any(one.differ("before") for one in weights):
+        optimizer = next(iter(steps.values())).optimizer
+        weights = {(optimizer, one.parameter.name): one for one in weights_at(place, steps)}
+        if apart & weights.keys() and not any(one.differ("before") for one in weights.values()):
             return True
-        apart = apart or any(one.differ("after") for one in weights)
+        apart |= {name for name, one in weights.items() if one.differ("after")}
     return False
+
+
+def ranks_begin_apart(training: RecordedTraining) -> bool:
+    """Say whether ranks hold weights of their own before the first recorded step, and nothing keeps them the same."""
+    first = next(common_steps(training), None)
+    return first is not None and any(one.differ("before") and not one.is_wrapped for one in weights_at(*first))
 
 
 def kinds(names: list[str], of: int) -> str:

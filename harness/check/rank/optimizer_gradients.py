@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from harness.check.evidence.training import BackwardPass, length, segment
+from harness.check.evidence.training import BackwardPass, as_real, length, segment
 from harness.check.rank.local_gradients import Pass
 from harness.check.rank.sharding import whole
 
@@ -54,6 +54,6 @@ def vector(one: Pass, parameters: Sequence[Tensor]) -> BackwardPass:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the whole of a gradient, which all ranks have to ask for where it is sharded, as a dense tensor."""
+    """Return the whole of a gradient, which all ranks have to ask for where it is sharded, as a dense real tensor."""
     gradient = whole(gradient)
-    return gradient.to_dense() if gradient.is_sparse else gradient
+    return as_real(gradient.to_dense() if gradient.is_sparse else gradient)

@@ -49,10 +49,13 @@ class PassWindows:
         return passes, [entry.one for entry in since if entry.closed]
 
     def stepped(self, optimizer: int, running: Pass | None = None) -> None:
-        """Note that an optimizer has taken its step, and forget passes that no optimizer known so far will ask for."""
+        """Note that an optimizer has taken its step, and forget passes that no optimizer known so far will ask for.
+
+        The latest ones are kept: an optimizer that has not stepped yet may do so, after the others.
+        """
         latest = [entry.one.number for entry in self._entries[-1:]] + ([] if running is None else [running.number])
         if latest:
             self._last_step[optimizer] = max(latest)
         if self._last_step:
             least = min(self._last_step.values())
-            self._entries = [entry for entry in self._entries if entry.one.number > least]
+            self._entries = [entry for entry in self._entries if not entry.closed or entry.one.number > least]

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from harness.check.evidence.options import RecordingOptions
-from harness.check.evidence.training import Facts, Parameter, RecordedStep, segment
+from harness.check.evidence.training import Facts, Parameter, RecordedStep, as_real, segment
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import LocalGradients, Pass
 from harness.check.rank.observer import Observer
@@ -305,10 +305,8 @@ class TrainingRecorder:
             self._optimizers.index(optimizer),
             self._steps[id(optimizer)],
             tuple(
-                Parameter(
-                    name, tuple(parameter.shape), dtype_name(parameter.dtype), dtype_name(reduced.get(id(parameter)))
-                )
-                for name, parameter in zip(names, parameters, strict=True)
+                Parameter(name, tuple(values.shape), dtype_name(values.dtype), dtype_name(reduced.get(id(parameter))))
+                for name, parameter, values in zip(names, parameters, map(as_real, parameters), strict=True)
             ),
             torch.cat(gradients),
             tuple(vector(one, parameters) for one in own),
@@ -372,12 +370,18 @@ class TrainingRecorder:
         try:
             return do()
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(place.filename)}:{place.lineno}"
-            self._error = self._error or f"{type(error).__name__}: {error} ({where})"
+            self._error = self._error or _in_words(error)
             if self._recording:
                 self._stop()
             return None
+
+
+def _in_words(error: Exception) -> str:
+    """Return what an error of the recorder is, for the verdict."""
+    if isinstance(error, OSError):
+        return f"evidence cannot be written ({error.strerror or error}): make room, or name another folder with TMPDIR"
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
 def _world() -> tuple[int, int]:

@@ -13,17 +13,28 @@ from harness.report.text import counted, in_words, shortened
 
 MEMORY = "the kernel killed a process meanwhile because the machine, or its control group, was out of memory"
 
+KEPT_OUT = "a container, a cleared environment or Python's -I, -E and -S keep it out"
+ELSEWHERE = "or do processes train that it starts with another PYTHONPATH, or without PLUMBLINE_CHECK?"
+
 
 def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     """Return why a command left no optimizer step."""
+    if checked.has_lost_folder:
+        return (
+            "the folder for evidence was removed while the command ran: does it clear the temporary folder? Name "
+            "another one with TMPDIR"
+        )
     if checked.full_folder is not None:
         return f"there is no room left in {checked.full_folder}: make room, or name another folder with TMPDIR"
     if not checked.processes and checked.end.has_failed:
-        return f"the command failed before it started Python: {checked.end.in_words}"
+        return (
+            f"the command failed before a Python process loaded the recorder: {checked.end.in_words}; if it did start "
+            f"Python, {KEPT_OUT}"
+        )
     if not checked.processes:
         return (
-            "no Python process of the command has loaded the recorder: a container, a cleared environment or Python's "
-            "-I, -E and -S keep it out; does the command run Python 3.6 or newer?"
+            f"no Python process of the command has loaded the recorder: {KEPT_OUT}; does the command run Python 3.6 "
+            "or newer?"
         )
     trained = [one for one in checked.processes if one.torch]
     early = [one for one in checked.processes if one.raised or not one.ended]
@@ -65,7 +76,7 @@ def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> st
         return f"no process had imported torch when the command was ended {_by(checked)}"
     if checked.end.has_failed:
         return f"the script failed before it imported torch: {checked.end.in_words}{_reason(early)}"
-    return "no process of the command imports torch: is this the command that starts the training?"
+    return f"no process of the command imports torch: is this the command that starts the training, {ELSEWHERE}"
 
 
 def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -> str:
@@ -78,7 +89,9 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
     if not any(one.optimizers for one in trained):
         return "the script makes no optimizer of torch.optim: only what an optimizer receives and does can be judged"
     if not any(one.passes for one in trained):
-        return "the script makes an optimizer, but runs no backward pass: does it train with these arguments?"
+        return (
+            f"the script makes an optimizer, but runs no backward pass: does it train with these arguments, {ELSEWHERE}"
+        )
     return "the script runs backward passes, but never calls its optimizer's step"
 
 

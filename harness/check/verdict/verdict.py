@@ -86,7 +86,7 @@ def sentence_on(one: CheckedTraining) -> str:
     if gradients is None:
         return "no gradient was judged"
     if gradients.outcome is not Outcome.PASSED:
-        return gradients.message
+        return gradients.message.removeprefix("not judged: ")
     judged = " and update" if _is_right(one, UPDATE) else ""
     return f"{extent(one)}, every gradient{judged} that was judged is right{_noise(gradients)}"
 

@@ -1,0 +1,241 @@
+"""Right trainings of unusual kinds on real ranks: nothing is said against them, and a mistake in them is named."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+STEPS = 3
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch():
+    return torch.randn(4, 6), torch.randint(3, (4,))
+
+
+def loss_of(model, *, synchronised=True):
+    inputs, targets = batch()
+    return cross_entropy((model if synchronised else model.module)(inputs), targets)
+
+
+def two_optimizers_after_one_pass(synchronised=True):
+    model = DistributedDataParallel(small())
+    matrices = torch.optim.SGD([one for one in model.parameters() if one.dim() == 2], 0.1)
+    vectors = torch.optim.AdamW([one for one in model.parameters() if one.dim() == 1], 0.01)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss_of(model, synchronised=synchronised).backward()
+        matrices.step()
+        vectors.step()
+
+
+def an_optimizer_for_each_parameter(synchronised=True):
+    model = small()
+
+    def step(parameter):
+        if synchronised:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    optimizers = {one: torch.optim.SGD([one], 0.1) for one in model.parameters()}
+    for one in model.parameters():
+        one.register_post_accumulate_grad_hook(step)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        loss_of(model).backward()
+
+
+class Spectral(nn.Module):
+    """Complex weights, as those of a Fourier neural operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, inputs):
+        return (torch.fft.rfft(self.before(inputs)) @ self.weight).abs()
+
+
+def complex_weights(synchronised=True):
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Spectral())
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, synchronised=synchronised).backward()
+        optimizer.step()
+
+
+def a_layer_frozen_by_removing_its_gradients(synchronised=True):
+    """As DINO does with its last layer in the first epoch."""
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, synchronised=synchronised).backward()
+        for parameter in model.module[2].parameters():
+            parameter.grad = None
+        optimizer.step()
+
+
+class RaisesOnce(torch.optim.SGD):
+    """An optimizer whose second step fails."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        if self.steps == 2:
+            raise ValueError("not this time")
+        return super().step(closure)
+
+
+def a_step_that_raised(synchronised=True):
+    model = DistributedDataParallel(small())
+    optimizer = RaisesOnce(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS + 1):
+        optimizer.zero_grad()
+        loss_of(model, synchronised=synchronised).backward()
+        with contextlib.suppress(ValueError):
+            optimizer.step()
+
+
+ALL = [
+    two_optimizers_after_one_pass,
+    an_optimizer_for_each_parameter,
+    complex_weights,
+    a_layer_frozen_by_removing_its_gradients,
+    a_step_that_raised,
+]
+
+
+@pytest.mark.parametrize("train", ALL, ids=lambda train: train.__name__)
+def test_it_is_right_and_wholly_compared(plumbline, train):
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    checked.assert_right()
+    (training,) = checked.trainings
+    assert training.coverage.compared == training.coverage.entries
+    assert not training.coverage.uncovered or train is an_optimizer_for_each_parameter  # steps inside of the pass
+
+
+@pytest.mark.parametrize("train", ALL, ids=lambda train: train.__name__)
+def test_gradients_that_are_never_synchronised_are_named(plumbline, train):
+    checked = plumbline.check(lambda: train(synchronised=False), ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="wrong: gradients: not synchronised"):
+        checked.assert_right()
+
+
+def test_removed_gradients_are_told(plumbline):
+    checked = plumbline.check(a_layer_frozen_by_removing_its_gradients, ranks=2, steps=STEPS)
+    assert any("sets those of 2.bias, 2.weight to None" in one.message for one in checked.findings)
+
+
+def trainings_of_their_own():
+    """As in a search over settings."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1 / (1 + dist.get_rank()))
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def stages_of_a_pipeline():
+    torch.manual_seed(dist.get_rank())
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            hidden = model(torch.randn(4, 6))
+            dist.send(hidden.detach(), 1)
+            gradient = torch.empty_like(hidden)
+            dist.recv(gradient, 1)
+            hidden.backward(gradient)
+        else:
+            received = torch.empty(4, 6)
+            dist.recv(received, 0)
+            model(received.requires_grad_()).square().mean().backward()
+            dist.send(received.grad, 0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("train", [trainings_of_their_own, stages_of_a_pipeline])
+def test_ranks_that_do_not_train_one_model_are_not_accused(plumbline, train):
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match="not judged: each rank holds weights of its own"):
+        checked.assert_right()
+
+
+def gradients_set_to_zero():
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        model.module[2].weight.grad.zero_()
+        optimizer.step()
+
+
+def gradients_from_elsewhere():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        gradients = torch.autograd.grad(loss_of(model), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            dist.all_reduce(gradient)
+            parameter.grad = gradient / dist.get_world_size()
+        optimizer.step()
+
+
+def wrapped_by_fsdp1():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(small(), device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("train", "why"),
+    [
+        (gradients_set_to_zero, "the script sets the gradients of some parameters to zero"),
+        (gradients_from_elsewhere, "come from torch.autograd.grad or torch.func"),
+        (wrapped_by_fsdp1, "FSDP1"),
+    ],
+)
+def test_what_cannot_be_judged_is_said_with_its_reason(plumbline, train, why):
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    with pytest.raises(AssertionError, match=f"not judged: (?!not judged).*{why}"):
+        checked.assert_right()
+
+
+def test_what_ended_recording_is_said(plumbline, monkeypatch):
+    def fails(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("harness.check.rank.evidence_writer.write_file", fails)
+    with pytest.raises(AssertionError, match=r"nothing was recorded: .*No space left on device.*TMPDIR"):
+        plumbline.check(two_optimizers_after_one_pass, ranks=1).assert_right()
