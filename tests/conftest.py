@@ -22,16 +22,19 @@ NIGHTLY = HERE / "nightly.txt"
 TOGETHER = {
     "slurm": "a cluster",
     "hosts": "hosts",
-    "comparison": "measurements",
-    "performance": "measurements",
+    "comparison": "measurements, and ranks of torch",
+    "performance": "measurements, and ranks of torch",
     "judge/test_checkpoint.py": "ranks of suites/detection",
-    "judge/test_follow.py": "ranks of suites/detection",
     "judge/test_metrics.py": "ranks of suites/detection",
     "judge/test_wrong_trainers.py": "ranks of suites/detection",
-    "judge/test_right_trainers.py": "ranks of torch",
-    "launch/test_ends.py": "ranks of torch",
-    "subjects/test_declare.py": "ranks of torch",
-    "subjects/test_torch.py": "ranks of torch",
+    "judge/test_large_tensors.py": "measurements, and ranks of torch",
+    "judge/test_right_trainers.py": "measurements, and ranks of torch",
+    "launch/test_ends.py": "measurements, and ranks of torch",
+    "own_workloads/test_fork_servers.py": "measurements, and ranks of torch",
+    "subjects/test_declare.py": "measurements, and ranks of torch",
+    "subjects/test_torch.py": "measurements, and ranks of torch",
+    "plugin/test_expectations.py": "runs of a project",
+    "plugin/test_run.py": "runs of a project",
 }
 """Folders and files that share something that takes long to make, by what it is; any other file stands alone."""
 

@@ -1,4 +1,4 @@
-"""Trainings of two ranks on gloo, right ones and wrong ones. Run as ``rank_scenes.py RANK STORE RESULT``."""
+"""Trainings of two ranks on gloo, right ones and wrong ones. Run as ``rank_scenes.py FOLDER``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # which the first optimizer imports: so once, and not on each rank
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing import start_processes
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -257,9 +259,9 @@ def _scenes() -> Iterator[Callable[[Observed, int], None]]:
             yield scene
 
 
-def main(rank: int, store: str, result: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+def train(rank: int, folder: str) -> None:
+    """Train every scene on a rank, and leave what was recorded in ``FOLDER/rank-RANK``."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     kept = {}
     for scene in _scenes():
         observers = training_observers()
@@ -269,9 +271,10 @@ def main(rank: int, store: str, result: str) -> None:
         torch.manual_seed(100 + rank)
         scene(recorder, rank)
         kept[scene.__name__] = recorder.finish()
-    Path(result).write_bytes(pickle.dumps(kept))
+    Path(folder, f"rank-{rank}").write_bytes(pickle.dumps(kept))
     dist.barrier()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    torch.set_num_threads(1)
+    start_processes(train, (sys.argv[1],), nprocs=WORLD, start_method="fork")

@@ -30,13 +30,15 @@ for step in range({steps}):
 """
 
 TWO_RANKS = """
+import multiprocessing
 import sys
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 
 def train(rank, port):
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(4, 2))
@@ -50,7 +52,12 @@ def train(rank, port):
 
 
 if __name__ == "__main__":
-    torch.multiprocessing.spawn(train, (int(sys.argv[1]),), nprocs=2)
+    start = multiprocessing.get_context("spawn").Process
+    ranks = [start(target=train, args=(rank, int(sys.argv[1]))) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
     print("after training")
 """
 

@@ -48,7 +48,7 @@ def recorded(tmp_path_factory, warm_pool, cell_of, judged_in_one_thread):
     writer = RunWriter(tmp_path_factory.mktemp("reports"), header)
     results = []
     for cell in cells:
-        examined = examine(warm_pool(TRAINERS), cell, writer.path / "traces" / cell.id, Settings(30))
+        examined = examine(warm_pool(TRAINERS), cell, writer.path / "traces" / cell.id, Settings(600))
         results += [Result.of(cell, finding, "pytest …", examined.seconds) for finding in examined.findings]
     writer.write(*results)
     writer.close(Footer.of(results, 1))

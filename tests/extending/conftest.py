@@ -48,7 +48,7 @@ def trained(warm_pool, cell_of, tmp_path):
     def trained(locator, subject, workload, backend, topology, precision="32"):
         cell = cell_of(workload, backend, topology, precision, subject=subject)
         pool = warm_pool(locator)
-        trace = launch(pool, cell, tmp_path / cell.id, Settings(60))
+        trace = launch(pool, cell, tmp_path / cell.id, Settings(600))
         findings = judge(trace, find(workload), cell, behavior_of(pool, cell))
         return {finding.check: finding for finding in findings}
 

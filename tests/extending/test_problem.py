@@ -16,7 +16,7 @@ MEMBERS = [name for name in vars(Problem) if not name.startswith("_")]
 def test_what_keeps_the_protocol_is_judged(outside, warm_pool, cell_of, tmp_path):
     problem = SimpleNamespace(**{name: getattr(WORKLOADS["mlp"], name) for name in MEMBERS})
     cell = cell_of("mlp", "ddp", "1x2", subject="by-hand")
-    trace = launch(warm_pool(outside("subject")), cell, tmp_path, Settings(60))
+    trace = launch(warm_pool(outside("subject")), cell, tmp_path, Settings(600))
     findings = judge(trace, problem, cell)
     assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings
 

@@ -36,15 +36,15 @@ def ends(warm_pool):
 
 
 @pytest.fixture
-def launched(ends, cell_of, tmp_path):
-    """Launch a trainer of ``ends``; return its trace, its findings by the check's name, and its folder."""
+def launched(warm_pool, cell_of, tmp_path):
+    """Launch a trainer, of ``ENDS`` unless a pool is given; return its trace, findings by check, and folder."""
 
-    def launched(subject, topology="1x2", *, backend="ddp", pool=ends, workload="mlp", hanging=0):
+    def launched(subject, topology="1x2", *, backend="ddp", pool=None, workload="mlp", hanging=0):
         """The time limit is long; with ``hanging`` it is reached soon after so many processes have begun to hang."""
         backend = "none" if topology == "1x1" else backend
         cell = cell_of(workload, backend, topology, subject=subject)
         folder = tmp_path / subject
-        started = start(pool, cell, folder, Settings(LONG))
+        started = start(pool or warm_pool(ENDS), cell, folder, Settings(LONG))
         if hanging:
             until(lambda: sum(log.read_text().count("hangs\n") for log in folder.glob("*.log")) == hanging)
             started = replace(started, running=replace(started.running, deadline=time.monotonic() + SETTLE))

@@ -54,7 +54,6 @@ class Other:
 
 HOLD = """
 import sys, tempfile
-from harness.launch.this_machine import devices_of
 from harness.machine.lease import exclusive_lease, shared_lease
 tempfile.tempdir = sys.argv[2]
 notify = lambda text: print(text, flush=True)

@@ -30,6 +30,6 @@ def _one_thread(one_thread):
 @pytest.mark.parametrize("backend", PLACES)
 def test_a_yardstick_is_right(warm_pool, cell_of, tmp_path, backend, workload, precision):
     cell = cell_of(workload, backend, PLACES[backend], precision, subject="yardstick")
-    found = examine(warm_pool(YARDSTICKS), cell, tmp_path / "evidence", Settings(60)).findings
+    found = examine(warm_pool(YARDSTICKS), cell, tmp_path / "evidence", Settings(600)).findings
     assert {finding.outcome for finding in found} <= {Outcome.PASSED, Outcome.DEVIATES}, found
     assert Outcome.PASSED in {finding.outcome for finding in found}

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness.launch.launchers import local
+from harness.launch.pool import Pool
+
 SUITES = Path(__file__).parents[2] / "suites"
 
 TRAINER = """
@@ -109,6 +112,38 @@ def _one_thread(one_thread):
 def _whole_torch():
     """A pytest inside this one forgets what it imported, and parts of torch cannot be imported twice."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1).step()
+
+
+class KeptPool(Pool):
+    """A pool that the next session of pytest in this process has too."""
+
+    def close(self):
+        """Leave the server to the next session."""
+
+    def end(self):
+        super().close()
+
+
+@pytest.fixture(scope="session")
+def _pools():
+    pools = {}
+    yield pools
+    for pool in pools.values():
+        pool.end()
+
+
+@pytest.fixture
+def kept_pools(_pools, monkeypatch):
+    """Let sessions in this process that train the same subject share a fork server, which takes seconds to start."""
+
+    def pool(locator, python, notify):
+        file = Path(locator)
+        key = (file.read_text() if file.is_file() else locator, python)
+        if key not in _pools or not _pools[key].alive:
+            _pools[key] = KeptPool(locator, python, notify)
+        return _pools[key]
+
+    monkeypatch.setattr(local, "Pool", pool)
 
 
 @pytest.fixture

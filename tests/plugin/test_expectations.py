@@ -6,6 +6,8 @@ import pytest
 
 from harness.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("kept_pools")
+
 SMALL = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32", "--backends", "none,ddp", "-k", "1x")
 
 SUMMED = """

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("kept_pools")
+
 SMALL = ("--gpus", "2", "--workloads", "mlp", "--precisions", "32")
 
 

@@ -59,5 +59,5 @@ def trains_as_one_device(name, cell, warm_pool, tmp_path):
     library, command = LIBRARIES[name]
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"needs {library}: {command}")
-    findings = examine(warm_pool(name), cell, tmp_path, Settings(60)).findings
+    findings = examine(warm_pool(name), cell, tmp_path, Settings(600)).findings
     assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings

@@ -48,7 +48,7 @@ def test_what_is_shared_out_trains_as_one_device_does(
     workload, backend, topology, precision, warm_pool, cell_of, tmp_path
 ):
     cell = cell_of(workload, backend, topology, precision, subject="torch")
-    findings = examine(warm_pool("torch"), cell, tmp_path, Settings(60)).findings
+    findings = examine(warm_pool("torch"), cell, tmp_path, Settings(600)).findings
     assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings
 
 

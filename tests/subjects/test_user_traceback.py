@@ -108,7 +108,7 @@ def test_a_very_long_message_does_not_hide_where_it_was_raised(tmp_path):
     assert len(str(raised.value)) < 20_000
 
 
-@pytest.mark.parametrize("python", [None, sys.executable])
+@pytest.mark.parametrize("python", [None, sys.executable], ids=["this", "named"])
 def test_it_crosses_to_the_process_that_asked(tmp_path, python):
     file = tmp_path / "mine.py"
     file.write_text("def train(job)\n    pass\n")

@@ -7,40 +7,43 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from harness.worker.assignment import Assignment
 
 SCRIPT = """
-import json, sys, torch
+import json, os, sys, torch
 from harness.worker.assignment import Assignment
 from harness.worker.rank import prepare_process
-prepare_process(Assignment.from_json(json.loads(sys.argv[1])))
-matmul = torch.backends.cuda.matmul
-print(json.dumps([
-    torch.backends.cudnn.allow_tf32, matmul.allow_tf32,
-    matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction,
-    torch.cuda.is_initialized(),
-]))
+for assignment in json.loads(sys.argv[1]):
+    if not os.fork():
+        prepare_process(Assignment.from_json(assignment))
+        matmul = torch.backends.cuda.matmul
+        print(json.dumps([
+            torch.backends.cudnn.allow_tf32, matmul.allow_tf32,
+            matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction,
+            torch.cuda.is_initialized(),
+        ]))
+        sys.exit()
+    assert os.wait()[1] == 0
 """
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "gate", "allowed"),
-    [
-        ("cuda", None, [False, False, False, False]),
-        ("cuda", "gate", [True, False, True, True]),
-        ("cpu", None, [True, False, True, True]),
-    ],
-)
-def test_tf32_and_16_bit_reductions_are_off_where_a_cuda_rank_is_recorded(
-    cell_of, tmp_path, accelerator, gate, allowed
-):
-    cell = dataclasses.replace(cell_of("mlp", "none", "1x1"), accelerator=accelerator)
-    assignment = Assignment(1, cell, 0, "gloo", ("cpu",), {}, "e", str(tmp_path / "rank-0.log"), gate=gate)
-    words = [sys.executable, "-c", SCRIPT, json.dumps(assignment.to_json())]
+ALLOWED = {
+    ("cuda", None): [False, False, False, False],
+    ("cuda", "gate"): [True, False, True, True],
+    ("cpu", None): [True, False, True, True],
+}
+"""What a rank may do to its numbers, by its accelerator and by the gate that a timed one waits at."""
+
+
+def test_tf32_and_16_bit_reductions_are_off_where_a_cuda_rank_is_recorded(cell_of, tmp_path):
+    assignments = []
+    for accelerator, gate in ALLOWED:
+        cell = dataclasses.replace(cell_of("mlp", "none", "1x1"), accelerator=accelerator)
+        log = str(tmp_path / "rank-0.log")
+        assignments.append(Assignment(1, cell, 0, "gloo", ("cpu",), {}, "e", log, gate=gate).to_json())
+    words = [sys.executable, "-c", SCRIPT, json.dumps(assignments)]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    *found, started = json.loads(done.stdout)
-    assert found == allowed
-    assert not started, "CUDA is started by who trains"
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [allowed for *allowed, _ in found] == list(ALLOWED.values())
+    assert not any(started for *_, started in found), "CUDA is started by who trains"

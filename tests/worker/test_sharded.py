@@ -25,7 +25,7 @@ def trained(warm_pool, cell_of, tmp_path):
         backend = {"copies": "ddp", "zero": "zero"}.get(subject, "fsdp")
         cell = cell_of(workload, backend, topology, precision, subject=subject)
         folder = tmp_path / cell.id
-        return launch(warm_pool(SUBJECTS), cell, folder, Settings(60, store_above=store_above)), folder
+        return launch(warm_pool(SUBJECTS), cell, folder, Settings(600, store_above=store_above)), folder
 
     return trained
 
