@@ -51,14 +51,14 @@ def same_parameters(steps: Iterable[Noted]) -> bool:
     return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
 
 
-def information(check: str, message: str) -> Finding:
+def information(check: str, message: str, step: int | None = None) -> Finding:
     """Return what should be read although it is no mistake: a finding that passed and has no error."""
-    return Finding(check, Outcome.PASSED, message)
+    return Finding(check, Outcome.PASSED, message, step=step)
 
 
-def not_judged(check: str, why: str) -> Finding:
+def not_judged(check: str, why: str, step: int | None = None) -> Finding:
     """Return the finding of a question that could not be answered: ``skipped``, with the reason."""
-    return Finding(check, Outcome.SKIPPED, f"not judged: {why}")
+    return Finding(check, Outcome.SKIPPED, f"not judged: {why}", step=step)
 
 
 def failed_observers(training: RecordedTraining, observer: str, check: str) -> Iterator[Finding]:
