@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from harness.check.evidence.training import Facts, RecordedStep, RecordedTraining
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.judge.findings import failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,10 @@ class Noted:
         if number < len(self.step.parameters):
             return self.step.parameters[number].name
         return f"parameter {number} of the optimizer"
+
+    def failed(self, check: str, observed: str, *, cause: str, family: str) -> Finding:
+        """Return a failure with the place of this step, which follows ``observed`` in the message."""
+        return failed(check, observed, cause=cause, family=family, step=self.step.number, rank=self.rank)
 
 
 def noted(training: RecordedTraining, observer: str) -> Iterator[Noted]:
