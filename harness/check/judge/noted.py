@@ -56,9 +56,14 @@ def same_parameters(steps: Iterable[Noted]) -> bool:
     return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
 
 
-def information(check: str, message: str, step: int | None = None) -> Finding:
-    """Return what should be read although it is no mistake: a finding that passed and has no error."""
-    return Finding(check, Outcome.PASSED, message, step=step)
+@dataclass(frozen=True)
+class Information(Finding):
+    """What should be read although it is no mistake: it has passed, and does not say that anything is right."""
+
+
+def information(check: str, message: str, step: int | None = None) -> Information:
+    """Return what the script does, where nothing is wrong with that."""
+    return Information(check, Outcome.PASSED, message, step=step)
 
 
 def not_judged(check: str, why: str, step: int | None = None) -> Finding:

@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
-from harness.check.judge.noted import failed_observers
+from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
 from harness.core.finding import Finding
@@ -45,7 +45,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     elif layout.is_data_parallel:
         yield passed(CHECK, f"weights that ranks share agree, but for rounding, after each of {compared} steps")
     else:
-        yield passed(
+        yield information(
             CHECK, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"
         )
 
