@@ -12,6 +12,7 @@ import torch
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.pool import Pool
+from harness.workloads import WORKLOADS
 
 pytest_plugins = ["pytester"]
 
@@ -107,6 +108,15 @@ def cell_of():
 def thorough(pytestconfig) -> bool:
     """Whether loops over seeds and places go through all of them: with ``--hypothesis-profile nightly``."""
     return pytestconfig.getoption("--hypothesis-profile") == "nightly"
+
+
+@pytest.fixture
+def workloads_as_before():
+    """Forget, after a test, what it registers."""
+    before = dict(WORKLOADS)
+    yield
+    WORKLOADS.clear()
+    WORKLOADS.update(before)
 
 
 @pytest.fixture
