@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,13 +23,7 @@ from replaying import Recording, assert_exact, recording
 sys.path.pop(0)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More than one costs more than it saves: the models are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 
 
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES.keys())
