@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch import nn
 
 from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.clipping import judge_clipping
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-
-sys.path.insert(0, str(Path(__file__).parent))
-from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 
 NORM = torch.nn.utils.clip_grad_norm_
 

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists
+from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 
 from harness.check.rank.replay.precision import Precision
 from harness.check.rank.replay.replay import Replicas, replay
 from harness.check.rank.replay.tracked_calls import differentiable
-
-sys.path.insert(0, str(Path(__file__).parent))
-from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists
-from replaying import Recording, assert_exact, recording
-
-sys.path.pop(0)
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 

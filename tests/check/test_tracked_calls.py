@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parent))
-from replaying import Recording, assert_exact, recording
-
-sys.path.pop(0)
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 

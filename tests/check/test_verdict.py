@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 
 from harness.check.command.process_notes import PythonProcess
 from harness.check.command.running import EndedBy
@@ -14,9 +14,6 @@ from harness.check.judge.noted import information
 from harness.check.verdict.verdict import Answer, verdict_of
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 
 
 def process(**facts):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
+from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +17,6 @@ from harness.check.report.page import verdict_page
 from harness.check.report.terminal import verdict_screen
 from harness.check.verdict.verdict import verdict_of
 from harness.core.finding import Finding
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 
 EVERYTHING = checked(training(WRONG, FOLLOWS, BROKEN), training(RIGHT, ranks=1, optimizers=2), code=1)
 
