@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import hypothesis
 import pytest
@@ -12,6 +15,7 @@ import torch
 from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.launch.pool import Pool
+from harness.workloads import WORKLOADS
 
 pytest_plugins = ["pytester"]
 
@@ -110,6 +114,35 @@ def cell_of():
 def thorough(pytestconfig) -> bool:
     """Whether loops over seeds and places go through all of them: with ``--hypothesis-profile nightly``."""
     return pytestconfig.getoption("--hypothesis-profile") == "nightly"
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Import a program of ``ci/`` or ``suites/`` by its file; it and what it imports from there are forgotten again."""
+    path, modules = list(sys.path), set(sys.modules)
+
+    def imported(file: Path) -> ModuleType:
+        name = f"program_{file.stem}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    yield imported
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        place = Path(getattr(sys.modules[name], "__file__", None) or "/")
+        if place.is_relative_to(HERE.parent / "ci") or place.is_relative_to(HERE.parent / "suites"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def workloads_as_before():
+    """Forget, after a test, what it registers."""
+    before = dict(WORKLOADS)
+    yield
+    WORKLOADS.clear()
+    WORKLOADS.update(before)
 
 
 @pytest.fixture

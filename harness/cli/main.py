@@ -25,7 +25,7 @@ COMMANDS: Final = {
     "submit": "run the matrix on a SLURM cluster, as one job array",
     "doctor": "check whether this machine is fit for a run: devices, links, communication, limits, versions",
 }
-"""What each command does, in a line. Command ``x-y`` is the module ``harness.cli.x_y``, which ``add_to`` it."""
+"""What each command does, in a line. Module ``harness.cli.x_y`` has command ``x-y``; its ``add_to`` declares it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,8 +12,8 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Trace
-from harness.judge.causes import explain
 from harness.judge.causes.launch import LaunchCase
+from harness.judge.causes.registry import explain
 from harness.judge.causes.step_count import VacuousCase
 from harness.judge.checks import CHECKS, Check
 from harness.judge.checks.launch import details, launch, with_hung_ranks

@@ -1,4 +1,4 @@
-"""What happens on a rank: the body with its fixtures, the debugger, and what is told of a failure."""
+"""What happens on a rank: the body with its fixtures, the debugger, and what is reported of a failure."""
 
 from __future__ import annotations
 

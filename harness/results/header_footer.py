@@ -17,7 +17,7 @@ from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.machine.fingerprint import Fingerprint
 from harness.machine.installed_software import plumbline_version
 from harness.results.fields import Count, Plain, Text, UtcTime
-from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, PlannedCell, Record, Result, ending
+from harness.results.records import KNOWN, UNEXPECTED_PASS, PlannedCell, Record, Result, by_cell, ending
 
 SCHEMA_VERSION = 1
 
@@ -105,10 +105,7 @@ class Footer(Record):
     @classmethod
     def of(cls, results: Iterable[Result], exit_status: int, finished: datetime | None = None) -> Footer:
         """Return the footer of a run with ``results`` that ends now, or at ``finished`` (an aware datetime)."""
-        cells: dict[Coordinates, list[Result]] = {}
-        for result in results:
-            cells.setdefault(result.coordinates, []).append(result)
-        ends = list(map(ending, cells.values()))
+        ends = list(map(ending, by_cell(results).values()))
         return cls(
             finished=finished or datetime.now(timezone.utc),
             cells={outcome: ends.count(outcome) for outcome in Outcome if outcome in ends},

@@ -9,8 +9,8 @@ missing one is null.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,8 +31,27 @@ UNEXPECTED_PASS: Final = "unexpected pass"
 PERFORMANCE: Final = "performance"
 """The check of a measured cell: its outcome is that of the measurement, and says nothing about correctness."""
 
-Coordinates = tuple[str, str, str, int, int, str, str]
-"""A cell as a key: subject, workload, backend, num_nodes, gpus, precision, accelerator."""
+
+class Coordinates(NamedTuple):
+    """A cell as a key; ``gpus`` are those of a node."""
+
+    subject: str
+    workload: str
+    backend: str
+    num_nodes: int
+    gpus: int
+    precision: str
+    accelerator: str
+
+    @property
+    def topology(self) -> tuple[int, int]:
+        """Nodes, and devices per node."""
+        return self.num_nodes, self.gpus
+
+    @property
+    def devices(self) -> int:
+        """Devices on all nodes together."""
+        return self.num_nodes * self.gpus
 
 
 class Record(BaseModel):
@@ -56,14 +75,8 @@ class CellRecord(Record):
     @property
     def coordinates(self) -> Coordinates:
         """The key of the cell in its run."""
-        return (
-            self.subject,
-            self.workload,
-            self.backend,
-            self.num_nodes,
-            self.gpus,
-            self.precision,
-            self.accelerator,
+        return Coordinates(
+            self.subject, self.workload, self.backend, self.num_nodes, self.gpus, self.precision, self.accelerator
         )
 
 
@@ -193,6 +206,17 @@ class Measurement(CellRecord):
     ) -> Measurement:
         """Return the record of a figure; ``others`` are fields by their names."""
         return cls(**_fields_of(cell), metric=metric, unit=unit, better=better, **others)
+
+
+R = TypeVar("R", bound=CellRecord)
+
+
+def by_cell(records: Iterable[R]) -> dict[Coordinates, list[R]]:
+    """Return the records of each cell; cells and their records in the order in which they come."""
+    cells: dict[Coordinates, list[R]] = {}
+    for record in records:
+        cells.setdefault(record.coordinates, []).append(record)
+    return cells
 
 
 def ending(results: Sequence[Result]) -> Outcome | Literal["known", "unexpected pass"]:

@@ -19,7 +19,7 @@ from harness.results.errors import (
 )
 from harness.results.header_footer import SCHEMA_VERSION, Footer, Header
 from harness.results.json_lines import ChecksumError, Line, record_of
-from harness.results.records import Coordinates, Measurement, PlannedCell, Result
+from harness.results.records import Coordinates, Measurement, PlannedCell, Result, by_cell
 
 RESULTS = "results.jsonl"
 LATEST = "latest"
@@ -49,12 +49,9 @@ class Run:
     @property
     def whole(self) -> dict[Coordinates, tuple[Result, ...]]:
         """The findings of each cell whose findings are all there."""
-        cells: dict[Coordinates, list[Result]] = {}
-        for result in self.results:
-            cells.setdefault(result.coordinates, []).append(result)
         return {
             coordinates: tuple(found)
-            for coordinates, found in cells.items()
+            for coordinates, found in by_cell(self.results).items()
             if (len(found) >= found[0].findings if found[0].findings else coordinates != self.cut_short)
         }
 

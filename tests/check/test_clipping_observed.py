@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch import nn
 
 from harness.check.evidence.training import RecordedTraining
-from harness.check.judge.clipping import clip_factor, judge_clipping
+from harness.check.judge.clipping import judge_clipping
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-
-sys.path.insert(0, str(Path(__file__).parent))
-from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 
 NORM = torch.nn.utils.clip_grad_norm_
 
@@ -96,30 +92,19 @@ def test_nobody_clips_and_nothing_is_said():
 
 
 @given(st.floats(1e-3, 1e3))
-def test_the_factor_that_is_due_is_what_torch_does(limit):
-    training = trained(lambda model: NORM(model.parameters(), limit))
-    for step in training.ranks[0].steps:
-        facts = step.facts["clipping"]
-        (call,) = facts["calls"]
-        assert clip_factor(facts, call["norm"], step.passes[-1].number) == pytest.approx(call["factor"], rel=1e-5)
+def test_what_torch_does_is_right_for_every_limit(limit):
+    (finding,) = findings(trained(lambda model: NORM(model.parameters(), limit)))
+    assert finding.outcome is Outcome.PASSED
+    assert f"norm {limit:g} " in finding.message
 
 
-def test_the_factor_of_a_script_is_known():
-    (step, _) = trained(_by_hand).ranks[0].steps
-    facts = step.facts["clipping"]
+def test_the_factor_of_a_script_is_told():
+    training = trained(_by_hand)
+    facts = training.ranks[0].steps[0].facts["clipping"]
     assert facts["calls"] == []
-    factor = clip_factor(facts, 1.0)
-    assert factor == facts["by_hand"]["factor"]
-    assert 0 < factor < 1
-
-
-def test_the_factor_is_one_without_clipping_and_unknown_for_values_and_parts():
-    def of(how: Callable[[nn.Module], object]) -> float | None:
-        return clip_factor(trained(how).ranks[0].steps[0].facts["clipping"], 3.0)
-
-    assert of(lambda model: None) == 1.0
-    assert of(CORRECT["by value"]) is None
-    assert of(CORRECT["a part"]) is None
+    assert 0 < facts["by_hand"]["factor"] < 1
+    (finding,) = findings(training)
+    assert f"the script itself multiplied all gradients by {facts['by_hand']['factor']:.6g}" in finding.message
 
 
 def test_gradients_that_are_clipped_together_with_others_count_with_these():
@@ -131,11 +116,9 @@ def test_gradients_that_are_clipped_together_with_others_count_with_these():
         for optimizer in optimizers:
             optimizer.step()
 
-    for step in recorded(script).ranks[0].steps:
-        facts = step.facts["clipping"]
-        (call,) = facts["calls"]
-        assert call["others"] > 0
-        assert clip_factor(facts, call["norm"]) == pytest.approx(call["factor"], rel=1e-5)
+    training = recorded(script)
+    assert all(step.facts["clipping"]["calls"][0]["others"] > 0 for step in training.ranks[0].steps)
+    assert causes(training) == []
 
 
 def test_clipping_after_the_step_is_found():

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
 from replaying import Recording, assert_exact, recording
-
-sys.path.pop(0)
+from torch import Tensor, nn
 
 
 class Block(nn.Module):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from pathlib import Path
+
+from checked_commands import RIGHT, checked, training
 
 from harness.check.judge.estimate import Estimate, estimate_lines
 from harness.check.report.terminal import dry_run_screen
 from harness.cli.main import main
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checked_commands import RIGHT, checked, training
 
 ONE = Estimate(2, plain_s=0.5, recorded_s=0.6, replay_s=1.0, parameter_bytes=4096, extra_bytes=2**20, evidence_bytes=10)
 

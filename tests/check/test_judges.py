@@ -376,7 +376,9 @@ def test_a_consequence_without_its_mistake_is_information() -> None:
     made = of_weights(weights("a", "b"), weights("a", "c", 2.0), gradients=("g", "h"))
     (finding,) = judge_ranks_agree(made)
     assert (finding.cause, finding.consequence_of) == ("not-synchronised", "gradients")
-    assert bad(settle([finding])) == []
+    (harmless,) = settle([finding])
+    assert harmless.message.endswith("; no failure, since none was found in gradients")
+    assert bad([harmless]) == []
     assert bad(settle([finding, Finding("gradients", Outcome.FAILED, "")])) == ["not-synchronised", None]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch.optim import lr_scheduler
 
 from harness.check.evidence.training import RecordedTraining
@@ -16,9 +15,6 @@ from harness.check.judge.learning_rate import judge_learning_rate
 from harness.check.judge.precision import judge_precision
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-
-sys.path.insert(0, str(Path(__file__).parent))
-from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "step": lambda optimizer: lr_scheduler.StepLR(optimizer, 1),

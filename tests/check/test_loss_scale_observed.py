@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 from torch import Tensor
 
 from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.skipped_steps import judge_skipped_steps
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-
-sys.path.insert(0, str(Path(__file__).parent))
-from observed_steps import loss_of, recorded, recorded_on_ranks, small_model
 
 
 def findings(training: RecordedTraining) -> list[Finding]:

@@ -3,34 +3,20 @@
 from __future__ import annotations
 
 import random
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists
+from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 
 from harness.check.rank.replay.precision import Precision
 from harness.check.rank.replay.replay import Replicas, replay
 from harness.check.rank.replay.tracked_calls import differentiable
 
-sys.path.insert(0, str(Path(__file__).parent))
-from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists
-from replaying import Recording, assert_exact, recording
-
-sys.path.pop(0)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More than one costs more than it saves: the models are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 
 
 every_example = pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES.keys())

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-sys.path.insert(0, str(Path(__file__).parent))
-from replaying import Recording, assert_exact, recording
-
-sys.path.pop(0)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More than one costs more than it saves: the models are tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
 
 
 def reasons(recorded: Recording) -> set[str]:

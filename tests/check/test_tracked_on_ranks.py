@@ -11,13 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
+from replaying import recording
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from replaying import recording
-
-sys.path.pop(0)
 
 RANKS = 2
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from observed_steps import loss_of, recorded, recorded_on_ranks, small_model, watching
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
@@ -21,11 +20,6 @@ from harness.check.judge.update import judge_update
 from harness.check.rank.optimizer.optimizer_replay import Guard, replayed
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-
-sys.path.insert(0, str(Path(__file__).parent))
-from observed_steps import OBSERVERS, loss_of, recorded, recorded_on_ranks, small_model, watching
-
-UPDATE = OBSERVERS[0]
 
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "SGD": {"momentum": [0, 0.9], "weight_decay": [0, 0.1], "foreach": [None, True], "maximize": [False, True]},

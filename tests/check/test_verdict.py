@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 
 from harness.check.command.process_notes import PythonProcess
 from harness.check.command.running import EndedBy
 from harness.check.evidence.options import RecordingOptions
+from harness.check.judge.noted import information
 from harness.check.verdict.verdict import Answer, verdict_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
 
 
 def process(**facts):
@@ -48,6 +48,13 @@ def test_a_mistake_counts_more_than_the_script_s_failure_and_that_more_than_bein
 def test_a_question_that_could_not_be_judged_accuses_nobody():
     assert verdict_of(checked(training(RIGHT, BROKEN))).answer is Answer.RIGHT
     assert verdict_of(checked(training(BROKEN))).answer is Answer.NOT_JUDGED
+
+
+def test_only_an_update_that_was_judged_is_called_right():
+    judged = Finding("update", Outcome.PASSED, "weights after the step match")
+    unknown = information("update", "3 parameters are in no optimizer")
+    assert "every gradient and update" in verdict_of(checked(training(RIGHT, judged, unknown))).sentence
+    assert "every gradient that was judged" in verdict_of(checked(training(RIGHT, unknown))).sentence
 
 
 def test_the_sentence_has_the_cause_and_the_noise_in_plain_words():

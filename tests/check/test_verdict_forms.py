@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
+from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.check.judge.noted import information
 from harness.check.report.json_file import as_json
 from harness.check.report.lines import percent
 from harness.check.report.page import verdict_page
 from harness.check.report.terminal import verdict_screen
 from harness.check.verdict.verdict import verdict_of
 from harness.core.finding import Finding
-
-sys.path.insert(0, str(Path(__file__).parent))
-from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked, training
 
 EVERYTHING = checked(training(WRONG, FOLLOWS, BROKEN), training(RIGHT, ranks=1, optimizers=2), code=1)
 
@@ -63,6 +60,13 @@ def test_each_question_has_a_line_with_its_answer():
     assert re.search(r"not judged +update +it could not be judged", text)
 
 
+def test_what_says_nothing_about_being_right_is_a_note_everywhere():
+    command = checked(training(RIGHT, information("ranks-agree", "ranks hold different weights")))
+    assert re.search(r"note +ranks-agree +ranks hold different weights", screen(command))
+    assert re.search(r"ranks-agree</th>.*note</td><td>ranks hold different weights", page(command))
+    assert [one["information"] for one in document(command)["trainings"][0]["findings"]] == [False, True]
+
+
 def test_what_was_not_covered_is_said_as_a_share_with_the_reason():
     text = " ".join(screen(checked(training(RIGHT))).split())
     assert "75 % of 8 trainable parameters were computed again in float64" in text
@@ -94,7 +98,7 @@ def test_json_has_every_field_of_every_finding():
     assert [one["check"] for one in first["findings"]] == ["gradients", "ranks-agree", "update"] or len(
         first["findings"]
     ) == 3
-    assert set(first["findings"][0]) == {field.name for field in fields(Finding)}
+    assert set(first["findings"][0]) == {field.name for field in fields(Finding)} | {"information"}
     assert first["findings"][0]["parameters"] == {"net.weight": 3.9e6, "scale": "inf"}
     assert first["findings"][1]["error_x_noise"] is None
     assert (second["ranks"], second["steps"], second["optimizers"]) == (1, 4, ["an optimizer", "an optimizer"])

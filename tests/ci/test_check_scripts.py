@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import shlex
@@ -16,20 +15,11 @@ import pytest
 
 CI = Path(__file__).parents[2] / "ci"
 FOLDER = CI / "check_scripts"
-OURS = ("check_scripts", *(file.stem for file in FOLDER.glob("*.py")))
 
 
 @pytest.fixture(scope="module")
-def runner():
-    before = list(sys.path)
-    spec = importlib.util.spec_from_file_location("check_scripts", CI / "check_scripts.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["check_scripts"] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = before
-    for name in OURS:
-        sys.modules.pop(name, None)
+def runner(program):
+    return program(CI / "check_scripts.py")
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,8 @@ CI = Path(__file__).parents[2] / "ci"
 
 
 @pytest.fixture(scope="module")
-def history():
-    spec = importlib.util.spec_from_file_location("ci_history", CI / "history.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["ci_history"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["ci_history"]
+def history(program):
+    return program(CI / "history.py")
 
 
 @pytest.fixture

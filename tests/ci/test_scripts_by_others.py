@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,20 +11,11 @@ from harness.core.outcome import Outcome
 
 CI = Path(__file__).parents[2] / "ci"
 FOLDER = CI / "scripts_by_others"
-OURS = ("accusations", "changes", "scripts_by_others")
 
 
 @pytest.fixture(scope="module")
-def runner():
-    before = list(sys.path)
-    spec = importlib.util.spec_from_file_location("scripts_by_others", CI / "scripts_by_others.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scripts_by_others"] = module
-    spec.loader.exec_module(module)
-    yield module
-    sys.path[:] = before
-    for name in OURS:
-        sys.modules.pop(name, None)
+def runner(program):
+    return program(CI / "scripts_by_others.py")
 
 
 def test_adapters_and_proofs_are_short(runner):
@@ -51,11 +40,8 @@ def test_every_mistake_of_the_issue_is_there(runner):
     assert len({one.id for one in runner.MISTAKES}) == len(runner.MISTAKES)
 
 
-def test_a_change_of_what_is_not_there_is_refused():
-    spec = importlib.util.spec_from_file_location("changes", FOLDER / "changes.py")
-    changes = importlib.util.module_from_spec(spec)
-    sys.modules["changes"] = changes
-    spec.loader.exec_module(changes)
+def test_a_change_of_what_is_not_there_is_refused(program):
+    changes = program(FOLDER / "changes.py")
     with pytest.raises(ValueError, match="the script has no 'b'"):
         changes.changed("a", (("b", "c"),))
 

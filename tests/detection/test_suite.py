@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,6 @@ class InvokedWith:
         self.dir = folder
 
 
-def load_conftest():
-    spec = importlib.util.spec_from_file_location("suites_conftest", SUITES / "conftest.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize(
     ("named", "left_out"),
     [
@@ -37,12 +28,11 @@ def load_conftest():
         (["conformance", "detection"], False),
     ],
 )
-def test_it_is_left_out_unless_it_is_named(named, left_out):
-    ignored = load_conftest().pytest_ignore_collect(
-        SUITES / "detection" / "test_detection.py", InvokedWith(SUITES, *named)
-    )
+def test_it_is_left_out_unless_it_is_named(program, named, left_out):
+    ignores = program(SUITES / "conftest.py").pytest_ignore_collect
+    ignored = ignores(SUITES / "detection" / "test_detection.py", InvokedWith(SUITES, *named))
     assert bool(ignored) is left_out
-    assert load_conftest().pytest_ignore_collect(SUITES / "conformance", InvokedWith(SUITES, *named)) is None
+    assert ignores(SUITES / "conformance", InvokedWith(SUITES, *named)) is None
 
 
 @pytest.mark.nightly
@@ -64,14 +54,9 @@ def test_pytest_collects_it_where_it_is_named(pytester, named, runs):
     assert found > 10 if runs else found == 0
 
 
-@pytest.fixture
-def score():
-    spec = importlib.util.spec_from_file_location("detection_score", SUITES / "detection" / "score.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["detection_score"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["detection_score"]
+@pytest.fixture(scope="module")
+def score(program):
+    return program(SUITES / "detection" / "score.py")
 
 
 def test_a_trainer_counts_as_caught_if_all_of_its_cells_are(score):

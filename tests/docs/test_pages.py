@@ -79,11 +79,8 @@ def test_files_and_folders_that_pages_name_are_there():
         assert not missing, page
 
 
-def test_generated_tables_are_those_of_the_code(capsys):
-    spec = importlib.util.spec_from_file_location("write_docs", ROOT / "ci" / "docs.py")
-    write_docs = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(write_docs)
-    assert write_docs.run(["--check"]) == 0, capsys.readouterr().out
+def test_generated_tables_are_those_of_the_code(program, capsys):
+    assert program(ROOT / "ci" / "docs.py").run(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_the_readme_is_short_and_its_table_is_one_that_was_measured():

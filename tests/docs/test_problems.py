@@ -12,15 +12,8 @@ from harness.own_workloads.load import use_workloads
 from harness.workloads import WORKLOADS, Workload
 
 PAGE = (Path(__file__).parents[2] / "docs" / "your-own-problem.md").read_text()
+pytestmark = pytest.mark.usefixtures("workloads_as_before", "one_thread")
 PROBLEMS = dict(re.findall(r"```python\n# problem: (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
-
-
-@pytest.fixture(autouse=True)
-def _registered(one_thread):
-    before = dict(WORKLOADS)
-    yield
-    WORKLOADS.clear()
-    WORKLOADS.update(before)
 
 
 def test_no_block_of_code_is_left_out():

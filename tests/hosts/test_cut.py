@@ -21,6 +21,8 @@ from harness.trainer.environments.plain import free_port
 from harness.worker.node_server import EXIT_DISCONNECTED, TOKEN
 from harness.workloads import WORKLOADS
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 ROOT = Path(__file__).parents[2]
 ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
 LONG = 600.0
@@ -30,11 +32,6 @@ LONG = 600.0
 def all_have_stepped(folder):
     """Whether each rank of a 2 × 2 cell has done its first step."""
     return all((folder / f"reached-{rank}").exists() for rank in range(4))
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """The judge's tensors are small."""
 
 
 @pytest.fixture

@@ -21,17 +21,14 @@ from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.workloads import WORKLOADS
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 ROOT = Path(__file__).parents[2]
 LONG = 600.0
 """Seconds after which something hangs."""
 PRETENDS = Path(__file__).parent / "subjects" / "pretends.py"
 ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
 STARTERS = ROOT / "tests" / "launch" / "subjects" / "starters.py"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """The judge's tensors are small."""
 
 
 def findings_of(trace, cell):

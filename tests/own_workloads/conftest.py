@@ -2,47 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from harness.workloads import WORKLOADS
-
-GOOD = """
-import torch
-from torch import nn
-
-from harness.workloads import Workload
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, batch):
-        return self.layers(batch["x"])
-
-
-class Mine(Workload):
-    name = "mine"
-    exposes = "something"
-
-    def build(self):
-        return Model()
-
-    def columns(self, count, generator):
-        return {
-            "x": torch.randn(count, 5, generator=generator),
-            "y": torch.randint(3, (count,), generator=generator),
-        }
-"""
+GOOD = (Path(__file__).parent / "mine.py").read_text()
 
 
 @pytest.fixture(autouse=True)
-def _registered():
-    before = dict(WORKLOADS)
-    yield
-    WORKLOADS.clear()
-    WORKLOADS.update(before)
+def _registered(workloads_as_before):
+    """Forget what a test registers."""
 
 
 @pytest.fixture

@@ -9,12 +9,9 @@ from harness.own_workloads.check import refuse_unfit
 from harness.own_workloads.load import use_workloads
 from harness.workloads import WORKLOADS
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 DEVICES = (1, 2, 3, 4, 8)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """Tensors are small."""
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

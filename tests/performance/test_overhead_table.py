@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,9 @@ OVERHEAD = Path(__file__).parents[2] / "suites" / "performance" / "overhead.py"
 
 
 @pytest.fixture(scope="module")
-def table():
+def table(program):
     """The suite's function."""
-    spec = importlib.util.spec_from_file_location("overhead", OVERHEAD)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.table
+    return program(OVERHEAD).table
 
 
 def measured(subject, backend="none", metric="overhead", **figure):

@@ -10,6 +10,8 @@ from harness.core.outcome import Outcome
 from harness.engine.examine import examine
 from harness.launch.settings import Settings
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 YARDSTICKS = Path(__file__).parents[2] / "suites" / "performance" / "yardsticks.py"
 
 PLACES = {"none": "1x1", "dp": "1x3", "ddp": "1x3", "ddp2": "2x2"}
@@ -19,11 +21,6 @@ ASKED = [
     ("cnn-batchnorm", "bf16"),
     ("mlp", "64"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """The judge's tensors are small."""
 
 
 @pytest.mark.parametrize(("workload", "precision"), ASKED, ids="-".join)

@@ -10,37 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.workloads import WORKLOADS
 
-WORKLOAD = """
-import torch
-from torch import nn
-
-from harness.workloads import Workload
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(5, 3)
-
-    def forward(self, batch):
-        return self.layer(batch["x"])
-
-
-class Mine(Workload):
-    name = "mine"
-    exposes = "something"
-
-    def build(self):
-        return Model()
-
-    def columns(self, count, generator):
-        return {
-            "x": torch.randn(count, 5, generator=generator),
-            "y": torch.randint(3, (count,), generator=generator),
-        }
-"""
+WORKLOAD = (Path(__file__).parents[1] / "own_workloads" / "mine.py").read_text()
 
 VACUOUS = """
 
@@ -66,15 +37,8 @@ class EqualShares(Mine):
 """
 
 STARTING = Path(__file__).parents[1] / "launch" / "subjects" / "reference_starting.py"
+pytestmark = pytest.mark.usefixtures("workloads_as_before")
 CELL = ("--gpus", "2", "--precisions", "32", "--backends", "ddp", "--cell")
-
-
-@pytest.fixture(autouse=True)
-def _registered():
-    before = dict(WORKLOADS)
-    yield
-    WORKLOADS.clear()
-    WORKLOADS.update(before)
 
 
 @pytest.fixture

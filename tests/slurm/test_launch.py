@@ -17,12 +17,9 @@ from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.workloads import WORKLOADS
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """The judge's tensors are small."""
 
 
 def findings_of(trace, cell):

@@ -11,6 +11,8 @@ from harness.engine.examine import examine
 from harness.launch.settings import Settings
 from harness.subjects.load import load
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 TWICE = """
 from harness import subject
 
@@ -23,11 +25,6 @@ def train_sharded(job): ...
 @subject(name="other", backends=["ddp"])
 def train_other(job): ...
 """
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """The judge's tensors are small."""
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from harness.evidence import projection as sketches
 from harness.evidence.projection import CHUNK, fingerprint, project, sketch
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 BORDERS = [1, 7, 8, 9, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1, 5000]
 numbers = st.sampled_from([8, 16, 64])
@@ -21,11 +23,6 @@ sizes = st.one_of(st.integers(0, 300), st.sampled_from(BORDERS))
 
 def drawn(size, seed, dtype=torch.float32):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """The tensors are small."""
 
 
 @settings(deadline=None, max_examples=30)

@@ -18,12 +18,9 @@ from harness.evidence.trace import RankTrace, StoredTensor
 from harness.worker.recording.recorder import Recorder
 from harness.worker.recording.tensor_copies import is_still, kept
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
+
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread(one_thread):
-    """The tensors are small."""
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ the combination.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,12 +65,6 @@ class Parameter:
     def length(self) -> int:
         """The number of entries of its segment."""
         return min(self.entries, SEGMENT)
-
-
-def segments(vector: Tensor, parameters: Sequence[Parameter]) -> dict[str, Tensor]:
-    """Return the segments of a vector by the names of the parameters."""
-    parts = torch.split(vector, [one.length for one in parameters])
-    return dict(zip((one.name for one in parameters), parts, strict=True))
 
 
 @dataclass(frozen=True)

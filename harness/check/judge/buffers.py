@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.check.evidence.training import Facts, RecordedTraining
 from harness.check.judge.accusation import accuse
-from harness.check.judge.noted import failed_observers
+from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding
 from harness.judge.findings import passed
@@ -31,7 +31,7 @@ def judge_buffers(training: RecordedTraining) -> Iterator[Finding]:
                 yield _not_broadcast(training, place, forwards, differing)
                 return
     if compared and not lost:
-        yield passed(CHECK, _information(compared, broadcast, differ, training.world_size))
+        yield _what_ranks_begin_with(compared, broadcast, differ, training.world_size)
 
 
 def _not_a_number(training: RecordedTraining) -> Finding | None:
@@ -79,15 +79,17 @@ def _not_broadcast(
     )
 
 
-def _information(compared: int, broadcast: int, differ: int, world: int) -> str:
+def _what_ranks_begin_with(compared: int, broadcast: int, differ: int, world: int) -> Finding:
     if not differ:
-        return f"all {world} ranks begin {compared} forwards with the same buffers"
+        return passed(CHECK, f"all {world} ranks begin {compared} forwards with the same buffers")
     if broadcast:
-        return (
+        return information(
+            CHECK,
             f"ranks begin the {broadcast} forwards before which buffers are broadcast with the same ones; "
-            f"in {differ} others of {compared} each rank has its own"
+            f"in {differ} others of {compared} each rank has its own",
         )
-    return (
+    return information(
+        CHECK,
         f"each rank has buffers of its own in {differ} of {compared} forwards, since nothing broadcasts them: running "
-        "statistics are those of the rank's own samples, and a checkpoint has those of the rank that writes it"
+        "statistics are those of the rank's own samples, and a checkpoint has those of the rank that writes it",
     )

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.gradient_case import Fit, ReceivedGradient
-from harness.check.judge.noted import listed
+from harness.check.judge.noted import information, listed, not_judged
 from harness.check.judge.objective import NEAR, step_objectives
 from harness.check.judge.precision import OBSERVER as PRECISION
 from harness.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
 from harness.core.finding import Finding, is_unexplained
-from harness.core.outcome import Outcome
 
 MULTIPLES = frozenset(
     {"summed-over-ranks", "averaged-twice", "divided-by-another-count", "divided-twice", "not-divided-by-micro-batches"}
@@ -29,53 +28,55 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
     A gradient that nobody changed after the backward pass is as wrong as before. A script that multiplies gradients
     itself is right if all losses together have the weight 1 then. What is neither known nor explained is not judged.
     """
+    check, step = finding.check, finding.step
     if clipped_by_hand(wrong):
-        return _information(finding, "the script shortens gradients to one length by its own code: clipping by hand")
+        return information(check, "the script shortens gradients to one length by its own code: clipping by hand", step)
     if finding.cause == "not-synchronised" and weights_are_made_equal(training):
-        return _not_judged(
-            finding,
+        return not_judged(
+            check,
             "each rank steps with its own gradients, and the weights of the ranks are made equal between steps, as "
             "local SGD does; whether they are averaged is not known",
+            step,
         )
     if finding.cause == "not-synchronised" and ranks_begin_apart(training):
-        return _not_judged(
-            finding,
+        return not_judged(
+            check,
             "each rank holds weights of its own and steps with its own gradients: these are several trainings, or "
             "parts of one model; if all ranks are to train one model, nothing keeps it the same on them: does "
             "DistributedDataParallel wrap it?",
+            step,
         )
     if any(map(_moved_between_passes, wrong)):
-        return _not_judged(
-            finding,
+        return not_judged(
+            check,
             "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
             "does: which passes are meant to count is not known",
+            step,
         )
     hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
     if hooks and is_unexplained(finding):
-        return _not_judged(
-            finding, f"the communication hook {listed(hooks)} changes gradients: they are judged without it only"
-        )
+        why = f"the communication hook {listed(hooks)} changes gradients: they are judged without it only"
+        return not_judged(check, why, step)
     if not any(map(_is_changed, wrong)):
         return finding
     if is_unexplained(finding):
-        return _not_judged(
-            finding, "the script changes gradients by its own code, and the result is no combination that is known"
-        )
+        why = "the script changes gradients by its own code, and the result is no combination that is known"
+        return not_judged(check, why, step)
     if finding.cause == "some-zero":
-        return _not_judged(
-            finding, "the script sets the gradients of some parameters to zero by its own code; that may be meant"
-        )
+        why = "the script sets the gradients of some parameters to zero by its own code; that may be meant"
+        return not_judged(check, why, step)
     if finding.cause not in MULTIPLES:
         return finding
     objectives = list(step_objectives(training.ranks))
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
-        return _information(finding, "the script multiplies gradients by its own code, as its loss asks for")
+        return information(check, "the script multiplies gradients by its own code, as its loss asks for", step)
     if objectives and all(abs(one.total / one.factor - 1) <= NEAR for one in objectives):
         return finding  # the losses had the weight 1 in total before
-    return _not_judged(
-        finding,
-        f"the script multiplies gradients by its own code ({finding.cause}); whether its loss asks for that is "
-        "not known",
+    return not_judged(
+        check,
+        f"the script multiplies gradients by its own code ({finding.cause}); whether its loss asks for that is not "
+        "known",
+        step,
     )
 
 
@@ -102,11 +103,3 @@ def _moved_between_passes(case: ReceivedGradient) -> bool:
 
 def _is_changed(case: ReceivedGradient) -> bool:
     return bool(case.step.facts.get("clipping", {}).get("by_hand") or case.step.facts.get("gradient_hooks"))
-
-
-def _information(finding: Finding, message: str) -> Finding:
-    return Finding(finding.check, Outcome.PASSED, message, step=finding.step)
-
-
-def _not_judged(finding: Finding, message: str) -> Finding:
-    return Finding(finding.check, Outcome.SKIPPED, f"not judged: {message}", step=finding.step)

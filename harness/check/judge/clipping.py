@@ -30,36 +30,6 @@ _TO_AVOID_ZERO = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
-def clip_factor(facts: Facts, expected_norm: float, last_pass: int | None = None) -> float | None:
-    """Return by which factor the gradients of a step should have been multiplied between backward pass and step.
-
-    Args:
-        facts: the observer's, of the step.
-        expected_norm: the 2-norm of the right gradient of all parameters of the optimizer, unscaled.
-        last_pass: the number of the step's last backward pass; what was clipped before it is not taken into account.
-
-    Returns:
-        1 where nothing was clipped; None where it is not one factor, or where it is not known: clipping by value, of a
-        part of the parameters, or changes by the script's own hand along with clipping.
-    """
-    calls = _complete(facts, last_pass)
-    by_hand = facts["by_hand"]
-    if by_hand is not None:
-        factor = by_hand["factor"]
-        return None if calls or factor is None else float(factor)
-    product = 1.0
-    for call in calls:
-        if call["kind"] != "norm" or call["covered"] < facts["of"] or (call["sharded"] and call["others"]):
-            return None
-        if call["given"]:  # the script's own norm may be one over more than this rank has
-            product *= call["factor"]
-        elif call["norm_type"] == 2.0:
-            product *= _asked_for(call["limit"], math.hypot(product * expected_norm, call["others"] / call["scale"]))
-        else:
-            product *= call["factor"]
-    return product
-
-
 def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with the calls of clipping, or what they did; nothing where nobody clips."""
     flaws = [_before_unscaling, _after_the_step, _every_micro_batch, _before_averaging, _shard_by_shard]
@@ -68,7 +38,7 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
         found = [other]
     yield from found
     yield from failed_observers(training, OBSERVER, "clipping")
-    clipped = [one for one in noted(training, OBSERVER) if _complete(one.facts, _last_pass(one))]
+    clipped = [one for one in noted(training, OBSERVER) if _complete(one)]
     if clipped and not found:
         yield passed("clipping", _summary(training, clipped))
     yield from _in_part(clipped)
@@ -80,10 +50,10 @@ def _asked_for(limit: float, norm: float) -> float:
     return min(1.0, limit / (norm + _TO_AVOID_ZERO))
 
 
-def _complete(facts: Facts, last_pass: int | None) -> list[Facts]:
+def _complete(one: Noted) -> list[Facts]:
     """Return the calls between the last backward pass of a step and the step."""
-    last = -1 if last_pass is None else last_pass
-    return [call for call in facts["calls"] if not call["late"] and call["pass"] >= last]
+    last = _last_pass(one)
+    return [call for call in one.facts["calls"] if not call["late"] and (last is None or call["pass"] >= last)]
 
 
 def _last_pass(one: Noted) -> int | None:
@@ -103,14 +73,12 @@ def _before_unscaling(training: RecordedTraining) -> Finding | None:
         for call in one.facts["calls"]:
             scaled = call["scale"] >= 1024 and call["limit"] < math.sqrt(call["scale"])
             if scaled and not call["late"] and _is_effective(call, one.facts):
-                return failed(
+                return one.failed(
                     "clipping",
                     f"gradients were clipped to {call['limit']:g} while they were still multiplied by the loss scale "
                     f"of {call['scale']:g}; call scaler.unscale_(optimizer) before clipping: first seen",
                     cause="clipped-before-unscaling",
                     family="clipping",
-                    step=one.step.number,
-                    rank=one.rank,
                 )
     return None
 
@@ -125,14 +93,12 @@ def _after_the_step(training: RecordedTraining) -> Finding | None:
         late = [(one, call) for one, call in calls if call["late"] and _is_effective(call, one.facts)]
         if late and all(call["late"] for _, call in calls):
             one, call = late[0]
-            return failed(
+            return one.failed(
                 "clipping",
                 f"gradients are clipped to {call['limit']:g} only after the optimizer's step has used them; clip "
                 "between the last backward pass and the step: first seen before",
                 cause="not-clipped",
                 family="clipping",
-                step=one.step.number,
-                rank=one.rank,
             )
     return None
 
@@ -144,29 +110,24 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
         for call in one.facts["calls"]:
             early = last is not None and call["pass"] < last and not call["inside"]
             if early and call["kept"] and not call["late"] and _is_effective(call, one.facts):
-                return failed(
+                return one.failed(
                     "clipping",
                     f"gradients were clipped to {call['limit']:g} before the last backward pass of their step was "
                     "added to them; clip once, when the window is complete: first seen",
                     cause="clipped-every-micro-batch",
                     family="clipping",
-                    step=one.step.number,
-                    rank=one.rank,
                 )
     return None
 
 
 def _before_averaging(training: RecordedTraining) -> Finding | None:
     """Find ranks that step with one gradient, but each of which clipped by a norm of its own."""
-    for ranks in _all_ranks(training):
-        calls = {rank: _complete(one.facts, _last_pass(one)) for rank, one in ranks.items()}
-        if any(not own or own[-1]["sharded"] or own[-1]["kind"] != "norm" for own in calls.values()):
-            continue
+    for ranks, calls in _last_calls(training, sharded=False):
         rounding = max(one.facts["roundings"] for one in ranks.values())
-        if not any(_is_effective(own[-1], ranks[rank].facts) for rank, own in calls.items()):
+        if not any(_is_effective(call, ranks[rank].facts) for rank, call in calls.items()):
             continue
-        held = [math.hypot(own[-1]["norm"], own[-1]["others"]) for own in calls.values()]
-        used = [own[-1]["returned"] for own in calls.values()]
+        held = [math.hypot(call["norm"], call["others"]) for call in calls.values()]
+        used = [call["returned"] for call in calls.values()]
         norms: list[float] = []
         if _differ(held, rounding) and _are_equal([one.step.received for one in ranks.values()], rounding):
             norms = held
@@ -187,11 +148,8 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
 
 def _shard_by_shard(training: RecordedTraining) -> Finding | None:
     """Find shards of one gradient that were scaled by different factors."""
-    for ranks in _all_ranks(training):
-        calls = {rank: _complete(one.facts, _last_pass(one)) for rank, one in ranks.items()}
-        if any(not own or not own[-1]["sharded"] or own[-1]["kind"] != "norm" for own in calls.values()):
-            continue
-        factors = [own[-1]["factor"] for own in calls.values() if own[-1]["norm"]]
+    for ranks, calls in _last_calls(training, sharded=True):
+        factors = [call["factor"] for call in calls.values() if call["norm"]]
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if factors and max(factors) - min(factors) > rounding:
             first = next(iter(ranks.values()))
@@ -218,23 +176,26 @@ def _other_length(training: RecordedTraining) -> Finding | None:
                 continue
             due = _asked_for(call["limit"], norm)
             if abs(call["factor"] - due) > max(NORM_KNOWN_TO, one.facts["roundings"]) * due:
-                return failed(
+                return one.failed(
                     "clipping",
                     f"clipping to {call['limit']:g} multiplied gradients of norm {norm:.6g} by {call['factor']:.6g} "
                     f"where {due:.6g} was due; is another norm used, or another function: first seen",
                     cause="clipped-to-another-length",
                     family="clipping",
-                    step=one.step.number,
-                    rank=one.rank,
                 )
     return None
 
 
-def _all_ranks(training: RecordedTraining) -> Iterator[Mapping[int, Noted]]:
-    """Yield steps that every rank took with the same model."""
+def _last_calls(training: RecordedTraining, *, sharded: bool) -> Iterator[tuple[Mapping[int, Noted], dict[int, Facts]]]:
+    """Yield steps that every rank took with the same model, and the last call of each rank before them.
+
+    Only steps before which every rank clipped by a norm, all of them ``sharded`` gradients, or all of them whole ones.
+    """
     for ranks in side_by_side(training, OBSERVER):
-        if 1 < len(ranks) == training.world_size and same_parameters(ranks.values()):
-            yield ranks
+        calls = {rank: own[-1] for rank, one in ranks.items() if (own := _complete(one))}
+        everywhere = 1 < len(calls) == training.world_size and same_parameters(ranks.values())
+        if everywhere and all(call["kind"] == "norm" and call["sharded"] == sharded for call in calls.values()):
+            yield ranks, calls
 
 
 def _differ(norms: Sequence[float | None], by: float) -> bool:
@@ -253,7 +214,7 @@ def _are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
 
 
 def _summary(training: RecordedTraining, clipped: list[Noted]) -> str:
-    calls = [(call, one.facts) for one in clipped for call in _complete(one.facts, _last_pass(one))]
+    calls = [(call, one.facts) for one in clipped for call in _complete(one)]
     limits = listed(dict.fromkeys(f"{call['kind']} {call['limit']:g}" for call, _ in calls))
     shorter = sum(_is_effective(call, facts) for call, facts in calls)
     return (
@@ -264,7 +225,7 @@ def _summary(training: RecordedTraining, clipped: list[Noted]) -> str:
 
 def _in_part(clipped: list[Noted]) -> Iterator[Finding]:
     for one in clipped:
-        calls = _complete(one.facts, _last_pass(one))
+        calls = _complete(one)
         covered = max(call["covered"] for call in calls)
         if covered < one.facts["of"]:
             yield information(

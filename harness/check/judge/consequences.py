@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from harness.check.judge.noted import Information
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 
@@ -18,17 +19,23 @@ def settle(findings: Sequence[Finding]) -> list[Finding]:
     nobody is accused of it.
     """
     if any(finding.cause == CLIPPED_FIRST for finding in findings):
-        # What was clipped had not been reduced yet.
-        findings = [replace(one, consequence_of="clipping") if one.check == "gradients" else one for one in findings]
-    bad = {finding.check for finding in findings if finding.outcome.is_bad}
-    if any(finding.cause == "clipped-before-averaging" for finding in findings):
-        # Gradients are judged as they were clipped: of each rank's own samples, since they are averaged only then.
+        # Gradients are judged as they were clipped: of each rank's own samples, since they are reduced only then.
         findings = [
-            replace(one, consequence_of="clipping") if one.cause == "not-synchronised" else one for one in findings
+            replace(one, consequence_of="clipping")
+            if one.check == "gradients" or one.cause == "not-synchronised"
+            else one
+            for one in findings
         ]
+    bad = {finding.check for finding in findings if finding.outcome.is_bad}
     return [
-        replace(finding, outcome=Outcome.PASSED, cause=None, family=None, consequence_of=None)
+        _no_failure(finding, finding.consequence_of)
         if finding.consequence_of is not None and finding.consequence_of not in bad
         else finding
         for finding in findings
     ]
+
+
+def _no_failure(finding: Finding, origin: str) -> Finding:
+    message = f"{finding.message}; no failure, since none was found in {origin}"
+    changed = {"outcome": Outcome.PASSED, "message": message, "cause": None, "family": None, "consequence_of": None}
+    return Information(**vars(finding) | changed)

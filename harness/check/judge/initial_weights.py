@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.accusation import accuse
-from harness.check.judge.noted import failed_observers
+from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
 from harness.core.finding import Finding
@@ -37,7 +37,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
             return
         if differing:
             what = kinds([one.parameter.name for one in differing], len(weights))
-            yield passed(CHECK, f"{what} differ between ranks at the first recorded step; {layout.reason}")
+            yield information(CHECK, f"{what} differ between ranks at the first recorded step; {layout.reason}")
             return
     frozen = _frozen(training) if layout.is_data_parallel else None
     if frozen is not None:

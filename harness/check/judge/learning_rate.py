@@ -18,7 +18,7 @@ from harness.check.judge.noted import (
 from harness.check.judge.recorded_weights import ranks_begin_apart
 from harness.core.finding import Finding
 from harness.judge.causes.learning_rate import PRECISION
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 
 OBSERVER = "learning-rate"
 
@@ -46,15 +46,13 @@ def _differ(training: RecordedTraining) -> Finding | None:
         for other in others:
             mine, theirs = first.facts["rates"], other.facts["rates"]
             if same_parameters((first, other)) and _are_different(mine, theirs):
-                return failed(
+                return other.failed(
                     "learning-rate",
                     f"ranks step with different learning rates: {listed(mine)} on rank {first.rank} and "
                     f"{listed(theirs)} on rank {other.rank}; does the schedule depend on something that differs "
                     "between ranks, as a validation loss does? First seen",
                     cause="rates-differ",
                     family="optimizer",
-                    step=other.step.number,
-                    rank=other.rank,
                 )
     return None
 
@@ -74,14 +72,12 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
         window = [each.number for each in one.step.passes]
         between = {number for number, before_step in one.facts["schedule"] if before_step} & set(window[:-1])
         if len(window) > 1 and len(between) == len(window) - 1:
-            return failed(
+            return one.failed(
                 "learning-rate",
                 f"the schedule moved on after each of the {len(window)} backward passes of a step; call "
                 "scheduler.step() after each optimizer step: first seen",
                 cause="schedule-stepped-every-micro-batch",
                 family="optimizer",
-                step=one.step.number,
-                rank=one.rank,
             )
     return None
 

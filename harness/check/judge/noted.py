@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from harness.check.evidence.training import Facts, RecordedStep, RecordedTraining
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.judge.findings import failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +29,10 @@ class Noted:
         if number < len(self.step.parameters):
             return self.step.parameters[number].name
         return f"parameter {number} of the optimizer"
+
+    def failed(self, check: str, observed: str, *, cause: str, family: str) -> Finding:
+        """Return a failure with the place of this step, which follows ``observed`` in the message."""
+        return failed(check, observed, cause=cause, family=family, step=self.step.number, rank=self.rank)
 
 
 def noted(training: RecordedTraining, observer: str) -> Iterator[Noted]:
@@ -51,14 +56,19 @@ def same_parameters(steps: Iterable[Noted]) -> bool:
     return len({tuple((each.name, each.shape) for each in one.step.parameters) for one in steps}) == 1
 
 
-def information(check: str, message: str) -> Finding:
-    """Return what should be read although it is no mistake: a finding that passed and has no error."""
-    return Finding(check, Outcome.PASSED, message)
+@dataclass(frozen=True)
+class Information(Finding):
+    """What should be read although it is no mistake: it has passed, and does not say that anything is right."""
 
 
-def not_judged(check: str, why: str) -> Finding:
+def information(check: str, message: str, step: int | None = None) -> Information:
+    """Return what the script does, where nothing is wrong with that."""
+    return Information(check, Outcome.PASSED, message, step=step)
+
+
+def not_judged(check: str, why: str, step: int | None = None) -> Finding:
     """Return the finding of a question that could not be answered: ``skipped``, with the reason."""
-    return Finding(check, Outcome.SKIPPED, f"not judged: {why}")
+    return Finding(check, Outcome.SKIPPED, f"not judged: {why}", step=step)
 
 
 def failed_observers(training: RecordedTraining, observer: str, check: str) -> Iterator[Finding]:

@@ -11,12 +11,11 @@ import torch
 
 from harness.check.evidence.training import BackwardPass, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
-from harness.check.judge.noted import failed_observers
+from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_passes import passes_of
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.findings import passed
 
 CHECK = "objective"
 
@@ -102,12 +101,12 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     if not objectives:
         several = _several_losses(ranks)
         if several is not None:
-            yield passed(CHECK, several)
+            yield information(CHECK, several)
         else:
             why = f"it is not known what was optimised: {_UNKNOWN}{_tokens(ranks)}"
             yield Finding(CHECK, Outcome.SKIPPED, why)
         return
-    yield _divided_wrongly(objectives) or passed(CHECK, _information(objectives))
+    yield _divided_wrongly(objectives) or information(CHECK, _optimised(objectives))
 
 
 def step_objectives(ranks: Sequence[RecordedRank]) -> Iterator[StepObjective]:
@@ -245,7 +244,7 @@ def _divided_wrongly(objectives: Sequence[StepObjective]) -> Finding | None:
     return None
 
 
-def _information(objectives: Sequence[StepObjective]) -> str:
+def _optimised(objectives: Sequence[StepObjective]) -> str:
     worst = max(objectives, key=lambda one: _spread(one.rates))
     first = worst.shares[0]
     micro, ranks = max(map(len, worst.ranks)), len(worst.ranks)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from harness.check.evidence.training import Facts, RecordedTraining
 from harness.check.judge.noted import Noted, information, listed, noted, same_parameters, side_by_side
 from harness.core.finding import Finding
-from harness.judge.findings import failed
 
 OBSERVER = "precision"
 
@@ -36,14 +35,12 @@ def _differ(training: RecordedTraining) -> Finding | None:
     for pairs in seen.values():
         first, other, what = pairs[0]
         if all(each for _, _, each in pairs):
-            return failed(
+            return other.failed(
                 "precision",
                 f"{what} on rank {first.rank} and rank {other.rank}; does a setting of the precision depend on the "
                 "rank? First seen",
                 cause="precisions-differ",
                 family="amp",
-                step=other.step.number,
-                rank=other.rank,
             )
     return None
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
-from harness.check.judge.noted import failed_observers
+from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
 from harness.core.finding import Finding
@@ -44,7 +45,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     elif layout.is_data_parallel:
         yield passed(CHECK, f"weights that ranks share agree, but for rounding, after each of {compared} steps")
     else:
-        yield passed(
+        yield information(
             CHECK, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"
         )
 
@@ -71,17 +72,10 @@ def _failure(
     worst = max(accused, key=lambda one: one.distance)
     what = kinds([one.parameter.name for one in accused], of)
     message = f"{what} differ between ranks after the step, by up to {worst.distance:.2g} of the norm"
-    name = worst.parameter.name
+    where: dict[str, Any] = {"step": place, "parameter": worst.parameter.name}
     if any(one.differ("before") for one in accused):
         if first:
-            finding = failed(
-                CHECK,
-                f"{message}: they did so before",
-                cause="not-broadcast",
-                family="sync",
-                step=place,
-                parameter=name,
-            )
+            finding = failed(CHECK, f"{message}: they did so before", cause="not-broadcast", family="sync", **where)
             return replace(finding, consequence_of="initial-weights")
         return accuse(
             CHECK,
@@ -89,18 +83,11 @@ def _failure(
             "what writes to the parameters besides the optimizer?",
             cause="changed-between-steps",
             family="sync",
-            step=place,
-            parameter=name,
+            **where,
         )
     if any(one.differ("gradients") for one in accused):
-        finding = failed(
-            CHECK,
-            f"{message}: ranks step with different gradients",
-            cause="not-synchronised",
-            family="sync",
-            step=place,
-            parameter=name,
-        )
+        observed = f"{message}: ranks step with different gradients"
+        finding = failed(CHECK, observed, cause="not-synchronised", family="sync", **where)
         return replace(finding, consequence_of="gradients")
     return accuse(
         CHECK,
@@ -108,6 +95,5 @@ def _failure(
         "do all ranks have the same learning rate, and the same state in the optimizer?",
         cause="updates-differ",
         family="optimizer",
-        step=place,
-        parameter=name,
+        **where,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.check.evidence.training import RecordedTraining
-from harness.check.judge.noted import failed_observers
+from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding
 from harness.judge.findings import passed
@@ -27,7 +27,7 @@ def judge_rng(training: RecordedTraining) -> Iterator[Finding]:
     if not drawing:
         return
     if alike:
-        yield passed(
+        yield information(
             CHECK,
             f"{alike} of {drawing} forwards that draw random numbers begin with the same generator state on all ranks: "
             "dropout masks are the same on every rank. Seed each rank with seed + rank for independent ones",

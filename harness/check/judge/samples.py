@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from harness.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from harness.check.judge.accusation import accuse
-from harness.check.judge.noted import failed_observers
+from harness.check.judge.noted import failed_observers, information, not_judged
 from harness.check.judge.rank_layout import RankLayout, rank_layout
 from harness.check.judge.recorded_passes import forwards_of, name_ranks, passes_of
 from harness.check.judge.sampler_passes import (
@@ -19,7 +19,6 @@ from harness.check.judge.sampler_passes import (
     whole_data_on_every_rank,
 )
 from harness.core.finding import Finding
-from harness.core.outcome import Outcome
 from harness.judge.findings import passed
 
 CHANCE = math.log(1e-8)
@@ -42,8 +41,8 @@ def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
     alike = [ranks for ranks in _ranks_with_the_same_rows(training) if len(ranks) > 1]
     if alike:
         yield _alike(training, layout, max(alike, key=len))
-    elif (information := _information(training)) is not None:
-        yield information
+    elif (rows := _rows_used(training)) is not None:
+        yield rows
 
 
 def _forwards(rank: RecordedRank) -> list[Facts]:
@@ -69,7 +68,7 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
     who = name_ranks(ranks, training.world_size)
     observed = f"{who} use the same rows in all {len(forwards)} recorded forwards"
     if (innocent := _innocent(training, layout, [by_number[rank] for rank in ranks], forwards)) is not None:
-        return passed(CHECK, f"{observed}; {innocent}")
+        return information(CHECK, f"{observed}; {innocent}")
     sampler = next(sampler_passes(by_number[ranks[0]]), None)
     if sampler is None or not sampler["distributed"]:
         return accuse(
@@ -199,10 +198,11 @@ def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
     return list(by_epoch.values())
 
 
-def _information(training: RecordedTraining) -> Finding | None:
+def _rows_used(training: RecordedTraining) -> Finding | None:
+    """Return what is known about the rows of all ranks: information where something about them is unusual."""
     forwards = [[one for one in _forwards(rank) if "order" in one] for rank in training.ranks]
     if not any(forwards):
-        return Finding(CHECK, Outcome.SKIPPED, "not judged: no tensor went into a tracked module")
+        return not_judged(CHECK, "no tensor went into a tracked module")
     if training.world_size == 1 or len(training.ranks) < training.world_size:
         return None
     parts = []
@@ -214,10 +214,14 @@ def _information(training: RecordedTraining) -> Finding | None:
         parts.append(f"ranks used {min(rows)} to {max(rows)} rows")
     copies = [Counter(row for rows in ranks for row in rows) for ranks in _rows_by_epoch(training)]
     common = sum(times > 1 for epoch in copies for times in epoch.values())
-    parts.append(f"{common} rows were used on several ranks" if common else "no row was used on two ranks in an epoch")
+    if common:
+        parts.append(f"{common} rows were used on several ranks")
     if any(_repeats_an_epoch(own) for own in forwards):
         parts.append("an epoch has the order of the one before")
-    return passed(CHECK, f"{'; '.join(parts)} ({sum(rows)} rows in the recorded steps)")
+    total = f"({sum(rows)} rows in the recorded steps)"
+    if parts:
+        return information(CHECK, f"{'; '.join(parts)} {total}")
+    return passed(CHECK, f"no row was used on two ranks in an epoch {total}")
 
 
 def _repeats_an_epoch(forwards: Sequence[Facts]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.noted import Noted, failed_observers, listed, noted, same_parameters, side_by_side
 from harness.core.finding import Finding
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 
 OBSERVER = "loss-scale"
 CHECK = "skipped-steps"
@@ -85,4 +85,4 @@ def _not_finite(training: RecordedTraining) -> Finding | None:
 
 
 def _failed(observed: str, one: Noted, cause: str) -> Finding:
-    return failed(CHECK, f"{observed}: first seen", cause=cause, family="amp", step=one.step.number, rank=one.rank)
+    return one.failed(CHECK, f"{observed}: first seen", cause=cause, family="amp")

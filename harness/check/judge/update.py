@@ -200,15 +200,13 @@ def _shared_memory(training: RecordedTraining) -> Finding | None:
         if len(together) > 1:
             first = ranks[together[0]]
             count = sum(len(sharing) > 1 for sharing in holders.values())
-            return failed(
+            return first.failed(
                 "update",
                 f"ranks {listed(together)} have {count} parameters in the same memory, and each of them takes the "
                 "optimizer's step there, so that every update is applied once a rank; give each rank a model of its "
                 "own (a model passed to torch.multiprocessing.spawn is shared): first seen",
                 cause="applied-once-a-rank",
                 family="averaging",
-                step=first.step.number,
-                rank=first.rank,
             )
     return None
 

@@ -10,6 +10,7 @@ from typing import Any
 from harness.check.command.command import CheckedCommand
 from harness.check.judge.coverage import Coverage
 from harness.check.judge.judging import CheckedTraining
+from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
 from harness.check.verdict.verdict import Verdict, answer_of, sentence_on
 from harness.core.finding import Finding
@@ -61,7 +62,12 @@ def _coverage(coverage: Coverage) -> dict[str, Any]:
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
-    return {**asdict(finding), "outcome": finding.outcome.value, "parameters": dict(finding.parameters)}
+    return {
+        **asdict(finding),
+        "outcome": finding.outcome.value,
+        "parameters": dict(finding.parameters),
+        "information": isinstance(finding, Information),
+    }
 
 
 def _finite(value: Any) -> Any:

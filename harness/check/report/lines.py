@@ -11,6 +11,7 @@ from harness.check.command.command import CheckedCommand
 from harness.check.command.running import EndedBy
 from harness.check.judge.coverage import NO_REPLAY, Coverage
 from harness.check.judge.judging import CheckedTraining
+from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
 from harness.check.verdict.verdict import accusations, is_accusation
 from harness.core.finding import Finding
@@ -18,9 +19,6 @@ from harness.core.outcome import Outcome
 from harness.report.text import counted, digits, in_words, shortened
 
 MOST_NAMES = 3
-
-INFORMATIVE = ("objective", "precision")
-"""Questions whose answer, where nothing is wrong, says what the script does, not that it is right."""
 
 
 class Sign(str, Enum):
@@ -61,7 +59,7 @@ def _sign(finding: Finding) -> Sign:
     if is_accusation(finding):
         return Sign.WRONG
     if finding.outcome is Outcome.PASSED:
-        return Sign.INFORMATION if finding.check in INFORMATIVE else Sign.RIGHT
+        return Sign.INFORMATION if isinstance(finding, Information) else Sign.RIGHT
     return Sign.NOT_JUDGED
 
 

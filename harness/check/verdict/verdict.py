@@ -10,6 +10,7 @@ from harness.check.command.command import CheckedCommand
 from harness.check.command.running import EndedBy
 from harness.check.judge.gradients import CHECK as GRADIENTS
 from harness.check.judge.judging import CheckedTraining
+from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
 from harness.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from harness.core.exit_codes import TROUBLE
@@ -60,11 +61,11 @@ def answer_of(one: CheckedTraining) -> Answer:
     """Return whether a training is right: what its optimizers received must have been judged for that."""
     if any(is_accusation(finding) for finding in one.findings):
         return Answer.WRONG
-    return Answer.RIGHT if _is_right(one, GRADIENTS) else Answer.NOT_JUDGED
+    return Answer.RIGHT if any(_has_passed(finding, GRADIENTS) for finding in one.findings) else Answer.NOT_JUDGED
 
 
-def _is_right(one: CheckedTraining, check: str) -> bool:
-    return any(finding.check == check and finding.outcome is Outcome.PASSED for finding in one.findings)
+def _has_passed(finding: Finding, check: str) -> bool:
+    return finding.check == check and finding.outcome is Outcome.PASSED
 
 
 def is_accusation(finding: Finding) -> bool:
@@ -87,7 +88,8 @@ def sentence_on(one: CheckedTraining) -> str:
         return "no gradient was judged"
     if gradients.outcome is not Outcome.PASSED:
         return gradients.message.removeprefix("not judged: ")
-    judged = " and update" if _is_right(one, UPDATE) else ""
+    updates = (finding for finding in one.findings if _has_passed(finding, UPDATE))
+    judged = "" if all(isinstance(finding, Information) for finding in updates) else " and update"
     return f"{extent(one)}, every gradient{judged} that was judged is right{_noise(gradients)}"
 
 

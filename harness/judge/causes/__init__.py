@@ -8,10 +8,8 @@ something is wrong is decided in ``harness.judge.checks``, not here.
 from __future__ import annotations
 
 from harness.judge.causes.gradient_case import GradientCase
-from harness.judge.causes.gradient_evidence import explain_gradients
 from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match
 from harness.judge.causes.metric_case import MetricCase
-from harness.judge.causes.metric_evidence import explain_metrics
 from harness.judge.causes.registry import HYPOTHESES, explain, register
 
 __all__ = [
@@ -22,7 +20,5 @@ __all__ = [
     "Match",
     "MetricCase",
     "explain",
-    "explain_gradients",
-    "explain_metrics",
     "register",
 ]

@@ -10,8 +10,8 @@ import torch
 
 from harness.core.finding import UNEXPLAINED, Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain
 from harness.judge.causes.optimizer_state import OptimizerStateCase
+from harness.judge.causes.registry import explain
 from harness.judge.causes.resumed_progress import ProgressCase, ResumedRatesCase
 from harness.judge.causes.resumed_state import OrderCase, ResumedBuffersCase, ResumedWeightsCase, ScaleCase, StopCase
 from harness.judge.checks.gradients import gradients

@@ -10,7 +10,7 @@ import torch
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Step, Tensors
-from harness.judge.causes import explain_gradients
+from harness.judge.causes.gradient_evidence import explain_gradients
 from harness.judge.findings import TwoWayComparison, Vacuous, failed
 from harness.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, norm
 from harness.judge.trace_analysis import ExpectedGradients, TraceAnalysis

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.core.finding import Finding
-from harness.judge.causes import explain
+from harness.judge.causes.registry import explain
 from harness.judge.causes.weights import InitialWeightsCase
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.trace_analysis import TraceAnalysis

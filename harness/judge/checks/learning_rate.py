@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.core.finding import Finding
-from harness.judge.causes import explain
 from harness.judge.causes.learning_rate import LearningRateCase
+from harness.judge.causes.registry import explain
 from harness.judge.findings import failed, passed
 from harness.judge.trace_analysis import TraceAnalysis
 

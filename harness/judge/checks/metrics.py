@@ -6,7 +6,7 @@ import math
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain_metrics
+from harness.judge.causes.metric_evidence import explain_metrics
 from harness.judge.expected_metrics import LossTable, Report
 from harness.judge.findings import Vacuous, error_at, from_deviation, times
 from harness.judge.oracle.noise import Deviation, larger

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.judge.causes import explain
+from harness.judge.causes.registry import explain
 from harness.judge.causes.weights import DivergedRanksCase
 from harness.judge.findings import error_at, failed, from_deviation
 from harness.judge.oracle.noise import Deviation, distance, in_noise, largest, limit, rounding_unit

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from harness.core.finding import Finding
-from harness.judge.causes import explain
+from harness.judge.causes.registry import explain
 from harness.judge.causes.rng import AlikeMasksCase, KeptShareCase, NothingDrawnCase, RedrawnCase, StreamCase
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.oracle.dropout_masks import (

@@ -9,7 +9,7 @@ from collections import Counter
 
 from harness.core.finding import Finding
 from harness.judge import sampler_draws
-from harness.judge.causes import explain
+from harness.judge.causes.registry import explain
 from harness.judge.causes.samples import sample_case
 from harness.judge.findings import Vacuous, failed, passed
 from harness.judge.sampler_draws import drawn

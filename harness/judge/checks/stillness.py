@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.core.finding import Finding
 from harness.evidence.trace import RankTrace, Tensors
-from harness.judge.causes import explain
+from harness.judge.causes.registry import explain
 from harness.judge.causes.weights import ChangedWeightsCase
 from harness.judge.findings import failed, passed
 from harness.judge.trace_analysis import TraceAnalysis, same

@@ -7,7 +7,7 @@ import torch
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace
-from harness.judge.causes import explain
+from harness.judge.causes.registry import explain
 from harness.judge.causes.update import update_case
 from harness.judge.findings import Vacuous, compare_with_one, with_parameters
 from harness.judge.oracle.noise import Deviation, largest, limit

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.evidence.trace import Evaluation
-from harness.judge.causes import explain
+from harness.judge.causes.registry import explain
 from harness.judge.causes.validation import EvaluationCase
 from harness.judge.findings import failed, passed
 from harness.judge.oracle.epochs import Position

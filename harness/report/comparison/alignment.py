@@ -8,7 +8,7 @@ from typing import Final
 
 from harness.core.errors import PlumblineError
 from harness.results.header_footer import Header
-from harness.results.records import CellRecord, Coordinates, Measurement, Result
+from harness.results.records import CellRecord, Coordinates, Measurement, Result, by_cell
 from harness.results.run import Run
 
 
@@ -59,14 +59,9 @@ DIMENSIONS: Final[Mapping[str, Callable[[CellRecord], str | int]]] = {
 def cell_records(run: Run) -> dict[Coordinates, CellRecords]:
     """Return the records of each cell of a run, planned ones first and in their order."""
     cells: dict[Coordinates, CellRecord] = {}
-    results: dict[Coordinates, list[Result]] = {}
-    measurements: dict[Coordinates, list[Measurement]] = {}
+    results, measurements = by_cell(run.results), by_cell(run.measurements)
     for cell in (*run.header.planned, *run.results, *run.measurements):
         cells.setdefault(cell.coordinates, cell)
-    for result in run.results:
-        results.setdefault(result.coordinates, []).append(result)
-    for measurement in run.measurements:
-        measurements.setdefault(measurement.coordinates, []).append(measurement)
     return {
         key: CellRecords(cell, tuple(results.get(key, ())), tuple(measurements.get(key, ())), key == run.cut_short)
         for key, cell in cells.items()

@@ -11,7 +11,16 @@ import pandas as pd
 
 from harness.core.outcome import Outcome
 from harness.report.text import counted
-from harness.results.records import KNOWN, PERFORMANCE, UNEXPECTED_PASS, CellRecord, Coordinates, Result, ending
+from harness.results.records import (
+    KNOWN,
+    PERFORMANCE,
+    UNEXPECTED_PASS,
+    CellRecord,
+    Coordinates,
+    Result,
+    by_cell,
+    ending,
+)
 from harness.results.run import Run
 
 T = TypeVar("T")
@@ -69,16 +78,13 @@ def cell_table(run: Run) -> pd.DataFrame:
     ``error_x_noise``: the largest among findings that passed, deviate or failed; other outcomes measure nothing.
     ``seconds``: the wall time of the cell's launch. The last two are NaN where there is no value.
     """
-    findings: dict[Coordinates, list[Result]] = {}
     measured = measured_only(run)
+    findings = by_cell(result for result in run.results if result.coordinates not in measured)
     cells: dict[Coordinates, CellRecord] = {
         planned.coordinates: planned for planned in run.header.planned if planned.coordinates not in measured
     }
-    for result in run.results:
-        if result.coordinates in measured:
-            continue
-        cells.setdefault(result.coordinates, result)
-        findings.setdefault(result.coordinates, []).append(result)
+    for key, found in findings.items():
+        cells.setdefault(key, found[0])
     rows = [
         (cell.cell, *key, *_ending(findings.get(key, []), cut_short=key == run.cut_short))
         for key, cell in cells.items()

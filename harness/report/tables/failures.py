@@ -10,7 +10,7 @@ from typing import Final
 
 from harness.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
 from harness.report.text import compact, counted, printable, shortened
-from harness.results.records import UNEXPECTED_PASS, Coordinates, Expected, Result
+from harness.results.records import UNEXPECTED_PASS, Expected, Result, by_cell
 from harness.results.run import Run
 
 LONGEST_CONSEQUENCE: Final = 160
@@ -43,11 +43,7 @@ def is_wrong(result: Result) -> bool:
 
 def wrong_cells(run: Run) -> list[list[Result]]:
     """Return the findings that need action, cell by cell, the one that explains the others first."""
-    wrong: dict[Coordinates, list[Result]] = {}
-    for result in run.results:
-        if is_wrong(result):
-            wrong.setdefault(result.coordinates, []).append(result)
-    return [in_reading_order(results) for results in wrong.values()]
+    return [in_reading_order(results) for results in by_cell(filter(is_wrong, run.results)).values()]
 
 
 def failures(run: Run) -> list[FailureGroup]:

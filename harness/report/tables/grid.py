@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from harness.core.finding import in_reading_order
 from harness.core.outcome import Outcome
@@ -19,7 +19,7 @@ from harness.report.tables.cells import (
 )
 from harness.report.tables.failures import is_wrong
 from harness.report.tables.support import Configuration, mark, passed_of_tried, reading_order
-from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result
+from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result, by_cell
 from harness.results.run import Run
 
 MARK_OF: Final = {
@@ -60,12 +60,12 @@ class GridCell:
     @property
     def workload(self) -> str:
         """The training problem."""
-        return self.coordinates[1]
+        return self.coordinates.workload
 
     @property
     def topology(self) -> tuple[int, int]:
         """Nodes, and gpus per node."""
-        return self.coordinates[3], self.coordinates[4]
+        return self.coordinates.topology
 
     @property
     def error(self) -> float | None:
@@ -130,9 +130,7 @@ class Grid:
 def grids(run: Run) -> list[Grid]:
     """Return a grid for each subject and accelerator, in the order of the run."""
     rows = cell_table(run).to_dict("records")
-    findings: dict[Coordinates, list[Result]] = {}
-    for result in run.results:
-        findings.setdefault(result.coordinates, []).append(result)
+    findings = by_cell(run.results)
     subjects: dict[tuple[str, str], list[GridCell]] = {}
     for row, anchor in zip(rows, _anchors(row["cell"] for row in rows), strict=True):
         cell = _cell(row, anchor, findings)
@@ -145,8 +143,8 @@ def _grid(subject: str, accelerator: str, cells: Sequence[GridCell]) -> Grid:
     topologies = sorted(places, key=lambda one: (one[0] * one[1], one[0]))
     rows: dict[Configuration, list[GridCell]] = {}
     for cell in cells:
-        _, _, backend, _, _, precision, _ = cell.coordinates
-        row = Configuration(subject, backend, False, False, precision, accelerator)
+        at = cell.coordinates
+        row = Configuration(subject, at.backend, False, False, at.precision, accelerator)
         rows.setdefault(row, []).append(cell)
     ordered = sorted(rows, key=reading_order)
     folded = [row for row in ordered if _mark(rows[row]) == "-"]
@@ -194,7 +192,7 @@ def _mark(cells: Sequence[GridCell]) -> str:
 
 
 def _cell(row: Mapping[Hashable, Any], anchor: str, every: Mapping[Coordinates, Sequence[Result]]) -> GridCell:
-    coordinates = cast("Coordinates", tuple(row[name] for name in CELL_COLUMNS[1:8]))
+    coordinates = Coordinates._make(row[name] for name in CELL_COLUMNS[1:8])
     findings = every.get(coordinates, ())
     kinds: dict[str, list[Result]] = {name: [] for name in ("bad", "known", "deviating", "others", "passed")}
     for finding in findings:

@@ -13,7 +13,7 @@ from harness.report.tables.cells import CELL_COLUMNS, DECLINED, cached_per_run, 
 from harness.report.tables.run_summary import backend_in_words
 from harness.report.tables.support import mark
 from harness.report.text import counted
-from harness.results.records import Coordinates, Measurement
+from harness.results.records import Coordinates, Measurement, by_cell
 from harness.results.run import Run
 
 EFFICIENCY: Final = ("scaling_strong", "scaling_weak")
@@ -60,37 +60,37 @@ class Measured:
     @property
     def subject(self) -> str:
         """The trainer under test."""
-        return self.coordinates[0]
+        return self.coordinates.subject
 
     @property
     def workload(self) -> str:
         """The training problem."""
-        return self.coordinates[1]
+        return self.coordinates.workload
 
     @property
     def backend(self) -> str:
         """The trainer's backend."""
-        return self.coordinates[2]
+        return self.coordinates.backend
 
     @property
     def topology(self) -> tuple[int, int]:
         """Nodes, and devices per node."""
-        return self.coordinates[3], self.coordinates[4]
+        return self.coordinates.topology
 
     @property
     def devices(self) -> int:
         """Devices on all nodes together."""
-        return self.coordinates[3] * self.coordinates[4]
+        return self.coordinates.devices
 
     @property
     def precision(self) -> str:
         """The precision, for example ``bf16``."""
-        return self.coordinates[5]
+        return self.coordinates.precision
 
     @property
     def accelerator(self) -> str:
         """``cpu`` or ``cuda``."""
-        return self.coordinates[6]
+        return self.coordinates.accelerator
 
     def first(self, metrics: Iterable[str]) -> Measurement | None:
         """Return the first of these figures that there is."""
@@ -127,13 +127,11 @@ def has_several_subjects(cells: Iterable[Measured]) -> bool:
 def measured_cells(run: Run) -> list[Measured]:
     """Return every measured cell, as planned: workloads in the order of the run, small topologies first."""
     conformance = conformance_of(run)
-    cells: dict[Coordinates, list[Measurement]] = {}
-    for record in run.measurements:
-        cells.setdefault(record.coordinates, []).append(record)
-    workloads = list(dict.fromkeys(key[1] for key in cells))
+    cells = by_cell(run.measurements)
+    workloads = list(dict.fromkeys(key.workload for key in cells))
     return [
         Measured(cells[key][0].cell, key, _figures(cells[key]), conformance(key))
-        for key in sorted(cells, key=lambda key: (workloads.index(key[1]), key[3] * key[4], key[3]))
+        for key in sorted(cells, key=lambda key: (workloads.index(key.workload), key.devices, key.num_nodes))
     ]
 
 
