@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from harness.check.rank.replay.precision import Precision
-from harness.check.rank.replay.replay import Replicas, replay
+from harness.check.rank.replay.replay import replay
+from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import differentiable
 
 sys.path.insert(0, str(Path(__file__).parent))

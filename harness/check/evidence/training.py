@@ -23,11 +23,14 @@ Facts = dict[str, Any]
 """What an observer noted, as JSON values, by the observer's name."""
 
 
-def segment(tensor: Tensor) -> Tensor:
-    """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries."""
+def segment(tensor: Tensor, *, split: bool = True) -> Tensor:
+    """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries.
+
+    ``split``: the projection of float64 values hardly rounds; see ``project``.
+    """
     if tensor.numel() <= SEGMENT:
         return tensor.detach().to("cpu", torch.float64, copy=True).reshape(-1)
-    return project(tensor, SEGMENT).sum(0)
+    return project(tensor, SEGMENT, split=split).sum(0)
 
 
 def length(tensor: Tensor) -> int:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from harness.check.evidence.options import RecordingOptions
-from harness.check.evidence.training import Facts, Parameter, RecordedStep, segment
+from harness.check.evidence.training import Facts, Parameter, RecordedStep
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import LocalGradients, Pass
 from harness.check.rank.observer import Observer
@@ -39,7 +39,7 @@ from harness.check.rank.optimizer_gradients import (
 from harness.check.rank.parameter_names import ParameterNames
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
-from harness.check.rank.replay.exact_gradients import ExactGradients
+from harness.check.rank.replay.exact_gradients import ExactGradients, exact_segment
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
 from harness.check.rank.sharding import arrival_leaves, reduction_dtypes
@@ -72,7 +72,7 @@ class TrainingRecorder:
         clipping.on_clipping = self._on_clipping
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(self._current_pass, self._forward_begins)
-        self._exact = ExactGradients(self._calls, segment)
+        self._exact = ExactGradients(self._calls, exact_segment)
         self._uncovered: dict[str, str] = {}
         self._unclipped: dict[int, Tensor] = {}
         self._windows = PassWindows()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -194,7 +195,8 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
 
 
 def _length(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=wide).real)
 
 
 def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -233,7 +235,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _is_finite(gradient: Tensor) -> bool:
     own = local(gradient)
-    return bool((own._values() if own.is_sparse else own).isfinite().all())
+    values = own._values() if own.is_sparse else own
+    # A norm is far cheaper to compute; of numbers in float64 it may overflow.
+    return math.isfinite(_length(values)) or bool(values.isfinite().all())
 
 
 def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:

@@ -22,14 +22,13 @@ from harness.check.rank.replay.nested import map_tensors
 from harness.check.rank.replay.precision import Precision, double_of, to_float64
 from harness.check.rank.replay.random_state import drawn_from
 from harness.check.rank.replay.replay_modes import CommunicatesError, Float64Mode, NativeMode
+from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import differentiable
-from harness.check.rank.replay.unsharding import computing_dtypes, is_distributed, replace_hooks, shards
+from harness.check.rank.replay.unsharding import replace_hooks
 from harness.check.rank.replay.uses import Graph
-from harness.check.rank.sharding import whole
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
 """Takes the number of a backward pass, a parameter and its gradient, which is freed when it returns."""
-
 
 Leaves = Sequence["tuple[nn.Parameter, nn.Parameter]"]
 """Parameters, each with the leaf that stands for it in a replay."""
@@ -51,49 +50,16 @@ class Replayed:
     hidden: tuple[Tensor, ...]
 
 
-class Replicas:
-    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
-
-    A sharded parameter is gathered once, when it is first asked for.
-    """
-
-    def __init__(self, precision: Precision) -> None:
-        self._precision = precision
-        self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-
-    def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
-        if id(parameter) not in self._copies:
-            values = whole(parameter.detach())
-            values = to_float64(values) if self._precision is Precision.FLOAT64 else values.to(dtype or values.dtype)
-            leaf = nn.Parameter(values, requires_grad=False)
-            if not is_distributed(parameter):
-                vars(leaf).update(vars(parameter))
-            self._copies[id(parameter)] = parameter, leaf
-        leaf = self._copies[id(parameter)][1]
-        leaf.requires_grad_(requires_grad)
-        return leaf
-
-    def leaves(self, call: TrackedCall) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-        """Return the parameters of a call with their leaves, by the identities of the tensors in the module."""
-        dtypes = computing_dtypes(call.module)
-        found = {}
-        for one in call.parameters:
-            leaf = self.of(one.parameter, requires_grad=one.requires_grad, dtype=dtypes.get(id(one.parameter)))
-            found[id(one.parameter)] = one.parameter, leaf
-        unsharded = {name: found[id(shard)] for name, shard in shards(call.module).items() if id(shard) in found}
-        return {**found, **unsharded}
-
-
 def replay(
     call: TrackedCall,
     precision: Precision,
-    receive: ReceiveGradient,
+    receive: ReceiveGradient | None,
     replicas: Replicas,
     drawn: list[torch.dtype] | None = None,
 ) -> Replayed:
     """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
 
+    Where ``receive`` is None the call goes backward only if that may draw random numbers, as a checkpoint's does.
     ``replicas`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
     training's own precision found them, None where there was none yet. Module, generators, gradients and everything
     else are afterwards what they were before.
@@ -105,7 +71,7 @@ def replay(
     _check(call)
     leaves = replicas.leaves(call)
     own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
-    state, mode = ModuleState(call.module), _mode(call, precision, drawn)
+    state, mode = replicas.state(call.module), _mode(call, precision, drawn)
     try:
         with _conditions(call, precision):
             return _run(call, state, _replacement(call, precision, leaves), own, receive, mode)
@@ -153,7 +119,7 @@ def _run(
     state: ModuleState,
     replacement: Callable[[Tensor], Tensor],
     leaves: Leaves,
-    receive: ReceiveGradient,
+    receive: ReceiveGradient | None,
     mode: NativeMode | Float64Mode,
 ) -> Replayed:
     with mode:
@@ -170,8 +136,9 @@ def _run(
     known = {id(leaf) for _, leaf in leaves}
     hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
     runs_code = mode.saves_with_hooks or graph.runs_code
-    with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
-        _differentiate(call, outputs, leaves, receive, chosen=not graph.is_reentrant)
+    if receive is not None or runs_code:
+        with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
+            _differentiate(call, outputs, leaves, receive or _ignored, chosen=not graph.is_reentrant)
     return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
 
 
@@ -193,6 +160,10 @@ def _differentiate(
                 keep=number != max(given),
                 inputs=[leaf for _, leaf in wanted] if chosen else [],
             )
+
+
+def _ignored(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+    pass
 
 
 def _backward(outputs: list[Tensor], cotangents: list[Tensor], *, keep: bool, inputs: list[Tensor]) -> None:
