@@ -42,13 +42,15 @@ def length(tensor: Tensor) -> int:
 class Parameter:
     """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``).
 
-    ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own.
+    ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own. ``sampled``:
+    whether it is judged; vectors have nothing of one that is not.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     reduced: str = ""
+    sampled: bool = True
 
     @property
     def entries(self) -> int:
@@ -58,7 +60,7 @@ class Parameter:
     @property
     def length(self) -> int:
         """The number of entries of its segment."""
-        return min(self.entries, SEGMENT)
+        return min(self.entries, SEGMENT) if self.sampled else 0
 
 
 def segments(vector: Tensor, parameters: Sequence[Parameter]) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from harness.check.evidence.options import RecordingOptions
 from harness.check.evidence.training import Facts, Parameter, RecordedStep
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import LocalGradients, Pass
+from harness.check.rank.memory_needed import NotEnoughMemoryError, require_memory
 from harness.check.rank.observer import Observer
 from harness.check.rank.optimizer.clipping import Clipping
 from harness.check.rank.optimizer.loss_scale import LossScale
@@ -37,9 +38,11 @@ from harness.check.rank.optimizer_gradients import (
     vector,
 )
 from harness.check.rank.parameter_names import ParameterNames
+from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
 from harness.check.rank.replay.exact_gradients import ExactGradients, exact_segment
+from harness.check.rank.replay.precision import Precision
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
 from harness.check.rank.sharding import arrival_leaves, reduction_dtypes
@@ -63,8 +66,11 @@ class TrainingRecorder:
         loss_scale: LossScale,
         clipping: Clipping,
         others: Sequence[Observer] = (),
+        sample: ParameterSample | None = None,
     ) -> None:
         self._options = options
+        self._sample = sample or ParameterSample(0)
+        self._has_memory = False
         self._writer = writer
         self._observers = (loss_scale, clipping, *others)
         self._loss_scale = loss_scale
@@ -72,7 +78,7 @@ class TrainingRecorder:
         clipping.on_clipping = self._on_clipping
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(self._current_pass, self._forward_begins)
-        self._exact = ExactGradients(self._calls, exact_segment)
+        self._exact = ExactGradients(self._calls, exact_segment, Precision(options.truth), self._sample.has)
         self._uncovered: dict[str, str] = {}
         self._unclipped: dict[int, Tensor] = {}
         self._windows = PassWindows()
@@ -190,10 +196,12 @@ class TrainingRecorder:
 
     def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
         self._unclipped.clear()
+        for optimizer in self._optimizers:
+            self._sample.add(parameters_in(optimizer))
         self._calls.pass_begins(one.number, roots)
         leaves = {id(one): (one, one) for optimizer in self._optimizers for one in parameters_in(optimizer)}
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
-        self._gradients.follow(leaves.values())
+        self._gradients.follow(leaves.values(), self._sample.has)
         one.facts["versions"] = [sum(p._version for p in parameters_in(optimizer)) for optimizer in self._optimizers]
         for observer in self._observers:
             observer.backward_begins(one.number)
@@ -259,7 +267,7 @@ class TrainingRecorder:
         }
         with torch.no_grad(), paused():
             for one in parameters:
-                if one.grad is not None and id(one) not in self._unclipped:
+                if one.grad is not None and id(one) not in self._unclipped and self._sample.has(one):
                     self._unclipped[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
 
     def _on_skipped(self, optimizer: Optimizer) -> None:
@@ -276,13 +284,19 @@ class TrainingRecorder:
         """Take down everything that the step itself changes."""
         self._world = _world()
         parameters = list(parameters_in(optimizer))
+        self._sample.add(parameters)
+        if not self._has_memory and not self._options.dry_run:
+            require_memory(self._names.roots, parameters, self._sample, self._options)
+            self._has_memory = True
         names = self._names.of(optimizer, parameters)
         running = self._gradients.current
         own, others = self._windows.take(self._optimizers.index(optimizer), running)
         unclipped, self._unclipped = self._unclipped, {}
         reduced = reduction_dtypes(self._names.roots)
         with torch.no_grad(), paused():
-            gradients, norms = zip(*(received(optimizer, parameter) for parameter in parameters), strict=True)
+            gradients, norms = zip(
+                *(received(optimizer, one, sampled=self._sample.has(one)) for one in parameters), strict=True
+            )
             if running is None:
                 self._replay([*own, *others])
             for observer in self._observers:
@@ -292,13 +306,17 @@ class TrainingRecorder:
             self._steps[id(optimizer)],
             tuple(
                 Parameter(
-                    name, tuple(parameter.shape), dtype_name(parameter.dtype), dtype_name(reduced.get(id(parameter)))
+                    name,
+                    tuple(parameter.shape),
+                    dtype_name(parameter.dtype),
+                    dtype_name(reduced.get(id(parameter))),
+                    self._sample.has(parameter),
                 )
                 for name, parameter in zip(names, parameters, strict=True)
             ),
             torch.cat(gradients),
-            tuple(vector(one, parameters) for one in own),
-            tuple(vector(one, parameters) for one in others),
+            tuple(vector(one, parameters, self._sample) for one in own),
+            tuple(vector(one, parameters, self._sample) for one in others),
             facts={"gradient_hooks": sum(map(has_own_hooks, parameters))},
             norm=math.hypot(*norms),
             unclipped=unclipped_vector(unclipped, parameters, gradients),
@@ -354,6 +372,10 @@ class TrainingRecorder:
         """Do something of the recorder's; an error in it ends recording, and the script goes on."""
         try:
             return do()
+        except NotEnoughMemoryError as error:
+            self._error = self._error or str(error)
+            self._stop()
+            return None
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(place.filename)}:{place.lineno}"

@@ -26,6 +26,7 @@ from harness.check.rank.optimizer.optimizer_replay import (
     stepping,
 )
 from harness.check.rank.optimizer.shared_memory import shared_places
+from harness.check.rank.parameter_sample import ParameterSample
 from harness.evidence.projection import fingerprint
 
 
@@ -80,7 +81,8 @@ class UpdateReplay(Observer):
 
     name = "update"
 
-    def __init__(self) -> None:
+    def __init__(self, sample: ParameterSample | None = None) -> None:
+        self._sample = sample or ParameterSample(0)
         self._open: list[_Pending] = []
         self._prints: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
 
@@ -108,7 +110,7 @@ class UpdateReplay(Observer):
             pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
         try:
             require_replayable(stepping(optimizer))
-            _replay(pending)
+            _replay(pending, self._sample)
         except NotReplayable as error:
             pending.why = str(error)
             pending.due.clear()
@@ -160,8 +162,8 @@ def weights_print(parameter: Tensor) -> int:
         return 0
 
 
-def _replay(pending: _Pending) -> None:
-    """Replay the step of every parameter that has a gradient, one after the other."""
+def _replay(pending: _Pending, sample: ParameterSample) -> None:
+    """Replay the step of every parameter in the sample that has a gradient, one after the other."""
     optimizer = stepping(pending.optimizer)
     parameters = parameters_of(pending.optimizer)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -170,6 +172,8 @@ def _replay(pending: _Pending) -> None:
     for group in groups_of(pending.optimizer):
         for parameter in group["params"]:
             number = numbers[id(parameter)]
+            if not sample.has(parameters[number]):
+                continue
             pending.own.add(number)
             if parameter.grad is None or not local(parameter).numel():
                 continue

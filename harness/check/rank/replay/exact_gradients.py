@@ -1,4 +1,4 @@
-"""The exact local gradient of each backward pass: the float64 replays of all calls that it went through, summed."""
+"""The exact local gradient of each backward pass: replays of all calls that it went through, summed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from harness.check.rank.replay.unsharding import is_distributed
 
 Reduce = Callable[[Tensor, torch.dtype], Tensor]
 """A linear map of a gradient to what is kept of it, such as ``exact_segment``; it is given the parameter's dtype."""
+
+Keeps = Callable[[Tensor], bool]
+"""Says whether the gradient of a parameter is asked for."""
 
 K = TypeVar("K")
 
@@ -55,11 +58,19 @@ class ExactGradients:
     """Replays calls immediately before an optimizer steps, when the weights are still those of the forward.
 
     The rounding noise of a module's outputs is kept from step to step, by module: a later call that is within it of its
-    replay in float64 is not replayed in the training's own precision again.
+    exact replay is not replayed in the training's own precision again.
     """
 
-    def __init__(self, calls: TrackedCalls, reduce: Reduce) -> None:
+    def __init__(
+        self,
+        calls: TrackedCalls,
+        reduce: Reduce,
+        truth: Precision = Precision.FLOAT64,
+        keeps: Keeps = lambda parameter: True,
+    ) -> None:
         self._calls = calls
+        self._keeps = keeps
+        self._truth = truth
         self._reduce = reduce
         self._noise: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 
@@ -67,7 +78,7 @@ class ExactGradients:
         """Return what is known of the backward passes since the last time, by their numbers."""
         with self._calls.paused():
             passes: dict[int, ExactPass] = {}
-            step = _Step(self._reduce, passes, self._noise)
+            step = _Step(self._reduce, passes, self._noise, self._truth, self._keeps)
             pending = self._calls.pending()
             for call in pending:
                 step.gather(call)
@@ -86,15 +97,22 @@ class ExactGradients:
 
 
 class _Step:
-    """The replays before one optimizer step: they share the float64 copies of the parameters."""
+    """The replays before one optimizer step: they share the copies of the parameters."""
 
     def __init__(
-        self, reduce: Reduce, passes: dict[int, ExactPass], noise: WeakKeyDictionary[nn.Module, float]
+        self,
+        reduce: Reduce,
+        passes: dict[int, ExactPass],
+        noise: WeakKeyDictionary[nn.Module, float],
+        truth: Precision,
+        keeps: Keeps,
     ) -> None:
+        self._keeps = keeps
+        self._truth = truth
         self._reduce = reduce
         self._passes = passes
         self._noise = noise
-        self._exact = Replicas(Precision.FLOAT64)
+        self._exact = Replicas(truth, keeps)
         self._native = Replicas(Precision.NATIVE)
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
 
@@ -109,14 +127,14 @@ class _Step:
         for number in call.cotangents:
             self._passes.setdefault(number, ExactPass())
         try:
-            exact = self._in_float64(call)
+            exact = self._exactly(call)
             self._check(call, exact)
             self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
         except CannotReplayError as error:
             self._uncover(call, call.trainable, str(error))
         self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
 
-    def _in_float64(self, call: TrackedCall) -> Replayed:
+    def _exactly(self, call: TrackedCall) -> Replayed:
         if call.module not in self._drawn:
             try:
                 return self._added(call, None)
@@ -128,13 +146,14 @@ class _Step:
             raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
 
     def _added(self, call: TrackedCall, drawn: list[torch.dtype] | None) -> Replayed:
-        """Replay a call in float64, and add its gradients to those of its passes once all of them are known."""
+        """Replay a call for its exact gradients, and add them to those of its passes once all of them are known."""
         found: dict[tuple[int, nn.Parameter], Tensor] = {}
 
         def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
-            _add(found, (number, parameter), self._reduce(gradient, parameter.dtype))
+            if self._keeps(parameter):
+                _add(found, (number, parameter), self._reduce(gradient, parameter.dtype))
 
-        replayed = replay(call, Precision.FLOAT64, receive, self._exact, drawn)
+        replayed = replay(call, self._truth, receive, self._exact, drawn)
         for (number, parameter), kept in found.items():
             _add(self._passes[number].gradients, parameter, kept)
         return replayed

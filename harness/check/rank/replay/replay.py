@@ -19,9 +19,9 @@ from harness.check.rank.replay.call import TrackedCall, sample
 from harness.check.rank.replay.draws import Draws, UnknownDrawError
 from harness.check.rank.replay.module_state import ModuleState
 from harness.check.rank.replay.nested import map_tensors
-from harness.check.rank.replay.precision import Precision, double_of, to_float64
+from harness.check.rank.replay.precision import Precision
 from harness.check.rank.replay.random_state import drawn_from
-from harness.check.rank.replay.replay_modes import CommunicatesError, Float64Mode, NativeMode
+from harness.check.rank.replay.replay_modes import CommunicatesError, NativeMode, WideMode
 from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import differentiable
 from harness.check.rank.replay.unsharding import replace_hooks
@@ -42,7 +42,8 @@ class CannotReplayError(Exception):
 class Replayed:
     """What a replay gave: samples of its outputs, the dtypes of its random draws, and parameters that are not its own.
 
-    ``drawn`` is None in float64. ``hidden`` has the parameters that the call used although they are not its module's.
+    ``drawn`` is None but for a native replay. ``hidden`` has the parameters that the call used
+    although they are not its module's.
     """
 
     outputs: tuple[Tensor, ...]
@@ -71,10 +72,11 @@ def replay(
     _check(call)
     leaves = replicas.leaves(call)
     own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
+    chosen = [leaf for parameter, leaf in own if leaf.requires_grad and replicas.keeps(parameter)]
     state, mode = replicas.state(call.module), _mode(call, precision, drawn)
     try:
         with _conditions(call, precision):
-            return _run(call, state, _replacement(call, precision, leaves), own, receive, mode)
+            return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
     except (CannotReplayError, UnknownDrawError):
         raise
     except CommunicatesError as error:
@@ -101,14 +103,13 @@ def _replacement(
     call: TrackedCall, precision: Precision, leaves: dict[int, tuple[nn.Parameter, nn.Parameter]]
 ) -> Callable[[Tensor], Tensor]:
     """Return what a tensor is replaced by: leaves for parameters, the recorded buffers, copies of everything else."""
-    cast = to_float64 if precision is Precision.FLOAT64 else _clone
 
     def replacement(tensor: Tensor) -> Tensor:
         if id(tensor) in leaves:
             return leaves[id(tensor)][1]
         if id(tensor) in call.buffers:
-            return cast(call.buffers[id(tensor)][1])
-        copy = cast(tensor)
+            return precision.copy(call.buffers[id(tensor)][1])
+        copy = precision.copy(tensor)
         return copy.requires_grad_().view_as(copy) if tensor.requires_grad else copy
 
     return replacement
@@ -119,8 +120,9 @@ def _run(
     state: ModuleState,
     replacement: Callable[[Tensor], Tensor],
     leaves: Leaves,
+    chosen: list[nn.Parameter],
     receive: ReceiveGradient | None,
-    mode: NativeMode | Float64Mode,
+    mode: NativeMode | WideMode,
 ) -> Replayed:
     with mode:
         state.exchange(replacement)
@@ -136,16 +138,16 @@ def _run(
     known = {id(leaf) for _, leaf in leaves}
     hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
     runs_code = mode.saves_with_hooks or graph.runs_code
-    if receive is not None or runs_code:
+    if (receive is not None and chosen) or runs_code:
         with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
-            _differentiate(call, outputs, leaves, receive or _ignored, chosen=not graph.is_reentrant)
+            _differentiate(call, outputs, leaves, receive or _ignored, [] if graph.is_reentrant else chosen)
     return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
 
 
 def _differentiate(
-    call: TrackedCall, outputs: Sequence[Tensor], leaves: Leaves, receive: ReceiveGradient, *, chosen: bool
+    call: TrackedCall, outputs: Sequence[Tensor], leaves: Leaves, receive: ReceiveGradient, chosen: list[nn.Parameter]
 ) -> None:
-    """Go backward through the call for each pass. A reentrant checkpoint refuses to do it for ``chosen`` leaves."""
+    """Go backward through the call for each pass, to ``chosen`` leaves: all if [], as reentrant checkpoints need it."""
     wanted = [(parameter, leaf) for parameter, leaf in leaves if leaf.requires_grad]
     given = {
         number: [(one, v) for one, v in zip(outputs, cotangents, strict=True) if v is not None]
@@ -158,7 +160,7 @@ def _differentiate(
                 [one for one, _ in pairs],
                 [v.to(one.dtype) for one, v in pairs],
                 keep=number != max(given),
-                inputs=[leaf for _, leaf in wanted] if chosen else [],
+                inputs=chosen,
             )
 
 
@@ -166,7 +168,7 @@ def _ignored(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
     pass
 
 
-def _backward(outputs: list[Tensor], cotangents: list[Tensor], *, keep: bool, inputs: list[Tensor]) -> None:
+def _backward(outputs: list[Tensor], cotangents: list[Tensor], *, keep: bool, inputs: Sequence[Tensor]) -> None:
     """Run the engine itself: ``torch.autograd.backward`` counts as a backward pass of the script."""
     run = Variable._execution_engine.run_backward
     run(tuple(outputs), tuple(cotangents), keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
@@ -214,7 +216,7 @@ def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, rece
 def _conditions(call: TrackedCall, precision: Precision) -> Iterator[None]:
     """Provide what a forward depends on beside its module, and keep what it prints to itself."""
     native = precision is Precision.NATIVE
-    default = call.default_dtype if native else double_of(call.default_dtype)
+    default = precision.wide(call.default_dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(call.random))
         stack.enter_context(torch.enable_grad())
@@ -227,10 +229,10 @@ def _conditions(call: TrackedCall, precision: Precision) -> Iterator[None]:
         yield
 
 
-def _mode(call: TrackedCall, precision: Precision, drawn: list[torch.dtype] | None) -> NativeMode | Float64Mode:
+def _mode(call: TrackedCall, precision: Precision, drawn: list[torch.dtype] | None) -> NativeMode | WideMode:
     if precision is Precision.NATIVE:
         return NativeMode()
-    return Float64Mode(Draws(drawn, _usual_draw(call), call.default_dtype))
+    return WideMode(precision, Draws(precision, drawn, _usual_draw(call), call.default_dtype))
 
 
 def _usual_draw(call: TrackedCall) -> torch.dtype | None:
@@ -257,10 +259,6 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _sentence(error: Exception) -> str:
