@@ -27,6 +27,19 @@ def add_to(commands: Any) -> None:
         "--time-limit", type=_seconds, metavar="S", help="end the command after S seconds, and judge what it recorded"
     )
     command.add_argument(
+        "--sample-parameters",
+        type=_sample,
+        default=0.0,
+        metavar="FRACTION|N",
+        help="judge a part of each optimizer's parameters: a fraction, or a number of them (default: all)",
+    )
+    command.add_argument(
+        "--truth",
+        choices=("float64", "float32"),
+        default="float64",
+        help="compute gradients again in this precision, to measure rounding noise (default: %(default)s)",
+    )
+    command.add_argument(
         "--dry-run",
         action="store_true",
         help="take a few steps, print what recording K of them costs in time, memory and files, and end the script",
@@ -63,7 +76,14 @@ def check(options: argparse.Namespace) -> int:
 
     if options.dry_run:
         return _dry_run(command, options)
-    checked = run_check(command, RecordingOptions(options.steps, options.after, options.stop), options.time_limit)
+    recording = RecordingOptions(
+        options.steps,
+        options.after,
+        options.stop,
+        truth=options.truth,
+        sample_parameters=options.sample_parameters,
+    )
+    checked = run_check(command, recording, options.time_limit)
     verdict = verdict_of(checked)
     _print(verdict_screen(checked, verdict, **_form()))
     write_files(checked, verdict, html=options.html, json=options.json)
@@ -99,6 +119,13 @@ def _at_least(least: int) -> Any:
         return value
 
     return number
+
+
+def _sample(text: str) -> float:
+    value = float(text)
+    if not (0 < value < 1 or (value >= 1 and value.is_integer())):
+        raise argparse.ArgumentTypeError(f"{text} is no sample: take a fraction between 0 and 1, or a whole number")
+    return value
 
 
 def _seconds(text: str) -> float:

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from harness.check.judge.coverage import NO_STEP
 
@@ -114,3 +115,19 @@ def test_clipping_by_the_norm_of_the_local_gradient_is_found(plumbline, first):
     assert bad == ({"clipped-before-averaging"} if first == "norm" else set())
     if first == "average":
         checked.assert_right()
+
+
+def test_hooks_that_the_script_registers_on_all_optimizers_run_when_recording_ends(plumbline):
+    def train():
+        model, loss = model_and_loss()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        seen = []
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before"))
+        register_optimizer_step_post_hook(lambda *_: seen.append("after"))
+        for _ in range(6):
+            loss().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert seen == ["before", "after"] * 6
+
+    plumbline.check(train, ranks=1, steps=2).assert_right()

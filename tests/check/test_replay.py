@@ -13,7 +13,8 @@ from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 
 from harness.check.rank.replay.precision import Precision
-from harness.check.rank.replay.replay import Replicas, replay
+from harness.check.rank.replay.replay import replay
+from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import differentiable
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny

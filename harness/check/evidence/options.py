@@ -13,6 +13,9 @@ FILE = "options.json"
 class RecordingOptions:
     """What to record: ``steps`` steps of each optimizer, ``after`` so many; ``stop``: then end the process.
 
+    ``truth``: the precision of the replays that count as exact, ``float64`` or ``float32``.
+    ``sample_parameters``: the share of each optimizer's parameters that is judged where it is below 1, else their
+    number; 0 is all of them.
     ``dry_run``: nothing is replayed; what recording would cost is measured instead.
     """
 
@@ -20,6 +23,8 @@ class RecordingOptions:
     after: int = 0
     stop: bool = False
     dry_run: bool = False
+    truth: str = "float64"
+    sample_parameters: float = 0.0
 
 
 def write_options(folder: Path, options: RecordingOptions) -> None:

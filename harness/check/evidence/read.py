@@ -59,7 +59,8 @@ def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
         values["optimizer"],
         values["number"],
         tuple(
-            Parameter(one["name"], tuple(one["shape"]), one["dtype"], one["reduced"]) for one in values["parameters"]
+            Parameter(one["name"], tuple(one["shape"]), one["dtype"], one["reduced"], one["sampled"])
+            for one in values["parameters"]
         ),
         tensors["received"],
         _passes("pass", values["passes"], tensors),

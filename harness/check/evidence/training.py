@@ -23,15 +23,15 @@ Facts = dict[str, Any]
 """What an observer noted, as JSON values, by the observer's name."""
 
 
-def segment(tensor: Tensor) -> Tensor:
+def segment(tensor: Tensor, *, split: bool = True) -> Tensor:
     """Return the segment of one parameter's values, float64 on the cpu, of at most ``SEGMENT`` entries.
 
-    A complex number counts as two entries.
+    A complex number counts as two entries. ``split``: the projection of float64 values hardly rounds; see ``project``.
     """
     tensor = as_real(tensor)
     if tensor.numel() <= SEGMENT:
         return tensor.detach().to("cpu", torch.float64, copy=True).reshape(-1)
-    return project(tensor, SEGMENT).sum(0)
+    return project(tensor, SEGMENT, split=split).sum(0)
 
 
 def length(tensor: Tensor) -> int:
@@ -48,13 +48,15 @@ def as_real(tensor: Tensor) -> Tensor:
 class Parameter:
     """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``).
 
-    ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own.
+    ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own. ``sampled``:
+    whether it is judged; vectors have nothing of one that is not.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     reduced: str = ""
+    sampled: bool = True
 
     @property
     def entries(self) -> int:
@@ -64,7 +66,7 @@ class Parameter:
     @property
     def length(self) -> int:
         """The number of entries of its segment."""
-        return min(self.entries, SEGMENT)
+        return min(self.entries, SEGMENT) if self.sampled else 0
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 
-NO_REPLAY = "its backward passes were not computed again in float64"
+NO_REPLAY = "its backward passes were not computed again"
 NO_STEP = "its optimizer took none of the recorded steps; record more of them"
 NO_GRADIENT = "no gradient arrived at it in the recorded steps"
+
+NOT_SAMPLED = "it is not in the part of the parameters that --sample-parameters asks for"
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def coverage_of(training: RecordedTraining) -> Coverage:
                 if reason:
                     why.setdefault(key, reason)
     for key in entries:
-        if key not in arrived:
+        if key not in arrived and why.get(key) != NOT_SAMPLED:
             why[key] = NO_GRADIENT
     for key, size in _unstepped(training):
         if key not in entries:
@@ -98,6 +100,7 @@ def _parameters(step: RecordedStep, reasons: Mapping[str, str]) -> Iterator[tupl
     ]
     for place, parameter in enumerate(step.parameters):
         why = reasons.get(parameter.name, NO_REPLAY) if any(bool(one[place]) for one in unknown) else ""
+        why = why if parameter.sampled else NOT_SAMPLED
         yield parameter.name, parameter.entries, why, any(bool(one[place]) for one in reached)
 
 

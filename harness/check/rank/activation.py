@@ -14,6 +14,7 @@ from harness.check.rank.optimizer.learning_rate import LearningRate
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.precision_used import PrecisionUsed
 from harness.check.rank.optimizer.update_replay import UpdateReplay
+from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.recorder import TrainingRecorder
 from harness.check.rank.recording_cost import RecordingCost
 
@@ -43,8 +44,8 @@ def activate(folder: str, note: Callable[..., None]) -> None:
 def make_recorder(folder: str) -> TrainingRecorder:
     """Return a recorder with every observer."""
     options = read_options(folder)
-    scale = LossScale()
+    scale, sample = LossScale(), ParameterSample(options.sample_parameters)
     clipping = Clipping(scale)
-    replays = RecordingCost() if options.dry_run else UpdateReplay()
+    replays = RecordingCost() if options.dry_run else UpdateReplay(sample)
     others = [LearningRate(), PrecisionUsed(), *training_observers(), replays]
-    return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others)
+    return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others, sample)

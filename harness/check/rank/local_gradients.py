@@ -71,11 +71,14 @@ class LocalGradients:
         """The number of backward passes so far."""
         return self._count
 
-    def follow(self, leaves: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def follow(
+        self, leaves: Iterable[tuple[Tensor, Tensor]], keeps: Callable[[Tensor], bool] = lambda parameter: True
+    ) -> None:
         """Hook into leaves that are not followed yet and require a gradient.
 
         Args:
             leaves: each parameter, and the leaf at which its local gradient arrives: mostly the parameter itself.
+            keeps: says of a parameter whether its gradients are asked for; of others it is only known that they arrive.
         """
         for parameter, leaf in leaves:
             known = self._handles.get(id(parameter))
@@ -83,7 +86,7 @@ class LocalGradients:
                 if known is not None:
                     known[1].remove()
                 register: Any = leaf.register_hook
-                self._handles[id(parameter)] = leaf, register(partial(self._arrived, id(parameter)))
+                self._handles[id(parameter)] = leaf, register(partial(self._arrived, id(parameter), keeps(parameter)))
 
     def stop(self) -> None:
         """Remove all hooks."""
@@ -104,14 +107,15 @@ class LocalGradients:
             ended, self.current = self.current, None
             self._ends(ended)
 
-    def _arrived(self, leaf: int, gradient: Tensor | None) -> None:
+    def _arrived(self, leaf: int, kept: bool, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # the leaf is part of the graph, but nothing of this pass reaches it
         if self.current is None or is_paused() or self._apart or hasattr(gradient, "full_tensor"):
             return  # a rank alone does not know the whole of a DTensor, and nothing may be gathered in here
         try:
             # At once: the buffer may become .grad itself, or be used again.
-            arrived = segment(gradient.to_dense() if gradient.is_sparse else gradient)
+            dense = gradient.to_dense() if gradient.is_sparse and kept else gradient
+            arrived = segment(dense) if kept else torch.zeros(0, dtype=torch.float64)
             before = self.current.local.get(leaf)
             self.current.local[leaf] = arrived if before is None else before + arrived
         except Exception as error:  # inside of the script's backward: it is for the recorder, when the pass ends

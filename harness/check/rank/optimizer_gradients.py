@@ -10,7 +10,10 @@ from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import BackwardPass, as_real, length, segment
 from harness.check.rank.local_gradients import Pass
+from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.sharding import whole
+
+_EMPTY = torch.zeros(0, dtype=torch.float64)
 
 
 def kept(gradient: Tensor) -> Tensor:
@@ -18,13 +21,19 @@ def kept(gradient: Tensor) -> Tensor:
     return segment(_dense(gradient))
 
 
-def received(optimizer: Optimizer, parameter: Tensor) -> tuple[Tensor, float]:
-    """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none."""
+def received(optimizer: Optimizer, parameter: Tensor, *, sampled: bool = True) -> tuple[Tensor, float]:
+    """Return the segment and the norm of the gradient with which an optimizer steps, NaN and 0 where there is none.
+
+    The segment of a parameter that is not ``sampled`` is empty.
+    """
+    if parameter.grad is None and not sampled:
+        return _EMPTY, 0.0
     if parameter.grad is None:
         return torch.full((length(parameter),), torch.nan, dtype=torch.float64), 0.0
     scale = float(getattr(optimizer, "grad_scale", None) or 1.0)  # a fused optimizer's kernel unscales
     gradient = _dense(parameter.grad)
-    return segment(gradient) / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
+    own = segment(gradient) if sampled else _EMPTY
+    return own / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
 
 
 def has_own_hooks(parameter: Tensor) -> bool:
@@ -41,9 +50,9 @@ def unclipped_vector(
     return torch.cat([before.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
 
 
-def vector(one: Pass, parameters: Sequence[Tensor]) -> BackwardPass:
-    """Return a pass as far as it concerns parameters, as vectors."""
-    zeros = {id(p): torch.zeros(length(p), dtype=torch.float64) for p in parameters}
+def vector(one: Pass, parameters: Sequence[Tensor], sample: ParameterSample) -> BackwardPass:
+    """Return a pass as far as it concerns parameters, as vectors, with nothing of those that are not in the sample."""
+    zeros = {id(p): torch.zeros(length(p) if sample.has(p) else 0, dtype=torch.float64) for p in parameters}
     local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])
     if one.exact is None:
         return BackwardPass(one.number, local, None, one.scale, one.facts)

@@ -21,9 +21,10 @@ from torch.optim.optimizer import (
 )
 
 from harness.check.evidence.options import RecordingOptions
-from harness.check.evidence.training import Facts, Parameter, RecordedStep, as_real, segment
+from harness.check.evidence.training import Facts, Parameter, RecordedStep, as_real
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import LocalGradients, Pass
+from harness.check.rank.memory_needed import NotEnoughMemoryError, require_memory
 from harness.check.rank.observer import Observer
 from harness.check.rank.optimizer.clipping import Clipping
 from harness.check.rank.optimizer.loss_scale import LossScale
@@ -35,10 +36,12 @@ from harness.check.rank.optimizer_gradients import (
     vector,
 )
 from harness.check.rank.parameter_names import ParameterNames
+from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
-from harness.check.rank.replay.exact_gradients import ExactGradients
+from harness.check.rank.replay.exact_gradients import ExactGradients, exact_segment
+from harness.check.rank.replay.precision import Precision
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
 from harness.check.rank.running_steps import RunningSteps
@@ -64,8 +67,11 @@ class TrainingRecorder:
         loss_scale: LossScale,
         clipping: Clipping,
         others: Sequence[Observer] = (),
+        sample: ParameterSample | None = None,
     ) -> None:
         self._options = options
+        self._sample = sample or ParameterSample(0)
+        self._has_memory = False
         self._writer = writer
         self._observers = (loss_scale, clipping, *others)
         self._loss_scale = loss_scale
@@ -73,7 +79,7 @@ class TrainingRecorder:
         clipping.on_clipping = self._on_clipping
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(self._current_pass, self._forward_begins)
-        self._exact = ExactGradients(self._calls, segment)
+        self._exact = ExactGradients(self._calls, exact_segment, Precision(options.truth), self._sample.has)
         self._uncovered: dict[str, str] = {}
         self._unclipped: dict[int, Tensor] = {}
         self._windows = PassWindows()
@@ -87,7 +93,7 @@ class TrainingRecorder:
         self._error = ""
         self._began = 0.0
         self._pending: RecordedStep | None = None
-        self._handles: list[Any] = []
+        self._ended = False
         self._pid = os.getpid()
         self._world = (0, 1)
 
@@ -95,11 +101,10 @@ class TrainingRecorder:
         """Follow every optimizer that the script makes."""
         self._gradients.install()
         disable: Any = torch._compile._disable_dynamo
-        self._handles = [
-            # Where a script compiles its step, the hooks stay outside of the graph.
-            register_optimizer_step_pre_hook(disable(lambda *args: self._before_step(*args))),
-            register_optimizer_step_post_hook(disable(lambda *args: self._after_step(*args))),
-        ]
+        # Where a script compiles its step, the hooks stay outside of the graph. They are never removed: recording ends
+        # in one of them, while torch walks through all, and the script may have hooks of its own.
+        register_optimizer_step_pre_hook(disable(lambda *args: self._before_step(*args)))
+        register_optimizer_step_post_hook(disable(lambda *args: self._after_step(*args)))
         optimizer_class: Any = Optimizer
         add = optimizer_class.add_param_group
 
@@ -175,7 +180,7 @@ class TrainingRecorder:
                 self._start()
 
     def _start(self) -> None:
-        if not self._recording and not self._finished:
+        if not self._recording and not self._ended:
             self._recording = True
             self._began = time.monotonic()
             self._calls.start()
@@ -189,9 +194,7 @@ class TrainingRecorder:
             self._calls.stop()
             for observer in self._observers:
                 self._guarded(observer.stop)
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._ended = True
 
     def _current_pass(self) -> int | None:
         return None if self._gradients.current is None else self._gradients.current.number
@@ -207,10 +210,12 @@ class TrainingRecorder:
 
     def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
         self._unclipped.clear()
+        for optimizer in self._optimizers:
+            self._sample.add(parameters_of(optimizer))
         self._calls.pass_begins(one.number, roots)
         leaves = {id(one): (one, one) for optimizer in self._optimizers for one in parameters_of(optimizer)}
         leaves |= {id(one): (one, leaf) for one, leaf in arrival_leaves(self._names.roots)}
-        self._gradients.follow(leaves.values())
+        self._gradients.follow(leaves.values(), self._sample.has)
         one.facts["versions"] = [sum(p._version for p in parameters_of(optimizer)) for optimizer in self._optimizers]
         for observer in self._observers:
             observer.backward_begins(one.number)
@@ -231,7 +236,7 @@ class TrainingRecorder:
             self._windows.add(one)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if is_paused():
+        if self._ended or is_paused():
             return None
         if not self._running.enter():
             return None
@@ -259,7 +264,7 @@ class TrainingRecorder:
             self._stop()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if is_paused():
+        if self._ended or is_paused():
             return
         if self._running.leave():
             skipped = self._guarded(lambda: self._loss_scale.skips_inside(optimizer))
@@ -274,7 +279,7 @@ class TrainingRecorder:
         }
         with torch.no_grad(), paused():
             for one in parameters:
-                if one.grad is not None and id(one) not in self._unclipped:
+                if one.grad is not None and id(one) not in self._unclipped and self._sample.has(one):
                     self._unclipped[id(one)] = kept(one.grad) / scales.get(id(one), 1.0)
 
     def _on_skipped(self, optimizer: Optimizer) -> None:
@@ -291,12 +296,18 @@ class TrainingRecorder:
         """Take down everything that the step itself changes."""
         self._world = _world()
         parameters = parameters_of(optimizer)
+        self._sample.add(parameters)
+        if not self._has_memory and not self._options.dry_run:
+            require_memory(self._names.roots, parameters, self._sample, self._options)
+            self._has_memory = True
         names = self._names.of(optimizer, parameters)
         running = self._gradients.current
         own, others = self._windows.take(self._optimizers.index(optimizer), running)
         reduced = reduction_dtypes(self._names.roots)
         with torch.no_grad(), paused():
-            gradients, norms = zip(*(received(optimizer, parameter) for parameter in parameters), strict=True)
+            gradients, norms = zip(
+                *(received(optimizer, one, sampled=self._sample.has(one)) for one in parameters), strict=True
+            )
             if running is None:
                 self._replay([*own, *others])
             for observer in self._observers:
@@ -305,12 +316,18 @@ class TrainingRecorder:
             self._optimizers.index(optimizer),
             self._steps[id(optimizer)],
             tuple(
-                Parameter(name, tuple(values.shape), dtype_name(values.dtype), dtype_name(reduced.get(id(parameter))))
+                Parameter(
+                    name,
+                    tuple(values.shape),
+                    dtype_name(values.dtype),
+                    dtype_name(reduced.get(id(parameter))),
+                    self._sample.has(parameter),
+                )
                 for name, parameter, values in zip(names, parameters, map(as_real, parameters), strict=True)
             ),
             torch.cat(gradients),
-            tuple(vector(one, parameters) for one in own),
-            tuple(vector(one, parameters) for one in others),
+            tuple(vector(one, parameters, self._sample) for one in own),
+            tuple(vector(one, parameters, self._sample) for one in others),
             facts={"gradient_hooks": sum(map(has_own_hooks, parameters))},
             norm=math.hypot(*norms),
             unclipped=unclipped_vector(self._unclipped, parameters, gradients),
@@ -343,7 +360,7 @@ class TrainingRecorder:
             self._windows.stepped(pending.optimizer, self._gradients.current)
             for one in parameters_of(optimizer):
                 self._unclipped.pop(id(one), None)
-        if not self._recording and not self._finished and done == self._options.after:
+        if not self._recording and not self._ended and done == self._options.after:
             self._start()
         elif self._recording and all(
             self._steps[id(one)] >= self._options.after + self._options.steps
@@ -369,6 +386,10 @@ class TrainingRecorder:
         """Do something of the recorder's; an error in it ends recording, and the script goes on."""
         try:
             return do()
+        except NotEnoughMemoryError as error:
+            self._error = self._error or str(error)
+            self._stop()
+            return None
         except Exception as error:
             self._error = self._error or _in_words(error)
             if self._recording:

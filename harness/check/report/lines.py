@@ -82,12 +82,15 @@ def training_line(one: CheckedTraining) -> str:
     return " · ".join(filter(None, parts))
 
 
-def coverage_lines(coverage: Coverage) -> Iterator[str]:
-    """Yield what share of the trainable parameters was judged, and for each reason what was not."""
+def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
+    """Yield what share of the trainable parameters was judged, and for each reason what was not.
+
+    ``truth`` is the precision of the replays.
+    """
     share, compared = percent(coverage.share), percent(coverage.compared_share)
     of = f"of {coverage.entries:,} trainable parameters"
     if coverage.replayed:
-        yield f"{share} {of} were computed again in float64"
+        yield f"{share} {of} were computed again in {truth}"
     else:
         yield f"{compared} {of} were compared with what the script's own backward passes computed"
     for one in coverage.uncovered:

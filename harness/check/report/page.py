@@ -57,17 +57,17 @@ def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
 
 def _sections(checked: CheckedCommand) -> Iterator[TrainingSection]:
     for one in checked.trainings:
-        yield _section(one)
+        yield _section(one, checked.options.truth)
 
 
-def _section(one: CheckedTraining) -> TrainingSection:
+def _section(one: CheckedTraining, truth: str) -> TrainingSection:
     return TrainingSection(
         answer_of(one),
         sentence_on(one),
         training_line(one),
         next(accusations(one), None),
         lines_of(one),
-        list(coverage_lines(one.coverage)),
+        list(coverage_lines(one.coverage, truth)),
         [(group.why, group.names) for group in one.coverage.uncovered],
     )
 

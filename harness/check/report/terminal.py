@@ -35,7 +35,7 @@ def verdict_screen(checked: CheckedCommand, verdict: Verdict, *, width: int = 80
         if several:
             answer = answer_of(one)
             parts += [Text(), _headline(answer, sentence_on(one), f"training {place + 1}: ")]
-        parts += _training(one)
+        parts += _training(one, checked.options.truth)
     parts += [Text(), _indented(ran(checked), "dim")]
     return rendered(*parts, width=width, colour=colour)
 
@@ -58,7 +58,7 @@ def _headline(answer: Answer, sentence: str, before: str = "") -> Text:
     return line.append(printable(sentence), style="bold")
 
 
-def _training(one: CheckedTraining) -> Iterator[RenderableType]:
+def _training(one: CheckedTraining, truth: str) -> Iterator[RenderableType]:
     wrong = next(accusations(one), None)
     if wrong is not None:
         yield _first(wrong)
@@ -67,7 +67,7 @@ def _training(one: CheckedTraining) -> Iterator[RenderableType]:
         yield _questions(lines)
     yield Text()
     yield _indented(training_line(one))
-    for line in coverage_lines(one.coverage):
+    for line in coverage_lines(one.coverage, truth):
         yield _indented(line)
 
 

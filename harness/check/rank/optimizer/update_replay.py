@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from harness.check.rank.optimizer.optimizer_replay import (
     stepping,
 )
 from harness.check.rank.optimizer.shared_memory import shared_places
+from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.parameters import parameters_of
 from harness.check.rank.sharding import local
 from harness.evidence.projection import fingerprint
@@ -80,7 +82,8 @@ class UpdateReplay(Observer):
 
     name = "update"
 
-    def __init__(self) -> None:
+    def __init__(self, sample: ParameterSample | None = None) -> None:
+        self._sample = sample or ParameterSample(0)
         self._open: list[_Pending] = []
         self._prints: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
 
@@ -108,7 +111,7 @@ class UpdateReplay(Observer):
             pending.outside = [i for i, (a, b) in enumerate(zip(last, pending.prints, strict=True)) if a != b]
         try:
             require_replayable(stepping(optimizer))
-            _replay(pending)
+            _replay(pending, self._sample)
         except NotReplayable as error:
             pending.why = str(error)
             pending.due.clear()
@@ -155,8 +158,8 @@ def weights_print(parameter: Tensor) -> int:
         return 0
 
 
-def _replay(pending: _Pending) -> None:
-    """Replay the step of every parameter that has a gradient, one after the other."""
+def _replay(pending: _Pending, sample: ParameterSample) -> None:
+    """Replay the step of every parameter in the sample that has a gradient, one after the other."""
     optimizer = stepping(pending.optimizer)
     parameters = parameters_of(pending.optimizer)
     numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -165,6 +168,8 @@ def _replay(pending: _Pending) -> None:
     for group in groups_of(pending.optimizer):
         for parameter in group["params"]:
             number = numbers[id(parameter)]
+            if not sample.has(parameters[number]):
+                continue
             pending.own.add(number)
             if parameter.grad is None or not local(parameter).numel():
                 continue
@@ -190,7 +195,8 @@ def _due(optimizer: Optimizer, group: dict[str, object], parameter: Tensor, guar
 
 
 def _length(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64))
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(tensor, dtype=wide).real)
 
 
 def _segment(update: Tensor, dtype: torch.dtype) -> Tensor:
@@ -229,7 +235,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 def _is_finite(gradient: Tensor) -> bool:
     own = local(gradient)
-    return bool((own._values() if own.is_sparse else own).isfinite().all())
+    values = own._values() if own.is_sparse else own
+    # A norm is far cheaper to compute; of numbers in float64 it may overflow.
+    return math.isfinite(_length(values)) or bool(values.isfinite().all())
 
 
 def _are_bfloat16(parameters: Sequence[Tensor]) -> bool:

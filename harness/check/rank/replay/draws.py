@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.check.rank.replay.precision import double_of
+from harness.check.rank.replay.precision import Precision
 
 _IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 _LIKE = frozenset({"rand_like", "randn_like"})
@@ -36,16 +36,19 @@ class Draws:
     default dtype of the training.
     """
 
-    def __init__(self, dtypes: list[torch.dtype] | None, usual: torch.dtype | None, default: torch.dtype) -> None:
+    def __init__(
+        self, precision: Precision, dtypes: list[torch.dtype] | None, usual: torch.dtype | None, default: torch.dtype
+    ) -> None:
+        self._precision = precision
         self._dtypes = None if dtypes is None else iter(dtypes)
         self._usual = usual
         self._default = default
 
     def draw(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator that draws random numbers, and return its result in double precision."""
+        """Run an operator that draws random numbers, and return its result in the precision of the replay."""
         first = leading(args)
         if first is None:
-            return doubled(func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or self._default}))
+            return widened(func(*args, **{**kwargs, "dtype": kwargs.get("dtype") or self._default}), self._precision)
         dtype = self._next()
         if name == _DROPOUT:
             return _dropout(func, dtype, *args)
@@ -55,7 +58,7 @@ class Draws:
         if kwargs.get("dtype") is not None:
             dtype = kwargs["dtype"]
         named = {**kwargs, "dtype": dtype} if name in _LIKE else kwargs
-        return doubled(func(*(_lowered(one, dtype) for one in args), **named))
+        return widened(func(*(_lowered(one, dtype) for one in args), **named), self._precision)
 
     def _next(self) -> torch.dtype:
         dtype = self._usual if self._dtypes is None else next(self._dtypes, None)
@@ -75,9 +78,9 @@ def leading(args: tuple[Any, ...]) -> Tensor | None:
     return next((one for one in args[:2] if isinstance(one, Tensor)), None)
 
 
-def doubled(result: Any) -> Any:
-    """Return a tensor in double precision, and everything else as it is."""
-    return result.to(double_of(result.dtype)) if isinstance(result, Tensor) else result
+def widened(result: Any, precision: Precision) -> Any:
+    """Return a tensor in the precision of a replay, and everything else as it is."""
+    return result.to(precision.wide(result.dtype)) if isinstance(result, Tensor) else result
 
 
 def _lowered(value: Any, dtype: torch.dtype) -> Any:

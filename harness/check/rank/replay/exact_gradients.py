@@ -1,24 +1,30 @@
-"""The exact local gradient of each backward pass: the float64 replays of all calls that it went through, summed."""
+"""The exact local gradient of each backward pass: replays of all calls that it went through, summed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
+from harness.check.evidence.training import segment
 from harness.check.rank.replay import agreement
 from harness.check.rank.replay.call import TrackedCall
 from harness.check.rank.replay.draws import UnknownDrawError
 from harness.check.rank.replay.precision import Precision
-from harness.check.rank.replay.replay import CannotReplayError, Replayed, Replicas, replay
+from harness.check.rank.replay.replay import CannotReplayError, Replayed, replay
+from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unsharding import is_distributed
 
-Reduce = Callable[[Tensor], Tensor]
-"""A linear map of a gradient to what is kept of it, such as ``harness.check.evidence.training.segment``."""
+Reduce = Callable[[Tensor, torch.dtype], Tensor]
+"""A linear map of a gradient to what is kept of it, such as ``exact_segment``; it is given the parameter's dtype."""
+
+Keeps = Callable[[Tensor], bool]
+"""Says whether the gradient of a parameter is asked for."""
 
 K = TypeVar("K")
 
@@ -30,6 +36,15 @@ COMPILED_DRAWS = (
 )
 
 OUTSIDE = "it is used outside of any recorded call"
+
+
+def exact_segment(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the segment of an exact gradient of a parameter of ``dtype``, to which local ones are compared.
+
+    It is compared with gradients that are rounded to the parameter's dtype, beside which the projection's rounding is
+    nothing, except where that is float64 as well. No tolerance follows from exact gradients.
+    """
+    return segment(gradient, split=dtype in (torch.float64, torch.complex128))
 
 
 @dataclass
@@ -45,17 +60,30 @@ class ExactPass:
 
 
 class ExactGradients:
-    """Replays calls immediately before an optimizer steps, when the weights are still those of the forward."""
+    """Replays calls immediately before an optimizer steps, when the weights are still those of the forward.
 
-    def __init__(self, calls: TrackedCalls, reduce: Reduce) -> None:
+    The rounding noise of a module's outputs is kept from step to step, by module: a later call that is within it of its
+    exact replay is not replayed in the training's own precision again.
+    """
+
+    def __init__(
+        self,
+        calls: TrackedCalls,
+        reduce: Reduce,
+        truth: Precision = Precision.FLOAT64,
+        keeps: Keeps = lambda parameter: True,
+    ) -> None:
         self._calls = calls
+        self._keeps = keeps
+        self._truth = truth
         self._reduce = reduce
+        self._noise: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 
     def compute(self) -> dict[int, ExactPass]:
         """Return what is known of the backward passes since the last time, by their numbers."""
         with self._calls.paused():
             passes: dict[int, ExactPass] = {}
-            step = _Step(self._reduce, passes)
+            step = _Step(self._reduce, passes, self._noise, self._truth, self._keeps)
             pending = self._calls.pending()
             for call in pending:
                 step.gather(call)
@@ -74,14 +102,23 @@ class ExactGradients:
 
 
 class _Step:
-    """The replays before one optimizer step: they share the float64 copies of the parameters."""
+    """The replays before one optimizer step: they share the copies of the parameters."""
 
-    def __init__(self, reduce: Reduce, passes: dict[int, ExactPass]) -> None:
+    def __init__(
+        self,
+        reduce: Reduce,
+        passes: dict[int, ExactPass],
+        noise: WeakKeyDictionary[nn.Module, float],
+        truth: Precision,
+        keeps: Keeps,
+    ) -> None:
+        self._keeps = keeps
+        self._truth = truth
         self._reduce = reduce
         self._passes = passes
-        self._exact = Replicas(Precision.FLOAT64)
+        self._noise = noise
+        self._exact = Replicas(truth, keeps)
         self._native = Replicas(Precision.NATIVE)
-        self._noise: dict[nn.Module, float] = {}
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
 
     def gather(self, call: TrackedCall) -> None:
@@ -95,14 +132,14 @@ class _Step:
         for number in call.cotangents:
             self._passes.setdefault(number, ExactPass())
         try:
-            exact = self._in_float64(call)
+            exact = self._exactly(call)
             self._check(call, exact)
             self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
         except CannotReplayError as error:
             self._uncover(call, call.trainable, str(error))
         self._uncover(call, call.foreign, f"{call.name} receives it as an argument")
 
-    def _in_float64(self, call: TrackedCall) -> Replayed:
+    def _exactly(self, call: TrackedCall) -> Replayed:
         if call.module not in self._drawn:
             try:
                 return self._added(call, None)
@@ -114,19 +151,20 @@ class _Step:
             raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
 
     def _added(self, call: TrackedCall, drawn: list[torch.dtype] | None) -> Replayed:
-        """Replay a call in float64, and add its gradients to those of its passes once all of them are known."""
+        """Replay a call for its exact gradients, and add them to those of its passes once all of them are known."""
         found: dict[tuple[int, nn.Parameter], Tensor] = {}
 
         def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
-            _add(found, (number, parameter), self._reduce(gradient))
+            if self._keeps(parameter):
+                _add(found, (number, parameter), self._reduce(gradient, parameter.dtype))
 
-        replayed = replay(call, Precision.FLOAT64, receive, self._exact, drawn)
+        replayed = replay(call, self._truth, receive, self._exact, drawn)
         for (number, parameter), kept in found.items():
             _add(self._passes[number].gradients, parameter, kept)
         return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:
-        return replay(call, Precision.NATIVE, _ignore, self._native, None)
+        return replay(call, Precision.NATIVE, None, self._native, None)
 
     def _check(self, call: TrackedCall, exact: Replayed) -> None:
         """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""
@@ -148,7 +186,3 @@ class _Step:
 
 def _add(sums: dict[K, Tensor], key: K, value: Tensor) -> None:
     sums[key] = sums[key] + value if key in sums else value
-
-
-def _ignore(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
-    pass

@@ -9,19 +9,22 @@ from torch import Tensor
 
 
 class Precision(Enum):
-    """In what a replay computes: everything in double precision, or as the training did."""
+    """In what a replay computes: everything in at least the named precision, or as the training did."""
 
     FLOAT64 = "float64"
+    FLOAT32 = "float32"
     NATIVE = "the precision of the training"
 
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype that stands for ``dtype``; integers and 8-bit formats stay as they are."""
+        if self is Precision.NATIVE or dtype.itemsize == 1:
+            return dtype
+        if self is Precision.FLOAT64:
+            return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
+        if dtype.is_complex:
+            return torch.promote_types(dtype, torch.complex64)
+        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
-def double_of(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of double precision that stands for ``dtype``; integers and 8-bit formats stay as they are."""
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point and dtype.itemsize > 1 else dtype
-
-
-def to_float64(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in double precision, without a graph."""
-    return tensor.detach().to(dtype=double_of(tensor.dtype), copy=True)
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor in this precision, without a graph."""
+        return tensor.detach().to(dtype=self.wide(tensor.dtype), copy=True)

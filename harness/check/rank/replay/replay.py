@@ -19,17 +19,16 @@ from harness.check.rank.replay.call import TrackedCall, sample
 from harness.check.rank.replay.draws import Draws, UnknownDrawError
 from harness.check.rank.replay.module_state import ModuleState
 from harness.check.rank.replay.nested import map_tensors
-from harness.check.rank.replay.precision import Precision, double_of, to_float64
+from harness.check.rank.replay.precision import Precision
 from harness.check.rank.replay.random_state import drawn_from
-from harness.check.rank.replay.replay_modes import CommunicatesError, Float64Mode, NativeMode
+from harness.check.rank.replay.replay_modes import CommunicatesError, NativeMode, WideMode
+from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import differentiable
-from harness.check.rank.replay.unsharding import computing_dtypes, is_distributed, replace_hooks, shards
+from harness.check.rank.replay.unsharding import replace_hooks
 from harness.check.rank.replay.uses import Graph
-from harness.check.rank.sharding import whole
 
 ReceiveGradient = Callable[[int, nn.Parameter, Tensor], None]
 """Takes the number of a backward pass, a parameter and its gradient, which is freed when it returns."""
-
 
 Leaves = Sequence["tuple[nn.Parameter, nn.Parameter]"]
 """Parameters, each with the leaf that stands for it in a replay."""
@@ -43,7 +42,8 @@ class CannotReplayError(Exception):
 class Replayed:
     """What a replay gave: samples of its outputs, the dtypes of its random draws, and parameters that are not its own.
 
-    ``drawn`` is None in float64. ``hidden`` has the parameters that the call used although they are not its module's.
+    ``drawn`` is None but for a native replay. ``hidden`` has the parameters that the call used
+    although they are not its module's.
     """
 
     outputs: tuple[Tensor, ...]
@@ -51,49 +51,16 @@ class Replayed:
     hidden: tuple[Tensor, ...]
 
 
-class Replicas:
-    """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
-
-    A sharded parameter is gathered once, when it is first asked for.
-    """
-
-    def __init__(self, precision: Precision) -> None:
-        self._precision = precision
-        self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-
-    def of(self, parameter: nn.Parameter, *, requires_grad: bool, dtype: torch.dtype | None = None) -> nn.Parameter:
-        """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
-        if id(parameter) not in self._copies:
-            values = whole(parameter.detach())
-            values = to_float64(values) if self._precision is Precision.FLOAT64 else values.to(dtype or values.dtype)
-            leaf = nn.Parameter(values, requires_grad=False)
-            if not is_distributed(parameter):
-                vars(leaf).update(vars(parameter))
-            self._copies[id(parameter)] = parameter, leaf
-        leaf = self._copies[id(parameter)][1]
-        leaf.requires_grad_(requires_grad)
-        return leaf
-
-    def leaves(self, call: TrackedCall) -> dict[int, tuple[nn.Parameter, nn.Parameter]]:
-        """Return the parameters of a call with their leaves, by the identities of the tensors in the module."""
-        dtypes = computing_dtypes(call.module)
-        found = {}
-        for one in call.parameters:
-            leaf = self.of(one.parameter, requires_grad=one.requires_grad, dtype=dtypes.get(id(one.parameter)))
-            found[id(one.parameter)] = one.parameter, leaf
-        unsharded = {name: found[id(shard)] for name, shard in shards(call.module).items() if id(shard) in found}
-        return {**found, **unsharded}
-
-
 def replay(
     call: TrackedCall,
     precision: Precision,
-    receive: ReceiveGradient,
+    receive: ReceiveGradient | None,
     replicas: Replicas,
     drawn: list[torch.dtype] | None = None,
 ) -> Replayed:
     """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
 
+    Where ``receive`` is None the call goes backward only if that may draw random numbers, as a checkpoint's does.
     ``replicas`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
     training's own precision found them, None where there was none yet. Module, generators, gradients and everything
     else are afterwards what they were before.
@@ -105,10 +72,11 @@ def replay(
     _check(call)
     leaves = replicas.leaves(call)
     own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
-    state, mode = ModuleState(call.module), _mode(call, precision, drawn)
+    chosen = [leaf for parameter, leaf in own if leaf.requires_grad and replicas.keeps(parameter)]
+    state, mode = replicas.state(call.module), _mode(call, precision, drawn)
     try:
         with _conditions(call, precision):
-            return _run(call, state, _replacement(call, precision, leaves), own, receive, mode)
+            return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
     except (CannotReplayError, UnknownDrawError):
         raise
     except CommunicatesError as error:
@@ -135,14 +103,13 @@ def _replacement(
     call: TrackedCall, precision: Precision, leaves: dict[int, tuple[nn.Parameter, nn.Parameter]]
 ) -> Callable[[Tensor], Tensor]:
     """Return what a tensor is replaced by: leaves for parameters, the recorded buffers, copies of everything else."""
-    cast = to_float64 if precision is Precision.FLOAT64 else _clone
 
     def replacement(tensor: Tensor) -> Tensor:
         if id(tensor) in leaves:
             return leaves[id(tensor)][1]
         if id(tensor) in call.buffers:
-            return cast(call.buffers[id(tensor)][1])
-        copy = cast(tensor)
+            return precision.copy(call.buffers[id(tensor)][1])
+        copy = precision.copy(tensor)
         return copy.requires_grad_().view_as(copy) if tensor.requires_grad else copy
 
     return replacement
@@ -153,8 +120,9 @@ def _run(
     state: ModuleState,
     replacement: Callable[[Tensor], Tensor],
     leaves: Leaves,
-    receive: ReceiveGradient,
-    mode: NativeMode | Float64Mode,
+    chosen: list[nn.Parameter],
+    receive: ReceiveGradient | None,
+    mode: NativeMode | WideMode,
 ) -> Replayed:
     with mode:
         state.exchange(replacement)
@@ -170,15 +138,16 @@ def _run(
     known = {id(leaf) for _, leaf in leaves}
     hidden = tuple(one for one in graph.leaves if id(one) not in known and isinstance(one, nn.Parameter))
     runs_code = mode.saves_with_hooks or graph.runs_code
-    with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
-        _differentiate(call, outputs, leaves, receive, chosen=not graph.is_reentrant)
+    if (receive is not None and chosen) or runs_code:
+        with _gradients_kept(hidden), mode if runs_code else contextlib.nullcontext():
+            _differentiate(call, outputs, leaves, receive or _ignored, [] if graph.is_reentrant else chosen)
     return Replayed(samples, mode.drawn if isinstance(mode, NativeMode) else None, hidden)
 
 
 def _differentiate(
-    call: TrackedCall, outputs: Sequence[Tensor], leaves: Leaves, receive: ReceiveGradient, *, chosen: bool
+    call: TrackedCall, outputs: Sequence[Tensor], leaves: Leaves, receive: ReceiveGradient, chosen: list[nn.Parameter]
 ) -> None:
-    """Go backward through the call for each pass. A reentrant checkpoint refuses to do it for ``chosen`` leaves."""
+    """Go backward through the call for each pass, to ``chosen`` leaves: all if [], as reentrant checkpoints need it."""
     wanted = [(parameter, leaf) for parameter, leaf in leaves if leaf.requires_grad]
     given = {
         number: [(one, v) for one, v in zip(outputs, cotangents, strict=True) if v is not None]
@@ -191,11 +160,15 @@ def _differentiate(
                 [one for one, _ in pairs],
                 [v.to(one.dtype) for one, v in pairs],
                 keep=number != max(given),
-                inputs=[leaf for _, leaf in wanted] if chosen else [],
+                inputs=chosen,
             )
 
 
-def _backward(outputs: list[Tensor], cotangents: list[Tensor], *, keep: bool, inputs: list[Tensor]) -> None:
+def _ignored(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+    pass
+
+
+def _backward(outputs: list[Tensor], cotangents: list[Tensor], *, keep: bool, inputs: Sequence[Tensor]) -> None:
     """Run the engine itself: ``torch.autograd.backward`` counts as a backward pass of the script."""
     run = Variable._execution_engine.run_backward
     run(tuple(outputs), tuple(cotangents), keep, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True)
@@ -243,7 +216,7 @@ def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, rece
 def _conditions(call: TrackedCall, precision: Precision) -> Iterator[None]:
     """Provide what a forward depends on beside its module, and keep what it prints to itself."""
     native = precision is Precision.NATIVE
-    default = call.default_dtype if native else double_of(call.default_dtype)
+    default = precision.wide(call.default_dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(call.random))
         stack.enter_context(torch.enable_grad())
@@ -256,10 +229,10 @@ def _conditions(call: TrackedCall, precision: Precision) -> Iterator[None]:
         yield
 
 
-def _mode(call: TrackedCall, precision: Precision, drawn: list[torch.dtype] | None) -> NativeMode | Float64Mode:
+def _mode(call: TrackedCall, precision: Precision, drawn: list[torch.dtype] | None) -> NativeMode | WideMode:
     if precision is Precision.NATIVE:
         return NativeMode()
-    return Float64Mode(Draws(drawn, _usual_draw(call), call.default_dtype))
+    return WideMode(precision, Draws(precision, drawn, _usual_draw(call), call.default_dtype))
 
 
 def _usual_draw(call: TrackedCall) -> torch.dtype | None:
@@ -286,10 +259,6 @@ def _eager() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-def _clone(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
 
 
 def _sentence(error: Exception) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.check.rank.replay.draws import DRAWING, Draws, doubled, is_drawn, leading
-from harness.check.rank.replay.precision import double_of
+from harness.check.rank.replay.draws import DRAWING, Draws, is_drawn, leading, widened
+from harness.check.rank.replay.precision import Precision
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
@@ -77,11 +77,12 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class Float64Mode(ReplayMode):  # type: ignore[no-untyped-call]
-    """Lets everything that the model's code casts to a lower precision become float64."""
+class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
+    """Lets everything that the model's code casts to a lower precision become that of the replay."""
 
-    def __init__(self, random: Draws) -> None:
+    def __init__(self, precision: Precision, random: Draws) -> None:
         super().__init__()
+        self._precision = precision
         self._random = random
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,15 +93,32 @@ class Float64Mode(ReplayMode):  # type: ignore[no-untyped-call]
             if is_drawn(args):
                 return self._random.draw(func, _name(func), args, kwargs)
         if kind is not _Kind.PLAIN:
-            args, kwargs = _with_double_dtypes(args, kwargs)
+            args, kwargs = self._with_wide_dtypes(args, kwargs)
         try:
             result = func(*args, **kwargs)
         except RuntimeError:
             # a tensor that is no parameter, buffer or argument, such as a plain attribute of another object
-            if not any(double_of(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
+            if not any(self._precision.wide(one.dtype) is not one.dtype for one in _tensors((args, kwargs))):
                 raise
-            return func(*_doubled(args), **_doubled(kwargs))
-        return doubled(result) if kind is _Kind.LIFTS else result
+            return func(*self._widened(args), **self._widened(kwargs))
+        return widened(result, self._precision) if kind is _Kind.LIFTS else result
+
+    def _with_wide_dtypes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        wide = self._precision.wide
+        if any(isinstance(one, torch.dtype) for one in args):
+            args = tuple(wide(one) if isinstance(one, torch.dtype) else one for one in args)
+        if isinstance(kwargs.get("dtype"), torch.dtype):
+            kwargs = {**kwargs, "dtype": wide(kwargs["dtype"])}
+        return args, kwargs
+
+    def _widened(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._widened(part) for part in value)
+        if isinstance(value, dict):
+            return {name: self._widened(part) for name, part in value.items()}
+        return widened(value, self._precision)
 
 
 class _Kind(Enum):
@@ -134,14 +152,6 @@ def _name(func: Any) -> str:
     return str(func._schema.name.partition("::")[2])
 
 
-def _with_double_dtypes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if any(isinstance(one, torch.dtype) for one in args):
-        args = tuple(double_of(one) if isinstance(one, torch.dtype) else one for one in args)
-    if isinstance(kwargs.get("dtype"), torch.dtype):
-        kwargs = {**kwargs, "dtype": double_of(kwargs["dtype"])}
-    return args, kwargs
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -150,11 +160,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-def _doubled(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(_doubled(part) for part in value)
-    if isinstance(value, dict):
-        return {name: _doubled(part) for name, part in value.items()}
-    return doubled(value)

@@ -1,0 +1,32 @@
+"""Which of an optimizer's parameters are judged, where ``--sample-parameters`` asks for a part of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class ParameterSample:
+    """A seeded choice of each optimizer's parameters: the same on every rank and in every step.
+
+    ``amount`` is their share where it is below 1, else their number; 0 is all of them. At least one is chosen.
+    """
+
+    def __init__(self, amount: float) -> None:
+        self._amount = amount
+        self._left_out: dict[int, Tensor] = {}  # holds the parameters: an id is one's only as long as it lives
+
+    def add(self, parameters: Sequence[Tensor]) -> None:
+        """Choose among the parameters of one optimizer."""
+        if not self._amount or not parameters:
+            return
+        wanted = math.ceil(self._amount * len(parameters)) if self._amount < 1 else int(self._amount)
+        chosen = set(random.Random(0).sample(range(len(parameters)), min(wanted, len(parameters))))
+        self._left_out.update({id(one): one for place, one in enumerate(parameters) if place not in chosen})
+
+    def has(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is judged."""
+        return id(parameter) not in self._left_out
