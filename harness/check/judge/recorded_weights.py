@@ -31,7 +31,7 @@ class RankWeights:
         return all(one["wrapped"] for one in self.noted)
 
     def differ(self, when: str) -> bool:
-        """Say whether the ranks have different values ``before`` or ``after`` the step, or ``gradients``."""
+        """Say whether ranks differ in the values they ``began`` with, had ``before`` or ``after``, or ``gradients``."""
         return len({one[when] for one in self.noted}) > 1
 
     @property
@@ -92,9 +92,9 @@ def weights_are_made_equal(training: RecordedTraining) -> bool:
 
 
 def ranks_begin_apart(training: RecordedTraining) -> bool:
-    """Say whether ranks hold weights of their own before the first recorded step, and nothing keeps them the same."""
+    """Say whether ranks begin to train with weights of their own, and nothing keeps them the same."""
     first = next(common_steps(training), None)
-    return first is not None and any(one.differ("before") and not one.is_wrapped for one in weights_at(*first))
+    return first is not None and any(one.differ("began") and not one.is_wrapped for one in weights_at(*first))
 
 
 def kinds(names: list[str], of: int) -> str:

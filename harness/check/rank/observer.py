@@ -22,6 +22,9 @@ class Observer:
     def install(self) -> None:
         """Called once, as soon as torch is imported and before the script uses it: the place for lasting patches."""
 
+    def first_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to take its first step of all, recorded or not."""
+
     def start(self) -> None:
         """Recording begins: it may be in the middle of a script, between two optimizer steps."""
 

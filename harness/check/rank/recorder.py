@@ -259,6 +259,10 @@ class TrainingRecorder:
     def _count(self, optimizer: Optimizer) -> None:
         """End recording, as far as the number of this step asks for it."""
         self._note(optimizer)
+        if id(optimizer) not in self._steps:
+            with torch.no_grad(), paused():
+                for observer in self._observers:
+                    observer.first_step(optimizer)
         number = self._steps.setdefault(id(optimizer), 0)
         if self._recording and number >= self._options.after + self._options.steps:
             self._stop()

@@ -26,6 +26,10 @@ class GuardedObserver(Observer):
         """Install the observer's patches."""
         self._do(self._observer.install)
 
+    def first_step(self, optimizer: Optimizer) -> None:
+        """Pass the beginning of an optimizer's first step on."""
+        self._do(lambda: self._observer.first_step(optimizer))
+
     def start(self) -> None:
         """Begin to record."""
         self._do(self._observer.start)

@@ -20,7 +20,8 @@ class WeightObserver(Observer):
 
     The process has ``modules``: each parameter of each outermost module at its first recorded forward. A step has, in
     the order of the optimizer's parameters, digests ``before``, ``gradients`` and ``after``, and ``projections`` of the
-    weights after it, whose relative distance is about that of the weights.
+    weights after it, whose relative distance is about that of the weights. ``began`` has the digests before the
+    optimizer's first step of all, which may not be recorded; None for parameters that it was given later.
     """
 
     name = "weights"
@@ -30,6 +31,7 @@ class WeightObserver(Observer):
         self._modules: list[nn.Module] = []
         self._initial: list[Facts] = []
         self._noted: Facts = {}
+        self._began: dict[int, str | None] = {}
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a module's parameters when it is called for the first time: a wrapper has broadcast them by now."""
@@ -56,6 +58,11 @@ class WeightObserver(Observer):
             }
         )
 
+    def first_step(self, optimizer: Optimizer) -> None:
+        """Note the weights with which an optimizer begins."""
+        if world_size() > 1:
+            self._began |= {id(p): tensor_digest(p) for p in parameters_of(optimizer)}
+
     def before_step(self, optimizer: Optimizer) -> None:
         """Note the weights and the gradients with which an optimizer steps."""
         if world_size() > 1:
@@ -63,6 +70,7 @@ class WeightObserver(Observer):
             gradients = [p.grad for p in parameters]
             self._noted = {
                 "wrapped": self._wrapped(parameters),
+                "began": [self._began.get(id(p)) for p in parameters],
                 "before": [tensor_digest(p) for p in parameters],
                 "gradients": [None if g is None else _gradient_digest(g) for g in gradients],
             }
