@@ -342,7 +342,7 @@ def of_weights(*ranks: Facts, wrapped: bool = True, gradients: Sequence[str] = (
 
 
 def weights(before: str, after: str, at: float = 1.0) -> Facts:
-    return {"before": [before], "after": [after], "projections": [[at] * 8]}
+    return {"began": [before], "before": [before], "after": [after], "projections": [[at] * 8]}
 
 
 def judged(made: RecordedTraining) -> list[Finding]:
