@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -48,8 +49,11 @@ hypothesis.settings.load_profile("ci")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker of tests that need CUDA devices: ``pytest -m cuda`` runs these alone."""
+    """Register the marker of tests that need CUDA devices (``pytest -m cuda`` is these alone), and attend to Ctrl-C."""
     config.addinivalue_line("markers", "cuda(devices=1): skipped where there are fewer CUDA devices")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # What runs in the background of a shell ignores Ctrl-C, and so would the commands that tests interrupt.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)

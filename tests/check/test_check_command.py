@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -213,9 +212,7 @@ def test_an_interrupted_check_ends_the_command_and_judges_what_was_recorded(fold
     after = f"import pathlib, time; pathlib.Path({str(marker)!r}).touch(); time.sleep(600)"
     (folder / "train.py").write_text(LOOP.format(steps=3, after=after))
     words = [sys.executable, "-m", "harness.cli.main", "check", "--json", str(file), "--", sys.executable, "train.py"]
-    # What runs in the background of a shell ignores Ctrl-C, and so would the command.
-    attend = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, preexec_fn=attend) as process:
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         while not marker.exists():
             assert process.poll() is None
             time.sleep(0.05)
@@ -241,10 +238,7 @@ def test_a_command_that_lets_ctrl_c_pass_is_terminated_before_it_is_killed(folde
     (folder / "launcher.py").write_text(NEEDS_TERM)
     command = [sys.executable, "launcher.py", str(tmp_path)]
     words = [sys.executable, "-m", "harness.cli.main", "check", "--", *command]
-    attend = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, preexec_fn=attend
-    ) as process:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         for name in ("ready", "interrupted"):
             while not (tmp_path / name).exists():
                 assert process.poll() is None

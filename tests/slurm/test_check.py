@@ -69,8 +69,7 @@ def test_the_tasks_of_a_job_step_are_judged_as_one_training(cluster, words, tmp_
 
 
 def test_ctrl_c_ends_the_job_step_and_what_it_recorded_is_judged(cluster, words, tmp_path):
-    attend = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
-    with subprocess.Popen(words("sleeps"), stderr=subprocess.PIPE, text=True, **attend) as process:
+    with subprocess.Popen(words("sleeps"), stderr=subprocess.PIPE, text=True) as process:
         while not (tmp_path / "store-sleeps").exists():
             assert process.poll() is None
             time.sleep(0.05)
