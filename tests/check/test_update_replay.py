@@ -98,7 +98,18 @@ def outcomes(training: RecordedTraining) -> set[Outcome]:
 def test_right_steps_of_every_class_are_within_noise(optimizer):
     findings = list(judge_update(steps(optimizer)))
     assert {finding.outcome for finding in findings} == {Outcome.PASSED}
-    assert all((finding.error_x_noise or 0) <= 1.5 for finding in findings)
+    assert all((finding.error_x_noise or 0) <= (finding.limit_x_noise or 0) / 2 for finding in findings)
+
+
+def test_a_step_that_overflows_in_its_own_precision_is_told_from_a_wrong_one():
+    weights = nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = torch.optim.RMSprop([weights], momentum=0.9)  # whose eps is 0 in float16
+    with watching() as watch, torch.no_grad():
+        weights.grad = torch.tensor([1.0, 1e-4, 1.0], dtype=torch.float16)  # and so is the square of 1e-4
+        watch.before(optimizer)
+        _plain_step(optimizer)
+        watch.after(optimizer)
+    assert causes(RecordedTraining((watch.rank(),))) == ["update-not-finite"]
 
 
 @given(optimizers(dtypes=(torch.float64,)))

@@ -165,6 +165,10 @@ def _scaled(case: UpdateCase) -> Iterator[Match]:
 
 
 HYPOTHESES = (
+    UpdateHypothesis("update-not-finite", "amp", holds(lambda case: math.isfinite(case.due) > math.isfinite(case.made)),
+        "weights are infinite or NaN after the step, although the right update is finite",
+        "does eps or the square of a gradient become 0 in the 16 bits of the optimizer's state? Keep weights and state "
+        "in float32", 190),
     UpdateHypothesis("no-update", "optimizer", holds(lambda case: case.made == 0),
         "the weights did not move",
         "was the step undone?", 180),
