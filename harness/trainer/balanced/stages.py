@@ -1,0 +1,46 @@
+"""The values that planning and running exchange: what a block costs, which blocks a device holds, what is expected."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """One block, profiled with micro-batches of one size."""
+
+    name: str  # the qualified name in the user's module; names joined by " + " where a block holds several
+    seconds: float  # forward + backward of one micro-batch, median
+    saved_bytes: int  # kept for the backward of one micro-batch, parameters not counted
+    state_bytes: int  # parameters + gradients + optimizer state + buffers
+    output_bytes: int  # what travels to the next block, for one micro-batch
+    forward_share: float = 1 / 3  # of the seconds; a matrix product has one product forward and two backward
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks on one device: ``first`` to ``last - 1``."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step of the plan is expected to take."""
+
+    step_seconds: float  # all forwards and backwards of one step, without the optimizer
+    stage_seconds: tuple[float, ...]  # forward + backward of one micro-batch
+    stage_peak_bytes: tuple[int, ...]
+    bubble_share: float  # of the devices' time within a step, the part in which they wait: 0 to 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which blocks each device holds, and in how many micro-batches a batch passes through them."""
+
+    blocks: tuple[BlockCost, ...]
+    stages: tuple[Stage, ...]
+    micro_batches: int
+    predicted: Prediction
+    memory: tuple[int, ...] | None = None  # bytes that each stage's device may hold; None: no limit
