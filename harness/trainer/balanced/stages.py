@@ -18,6 +18,24 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Bytes that several blocks count, and that a device which holds several of these blocks has once."""
+
+    name: str
+    blocks: tuple[int, ...]  # ascending
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Profile:
+    """All blocks in order, measured with micro-batches of one size."""
+
+    blocks: tuple[BlockCost, ...]
+    ties: tuple[Shared, ...] = ()  # parameters and buffers of several blocks, within their state_bytes
+    activations: tuple[Shared, ...] = ()  # what several blocks keep for backward, within their saved_bytes
+
+
+@dataclass(frozen=True)
 class Stage:
     """Consecutive blocks on one device: ``first`` to ``last - 1``."""
 
@@ -44,3 +62,4 @@ class Plan:
     micro_batches: int
     predicted: Prediction
     memory: tuple[int, ...] | None = None  # bytes that each stage's device may hold; None: no limit
+    ties: tuple[Shared, ...] = ()
