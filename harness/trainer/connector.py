@@ -27,7 +27,7 @@ class Plan:
 
     ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
     really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
-    itself.
+    itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in.
     """
 
     backend: Strategy
@@ -47,6 +47,7 @@ class Plan:
     checkpoint_path: str | None
     seed: int
     shared: int | None = None
+    micro_batches: int | None = None
 
     @property
     def comm(self) -> str:
@@ -62,6 +63,11 @@ class Plan:
     def world_size(self) -> int:
         """Return how many ranks there are."""
         return self.num_nodes * self.processes_per_node
+
+    @property
+    def data_ranks(self) -> int:
+        """Return between how many ranks the samples are shared: stages all see the same."""
+        return 1 if self.backend.stages else self.world_size
 
     @property
     def devices_per_process(self) -> int:
@@ -88,6 +94,7 @@ def connect(
     seed: Any,
     start_method: Any,
     oversubscribe: Any = False,
+    micro_batches: Any = None,
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
@@ -99,7 +106,7 @@ def connect(
     """
     cuda_devices = torch.cuda.device_count() if cuda_devices is None else cuda_devices
     one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
-    one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2"))
+    one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2", "balanced"))
     one_of("start_method", start_method, (None, "fork", "spawn"))
     whole("num_nodes", num_nodes, 1)
     on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
@@ -123,6 +130,11 @@ def connect(
             stacklevel=3,
         )
         name = "ddp"
+    whole("micro_batches", micro_batches, 1, optional=True)
+    if micro_batches is not None and name != "balanced":
+        raise MisconfigurationError(
+            f"micro_batches={micro_batches} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
+        )
     member, dtype = _precision(precision, use_amp, amp_level)
     whole("accumulate_grad_batches", accumulate_grad_batches, 1)
     for option, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
@@ -158,6 +170,7 @@ def connect(
         checkpoint_path=checkpoint_path and str(checkpoint_path),
         seed=seed,
         shared=shared,
+        micro_batches=micro_batches,
     )
     if shared is not None and plan.devices_per_process > shared:
         raise MisconfigurationError(

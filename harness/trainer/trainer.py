@@ -35,7 +35,8 @@ class Trainer:
         num_nodes: Nodes with so many gpus each. ``nb_gpu_nodes`` is its older name.
         distributed_backend: ``"dp"`` splits each batch over the gpus of one process; ``"ddp"`` has a process
             a gpu and averages gradients; ``"ddp2"`` averages over nodes and splits within them. None: dp for
-            several gpus.
+            several gpus. ``"balanced"`` has a process a gpu, each with consecutive blocks of the module, chosen to
+            take equal times within each device's memory; a batch passes through them in micro-batches.
         accelerator: ``"cuda"``, ``"cpu"`` (each gpu is simulated, -1 is the number of cores), or ``"auto"``.
         precision: 64, 32, 16 or ``"bf16"``; ``use_amp=True`` is 16.
         amp_level: ``"O0"`` float32, ``"O1"`` autocast (default for 16 bits), ``"O2"`` half weights with
@@ -49,6 +50,8 @@ class Trainer:
         node_rank: Which of several nodes this is, where no launcher says so; None: NODE_RANK.
         start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts; None: fork where no CUDA
             is.
+        micro_batches: With balanced, how many a batch is divided into; gradients are of the mean of their losses.
+            None: chosen for speed.
         oversubscribe: Let ranks share CUDA devices where there are fewer than ``gpus``; they talk over gloo.
 
     Raises:
@@ -78,6 +81,7 @@ class Trainer:
         node_rank: int | None = None,
         start_method: str | None = None,
         oversubscribe: bool = False,
+        micro_batches: int | None = None,
     ) -> None:
         if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(
@@ -101,6 +105,7 @@ class Trainer:
             seed=seed,
             start_method=start_method,
             oversubscribe=oversubscribe,
+            micro_batches=micro_batches,
             variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
         )
         self.global_step = 0
@@ -132,11 +137,16 @@ class Trainer:
             module.trainer = None  # a module that is saved or copied should not drag the trainer along
 
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing."""
+        """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing.
+
+        With balanced all ranks must call this during ``fit``, as each has a part of it.
+        """
         if self.checkpoint is None:
             raise MisconfigurationError("There is nothing to save before fit: call fit first.")
-        if self.rank == 0:
-            checkpoints.write(self.checkpoint(), path)
+        if self.rank == 0 or self.plan.backend.stages:
+            checkpoint = self.checkpoint()
+            if self.rank == 0:
+                checkpoints.write(checkpoint, path)
 
     def _fit(self, module: Module, ckpt_path: str | Path | None) -> None:
         environment, per_node = self.plan.environment, self.plan.processes_per_node
