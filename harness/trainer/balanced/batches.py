@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from harness.trainer.data_sharding import known_length, set_epoch
+from harness.trainer.errors import MisconfigurationError
 
 
 class SameBatches:
@@ -84,3 +86,28 @@ def sizes_of_batches(loader: Any) -> set[int]:
         return {batch_size}
     samples = known_length(loader.sampler) or samples
     return {size for size in (min(batch_size, samples), samples % batch_size) if size}
+
+
+def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
+    """Return into how many micro-batches all batches of the loader divide; ``wanted`` alone if that is given.
+
+    Raises:
+        MisconfigurationError: They do not divide into ``wanted``.
+
+    """
+    sizes = sizes_of_batches(loader)
+    if wanted is not None:
+        for size in sizes:
+            if size % wanted:
+                raise MisconfigurationError(indivisible(size, wanted))
+        return [wanted]
+    common = math.gcd(*sizes) if sizes else 1
+    return [count for count in range(1, common + 1) if common % count == 0]
+
+
+def indivisible(samples: int, micro_batches: int) -> str:
+    """Return the message for a batch that does not fall into so many micro-batches."""
+    return (
+        f"A batch of {samples} samples does not divide into {micro_batches} micro-batches: use a batch_size that is a "
+        "multiple of micro_batches, and drop_last=True where the last batch is shorter."
+    )

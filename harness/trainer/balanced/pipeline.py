@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.trainer.balanced.batches import indivisible
 from harness.trainer.balanced.calls import Interception, Part
 from harness.trainer.balanced.elsewhere import is_missing, tensors_in
 from harness.trainer.balanced.exchange import Exchange, shapes_of
@@ -95,7 +96,7 @@ class Pipeline:
         while between:
             backward()
         self.exchange.finish()
-        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.exchange.device)
+        return torch.stack(losses).double().mean() if losses else torch.zeros((), device=self.exchange.device)
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
         """Return the outputs of ``step`` for a whole batch on the last stage, else None."""
@@ -192,14 +193,6 @@ def split(batch: Any, micro_batches: int) -> Sequence[Any]:
     if samples % micro_batches or not samples:
         raise MisconfigurationError(indivisible(samples, micro_batches))
     return [batch] if micro_batches == 1 else scatter(batch, micro_batches)
-
-
-def indivisible(samples: int, micro_batches: int) -> str:
-    """Return the message for a batch that does not fall into so many micro-batches."""
-    return (
-        f"A batch of {samples} samples does not divide into {micro_batches} micro-batches: use a batch_size that is a "
-        "multiple of micro_batches, and drop_last=True where the last batch is shorter."
-    )
 
 
 def insist_on_value(outputs: Any) -> None:

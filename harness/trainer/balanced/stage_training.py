@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.trainer import checkpoint_file as checkpoints
-from harness.trainer.balanced.batches import SameBatches, first_batch, sizes_of_batches
+from harness.trainer.balanced.batches import SameBatches, first_batch, possible_micro_batches
 from harness.trainer.balanced.chain import Chain, find_chain, held_tensors
 from harness.trainer.balanced.exchange import Exchange
-from harness.trainer.balanced.pipeline import Pipeline, Place, indivisible, split
+from harness.trainer.balanced.pipeline import Pipeline, Place, split
 from harness.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
 from harness.trainer.balanced.stage_state import StageState, keep_own
 from harness.trainer.balanced.stages import Plan, Stage
 from harness.trainer.data_sharding import rank_loader
-from harness.trainer.errors import MisconfigurationError
 from harness.trainer.loop import Work, batch_mover, train
 from harness.trainer.module import Module
 from harness.trainer.optimizers import parse_optimizers
@@ -62,7 +61,10 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     state.samples_per_batch = getattr(train_loader, "batch_size", None)
 
     scaler = getattr(precision, "scaler", None)
-    beacon = Beacon(device) if scaler is not None and scaler.is_enabled() else None
+    beacon = None
+    if scaler is not None and scaler.is_enabled():
+        scaler.scale(torch.zeros((), device=device))  # it begins with its first loss, and that may be elsewhere
+        beacon = Beacon(device)
     names = {id(tensor): name for name, tensor in held_tensors(module).items()}
     state.parts = [keep_own(optimizer, names, state, beacon) for optimizer in state.optimizers]
     weights = [[slot.weight for slot in part.slots] for part in state.parts]
@@ -98,14 +100,11 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
 def make_plan(trainer: Any, module: Module, precision: Any, loader: Any, device: torch.device) -> tuple[Chain, Plan]:
     """Return the module's blocks and which devices run them."""
     plan = trainer.plan
-    sizes = sizes_of_batches(loader)
+    counts = possible_micro_batches(loader, plan.micro_batches)
     batch = first_batch(loader, 0)
     move = batch_mover([device])
     batch = batch if move is None else move(batch)
-    micro_batches = plan.micro_batches or 1
-    for size in sizes:
-        if size % micro_batches:
-            raise MisconfigurationError(indivisible(size, micro_batches))
+    micro_batches = counts[-1]
     micro_batch = split(batch, micro_batches)[0]
     module.to(device)
     step = StepModule(module, precision)
