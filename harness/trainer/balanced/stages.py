@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.trainer.balanced import picture, table
+from harness.trainer.balanced.schedule import Schedule, simulate
+
 
 @dataclass(frozen=True)
 class BlockCost:
@@ -63,3 +66,26 @@ class Plan:
     predicted: Prediction
     memory: tuple[int, ...] | None = None  # bytes that each stage's device may hold; None: no limit
     ties: tuple[Shared, ...] = ()
+
+    def schedule(self) -> Schedule:
+        """Return the simulated step: 1F1B with each stage's predicted times."""
+        held = [self.blocks[stage.first : stage.last] for stage in self.stages]
+        forward = [sum(block.seconds * block.forward_share for block in blocks) for blocks in held]
+        both = [sum(block.seconds for block in blocks) for blocks in held]
+        return simulate(forward, [b - f for b, f in zip(both, forward, strict=True)], self.micro_batches)
+
+    def table(self, measured: Prediction | None = None) -> str:
+        """Return a headline and a line a stage, at most 100 columns wide; ``measured`` adds columns."""
+        return table.table(self, measured)
+
+    def picture(self) -> str:
+        """Return the simulated step as the text of an SVG."""
+        labels = [
+            f"stage {number}: {_blocks(stage)}, {table.size(peak)}"
+            for number, (stage, peak) in enumerate(zip(self.stages, self.predicted.stage_peak_bytes, strict=True))
+        ]
+        return picture.picture(self.schedule(), table.headline(self), labels)
+
+
+def _blocks(stage: Stage) -> str:
+    return f"block {stage.first}" if stage.last == stage.first + 1 else f"blocks {stage.first}–{stage.last - 1}"
