@@ -27,7 +27,8 @@ class Plan:
 
     ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
     really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
-    itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in.
+    itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in,
+    ``device_memory`` how many bytes a device, or each of them, may hold.
     """
 
     backend: Strategy
@@ -48,6 +49,7 @@ class Plan:
     seed: int
     shared: int | None = None
     micro_batches: int | None = None
+    device_memory: int | tuple[int, ...] | None = None
 
     @property
     def comm(self) -> str:
@@ -95,6 +97,7 @@ def connect(
     start_method: Any,
     oversubscribe: Any = False,
     micro_batches: Any = None,
+    device_memory: Any = None,
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
@@ -131,10 +134,14 @@ def connect(
         )
         name = "ddp"
     whole("micro_batches", micro_batches, 1, optional=True)
-    if micro_batches is not None and name != "balanced":
-        raise MisconfigurationError(
-            f"micro_batches={micro_batches} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
-        )
+    limits = device_memory if isinstance(device_memory, (list, tuple)) else [device_memory]
+    for limit in limits:
+        whole("device_memory", limit, 1, optional=True)
+    for option, value in (("micro_batches", micro_batches), ("device_memory", device_memory)):
+        if value is not None and name != "balanced":
+            raise MisconfigurationError(
+                f"{option}={value} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
+            )
     member, dtype = _precision(precision, use_amp, amp_level)
     whole("accumulate_grad_batches", accumulate_grad_batches, 1)
     for option, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
@@ -171,6 +178,7 @@ def connect(
         seed=seed,
         shared=shared,
         micro_batches=micro_batches,
+        device_memory=tuple(device_memory) if isinstance(device_memory, list) else device_memory,
     )
     if shared is not None and plan.devices_per_process > shared:
         raise MisconfigurationError(

@@ -186,9 +186,7 @@ def uneven(loader: Any, world: int) -> bool:
 
 def take_turns(state: TrainingState, work: Work) -> list[Turn]:
     """Return each optimizer's turn; several leave each other's weights alone."""
-    several = len(state.optimizers) > 1
-    names = inspect.signature(state.module.training_step).parameters
-    takes_number = several and ("optimizer_idx" in names or len(names) > 2)
+    several, takes_number = len(state.optimizers) > 1, step_takes_number(state)
     turns = []
     for number, (optimizer, own) in enumerate(zip(state.optimizers, work.weights, strict=True)):
         mine = {id(weight) for weight in own}
@@ -197,6 +195,12 @@ def take_turns(state: TrainingState, work: Work) -> list[Turn]:
         context = OnlyItsOwn(others) if several else NOTHING
         turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * takes_number))
     return turns
+
+
+def step_takes_number(state: TrainingState) -> bool:
+    """Return whether ``training_step`` is told whose turn it is."""
+    names = inspect.signature(state.module.training_step).parameters
+    return len(state.optimizers) > 1 and ("optimizer_idx" in names or len(names) > 2)
 
 
 def batch_mover(devices: list[torch.device], whole: bool = False) -> Callable[[Any], Any] | None:

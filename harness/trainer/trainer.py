@@ -51,7 +51,9 @@ class Trainer:
         start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts; None: fork where no CUDA
             is.
         micro_batches: With balanced, how many a batch is divided into; gradients are of the mean of their losses.
-            None: chosen for speed.
+            None: chosen for speed; give it where samples of a batch depend on one another, as through BatchNorm.
+        device_memory: With balanced, how many bytes a device may hold, or a list with a number for each. None: what a
+            CUDA device has.
         oversubscribe: Let ranks share CUDA devices where there are fewer than ``gpus``; they talk over gloo.
 
     Raises:
@@ -82,6 +84,7 @@ class Trainer:
         start_method: str | None = None,
         oversubscribe: bool = False,
         micro_batches: int | None = None,
+        device_memory: int | Sequence[int] | None = None,
     ) -> None:
         if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(
@@ -106,6 +109,7 @@ class Trainer:
             start_method=start_method,
             oversubscribe=oversubscribe,
             micro_batches=micro_batches,
+            device_memory=device_memory,
             variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
         )
         self.global_step = 0

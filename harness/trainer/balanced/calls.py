@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.trainer.balanced.elsewhere import Elsewhere, arrived, is_missing, tensors_in
+from harness.trainer.balanced.blocks import tensors_in
+from harness.trainer.balanced.elsewhere import Elsewhere, arrived, is_missing
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.precision_plugins import map_tensors
 

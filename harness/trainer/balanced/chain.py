@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from harness.trainer.balanced.blocks import Block as RunnableBlock
+from harness.trainer.balanced.blocks import held_tensors, tensors_in
 from harness.trainer.balanced.calls import Call, Interception, Part, calls_of, open_up, record_calls
-from harness.trainer.balanced.elsewhere import is_missing, tensors_in
+from harness.trainer.balanced.elsewhere import is_missing
 from harness.trainer.errors import MisconfigurationError
 
 Step = Callable[[], Any]
@@ -41,14 +44,26 @@ class Chain:
 
     def part(self, first: int, last: int) -> Part:
         """Return the part of a step that is blocks ``first`` to ``last - 1``."""
-        blocks = self.blocks
-        if last == len(blocks):
-            return Part(blocks[first].first, len(self.calls), blocks[first].arriving, ())
-        return Part(blocks[first].first, blocks[last].first, blocks[first].arriving, blocks[last].arriving)
+        begin = self.blocks[first]
+        if last == len(self.blocks):
+            return Part(begin.first, len(self.calls), begin.arriving, ())
+        return Part(begin.first, self.blocks[last].first, begin.arriving, self.blocks[last].arriving)
 
     def holds(self, first: int, last: int) -> frozenset[str]:
         """Return the names of the parameters and buffers that blocks ``first`` to ``last - 1`` use."""
         return frozenset().union(*(block.holds for block in self.blocks[first:last]))
+
+    def runnable(self, interception: Interception, step: Callable[[Any], Any]) -> list[RunnableBlock]:
+        """Return the blocks one by one as functions of what arrives and of the inputs of ``step``."""
+
+        def run(number: int, value: Any, inputs: Any) -> Any:
+            arrived = [] if number == 0 else value
+            return interception.run(self.part(number, number + 1), arrived, lambda: step(inputs))
+
+        return [
+            RunnableBlock(block.name, partial(run, number), tuple(sorted(block.holds)))
+            for number, block in enumerate(self.blocks)
+        ]
 
     def interception(self, module: nn.Module, device: torch.device) -> Interception:
         """Return what runs parts of the steps of ``module``."""
@@ -190,11 +205,6 @@ def _names(starts: list[_Start], calls: list[Call]) -> str:
         ", ".join(" + ".join(call.name or "the module itself" for call in group) for group in groups)
         or "it calls no module"
     )
-
-
-def held_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters and buffers of a module by name, shared ones once."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.trainer.balanced.blocks import tensors_in
 from harness.trainer.precision_plugins import map_tensors
 
 DEVICE = torch.Tensor.device.__get__
@@ -58,18 +59,6 @@ def arrived(tensor: Tensor) -> Tensor:
 def is_missing(tensor: Tensor) -> bool:
     """Return whether the tensor's values are on another stage."""
     return isinstance(arrived(tensor), Elsewhere)
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dicts, lists and tuples, in their order."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, value)
-    return found
 
 
 def _shape_only(tensor: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from harness.trainer.balanced.batches import indivisible
+from harness.trainer.balanced.blocks import tensors_in
 from harness.trainer.balanced.calls import Interception, Part
-from harness.trainer.balanced.elsewhere import is_missing, tensors_in
+from harness.trainer.balanced.elsewhere import is_missing
 from harness.trainer.balanced.exchange import Exchange, shapes_of
 from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError

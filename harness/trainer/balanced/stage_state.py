@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from harness.trainer.balanced.chain import held_tensors
+from harness.trainer.balanced.blocks import held_tensors
 from harness.trainer.balanced.shared_weights import Beacon
 from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.precision_plugins import map_tensors

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,14 +14,19 @@ from torch.optim import Optimizer
 
 from harness.trainer import checkpoint_file as checkpoints
 from harness.trainer.balanced.batches import SameBatches, first_batch, possible_micro_batches
-from harness.trainer.balanced.chain import Chain, find_chain, held_tensors
+from harness.trainer.balanced.blocks import held_tensors
+from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
 from harness.trainer.balanced.exchange import Exchange
+from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.pipeline import Pipeline, Place, split
+from harness.trainer.balanced.plan import best_plan, limits_of
+from harness.trainer.balanced.profile import profile
 from harness.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
 from harness.trainer.balanced.stage_state import StageState, keep_own
-from harness.trainer.balanced.stages import Plan, Stage
+from harness.trainer.balanced.stages import Plan
+from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.data_sharding import rank_loader
-from harness.trainer.loop import Work, batch_mover, train
+from harness.trainer.loop import Work, batch_mover, step_takes_number, train
 from harness.trainer.module import Module
 from harness.trainer.optimizers import parse_optimizers
 from harness.trainer.step import StepModule, loss_function
@@ -42,23 +48,23 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         module.load_state_dict(checkpoint["module"])
     train_loader = rank_loader(trainer, module.train_dataloader(), training=True)
     val_loader = rank_loader(trainer, module.val_dataloader(), training=False)
+    state = StageState(module, precision, control=control)
+    state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
+    trainer.optimizers = state.optimizers
+    trainer.checkpoint = partial(checkpoints.capture, trainer, state)
+    state.samples_per_batch = getattr(train_loader, "batch_size", None)
     box: list[Any] = [None]
     if rank == 0:
-        box = [make_plan(trainer, module, precision, train_loader, device)]
+        box = [make_plan(trainer, state, train_loader, device)]
     dist.broadcast_object_list(box, 0, control)
     chain, balance = box[0]
     trainer.balance = balance
     share_weights(module, control)
 
     held = [chain.holds(stage.first, stage.last) for stage in balance.stages]
-    owned = held[rank].difference(*held[:rank])
+    state.held, state.owned = held[rank], held[rank].difference(*held[:rank])
     keep_stage(module, held[rank], device)
     interception = chain.interception(module, device)
-    state = StageState(module, precision, held=held[rank], owned=owned, control=control)
-    state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
-    trainer.optimizers = state.optimizers
-    trainer.checkpoint = partial(checkpoints.capture, trainer, state)
-    state.samples_per_batch = getattr(train_loader, "batch_size", None)
 
     scaler = getattr(precision, "scaler", None)
     beacon = None
@@ -97,28 +103,50 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     trainer.checkpoint = lambda: box[0]
 
 
-def make_plan(trainer: Any, module: Module, precision: Any, loader: Any, device: torch.device) -> tuple[Chain, Plan]:
-    """Return the module's blocks and which devices run them."""
-    plan = trainer.plan
+def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.device) -> tuple[Chain, Plan]:
+    """Find the module's blocks on the first batch, measure them, and return them with the fastest plan.
+
+    Raises:
+        MisconfigurationError: The module has too few blocks, the batches do not divide, or the memory does not suffice.
+
+    """
+    plan, module, precision, devices = trainer.plan, state.module, state.precision, trainer.world_size
     counts = possible_micro_batches(loader, plan.micro_batches)
-    batch = first_batch(loader, 0)
+    batch = first_batch(loader, trainer.current_epoch)
     move = batch_mover([device])
-    batch = batch if move is None else move(batch)
-    micro_batches = counts[-1]
-    micro_batch = split(batch, micro_batches)[0]
-    module.to(device)
+    if move is not None:
+        batch = move(batch)
     step = StepModule(module, precision)
     loss_of = loss_function(module, precision, False)
-    chain = find_chain(
-        module,
-        lambda: loss_of(step("training_step", micro_batch, 0), micro_batch),
-        trainer.world_size,
-        device,
-        module.configure_blocks(),
-    )
-    count, devices = len(chain.blocks), trainer.world_size
-    stages = tuple(Stage(count * n // devices, count * (n + 1) // devices) for n in range(devices))
-    return chain, Plan((), stages, micro_batches, None)  # type: ignore[arg-type]
+
+    first_turn = (0,) * step_takes_number(state)
+
+    def run(inputs: Any) -> Tensor:
+        return loss_of(step("training_step", inputs, 0, *first_turn), inputs)
+
+    module.to(device)
+    chain = find_chain(module, lambda: run(split(batch, counts[0])[0]), devices, device, module.configure_blocks())
+    interception = chain.interception(module, device)
+    optimizer_state = optimizer_state_bytes(module, state.optimizers)
+    profiles, refusal = {}, None
+    with interception.installed(), undisturbed(module, device):
+        blocks = chain.runnable(interception, run)
+        for count in reversed(counts):
+            try:
+                profiles[count] = profile(module, blocks, split(batch, count)[0], device, optimizer_state)
+            except (RuntimeError, ValueError) as error:
+                refusal = error  # a micro-batch may be too small, as one sample is for BatchNorm
+    if not profiles:
+        assert refusal is not None
+        raise refusal
+    return chain, best_plan(profiles, devices, memory_limits(plan.device_memory, device, devices))
+
+
+def memory_limits(given: int | Sequence[int] | None, device: torch.device, devices: int) -> tuple[int, ...] | None:
+    """Return how many bytes each device may hold; None: any."""
+    if given is None and device.type == "cuda":
+        given = torch.cuda.get_device_properties(device).total_memory
+    return limits_of(given, devices)
 
 
 def share_weights(module: nn.Module, control: Any) -> None:
