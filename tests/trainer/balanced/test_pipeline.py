@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from harness.trainer import MisconfigurationError, Module, RankError, Trainer
+from harness.trainer.rank_training import drawn_seed
 
 
 def balanced(devices, micro_batches=4, **options):
@@ -299,6 +300,53 @@ def test_a_stage_that_dies_ends_the_training_with_a_sentence():
 
     with pytest.raises(RankError, match="Rank 1 failed: ValueError: out of paper"):
         balanced(2).fit(Dying())
+
+
+@pytest.mark.parametrize("source", ["drawn from a generator", "drawn anew in the dataset", "streamed"])
+def test_all_stages_see_the_batches_of_one_device(source):
+    class Noisy(Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            return torch.randn(5), torch.randn(1)  # of each sample anew, as augmentation does
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(list(Perceptron().data()))
+
+    class Drawing(Perceptron):
+        def train_dataloader(self):
+            data, sampler = self.data(), None
+            if source == "drawn from a generator":
+                sampler = RandomSampler(data, replacement=True, generator=torch.Generator().manual_seed(5))
+            elif source == "drawn anew in the dataset":
+                data = Noisy()
+            else:
+                data = Stream()
+            return DataLoader(data, batch_size=self.batch_size, sampler=sampler)
+
+    many, one = Drawing(), Drawing()
+    torch.manual_seed(0)
+    balanced(2).fit(many)
+    torch.manual_seed(0)
+    torch.manual_seed(drawn_seed())  # as the trainer seeds the ranks that it starts
+    one_device().fit(one)
+    assert max(differences(many, one).values()) < 1e-12
+
+
+def test_the_plan_fits_the_memory_or_is_refused():
+    class Wide(Perceptron):
+        def build(self):
+            self.net = nn.Sequential(nn.Linear(5, 400), nn.Linear(400, 400), nn.Linear(400, 400), nn.Linear(400, 1))
+
+    weights = 400 * 400 * 8
+    module = Wide()
+    balanced(2, None, device_memory=5 * weights).fit(
+        module
+    )  # each 400 × 400 with gradient and Adam's state: 4 of these
+    with pytest.raises(RankError, match=r"net\.1.* does not fit"):
+        balanced(2, None, device_memory=3 * weights).fit(Wide())
 
 
 def test_modules_that_cannot_be_parted_are_refused():
