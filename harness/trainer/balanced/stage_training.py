@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,9 +26,10 @@ from harness.trainer.balanced.stage_state import StageState, keep_own
 from harness.trainer.balanced.stages import Plan
 from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.data_sharding import rank_loader
-from harness.trainer.loop import Work, batch_mover, step_takes_number, train
+from harness.trainer.loop import Work, step_takes_number, train
 from harness.trainer.module import Module
 from harness.trainer.optimizers import parse_optimizers
+from harness.trainer.precision_plugins import map_tensors
 from harness.trainer.step import StepModule, loss_function
 
 
@@ -113,19 +114,18 @@ def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.dev
     plan, module, precision, devices = trainer.plan, state.module, state.precision, trainer.world_size
     counts = possible_micro_batches(loader, plan.micro_batches)
     batch = first_batch(loader, trainer.current_epoch)
-    move = batch_mover([device])
-    if move is not None:
-        batch = move(batch)
     step = StepModule(module, precision)
     loss_of = loss_function(module, precision, False)
-
     first_turn = (0,) * step_takes_number(state)
 
     def run(inputs: Any) -> Tensor:
         return loss_of(step("training_step", inputs, 0, *first_turn), inputs)
 
-    module.to(device)
-    chain = find_chain(module, lambda: run(split(batch, counts[0])[0]), devices, device, module.configure_blocks())
+    try:
+        chain = blocks_on(device, trainer, module, run, split(batch, counts[0])[0])
+    except torch.cuda.OutOfMemoryError:  # only the stages will fit, and blocks are measured one by one
+        chain = blocks_on(torch.device("cpu"), trainer, module, run, split(batch, counts[0])[0])
+    batch = map_tensors(lambda tensor: tensor.to(device), batch)
     interception = chain.interception(module, device)
     optimizer_state = optimizer_state_bytes(module, state.optimizers)
     profiles, refusal = {}, None
@@ -140,6 +140,17 @@ def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.dev
         assert refusal is not None
         raise refusal
     return chain, best_plan(profiles, devices, memory_limits(plan.device_memory, device, devices))
+
+
+def blocks_on(device: torch.device, trainer: Any, module: Module, run: Callable[[Any], Any], inputs: Any) -> Chain:
+    """Return the blocks, found on a device; the module stays there."""
+    module.to(device)
+    inputs = map_tensors(lambda tensor: tensor.to(device), inputs)
+    training_device, trainer.device = trainer.device, device  # what the user's step asks for
+    try:
+        return find_chain(module, lambda: run(inputs), trainer.world_size, device, module.configure_blocks())
+    finally:
+        trainer.device = training_device
 
 
 def memory_limits(given: int | Sequence[int] | None, device: torch.device, devices: int) -> tuple[int, ...] | None:
@@ -160,12 +171,14 @@ def share_weights(module: nn.Module, control: Any) -> None:
 def keep_stage(module: nn.Module, held: frozenset[str], device: torch.device) -> None:
     """Move what the stage holds to its device, and free the memory of all else.
 
-    What is not held keeps its shape. Its one value is nan, such that a mistaken use shows.
+    What is not held keeps its shape. Its one value is nan, such that a mistaken use shows. Buffers that no checkpoint
+    has stay, as nobody could bring them back.
     """
+    saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
     for name, tensor in held_tensors(module).items():
         if name in held:
             tensor.data = tensor.data.to(device)
-        else:
+        elif id(tensor) in saved:
             empty = torch.nan if tensor.is_floating_point() else 0
             tensor.data = torch.full((1,) * tensor.dim(), empty, dtype=tensor.dtype).expand(tensor.shape)
             tensor.grad = None
