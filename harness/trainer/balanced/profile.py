@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -176,9 +176,12 @@ def _backward(outputs: Any) -> None:
 
 
 def _clock(outputs: list[Tensor]) -> Callable[[], Any]:
-    """Return what takes the time: an event of the device's stream, or this process's clock."""
+    """Return what takes the time: an event of the device's stream, or a clock of the cpu.
+
+    One thread's own time does not count when other processes have its core.
+    """
     if not any(tensor.is_cuda for tensor in outputs):
-        return perf_counter
+        return thread_time if torch.get_num_threads() == 1 else perf_counter
 
     def event() -> torch.cuda.Event:
         recorded: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

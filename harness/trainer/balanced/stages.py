@@ -81,11 +81,7 @@ class Plan:
     def picture(self) -> str:
         """Return the simulated step as the text of an SVG."""
         labels = [
-            f"stage {number}: {_blocks(stage)}, {table.size(peak)}"
+            f"stage {number}: {table.count(stage.last - stage.first, 'block')}, {table.size(peak)}"
             for number, (stage, peak) in enumerate(zip(self.stages, self.predicted.stage_peak_bytes, strict=True))
         ]
         return picture.picture(self.schedule(), table.headline(self), labels)
-
-
-def _blocks(stage: Stage) -> str:
-    return f"block {stage.first}" if stage.last == stage.first + 1 else f"blocks {stage.first}–{stage.last - 1}"

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from harness.trainer.balanced.stages import Plan, Prediction
 
 WIDTH = 100
+NAMES = 2  # the column of the blocks' names
 HEADERS = ("stage", "blocks", "time", "of slowest", "peak memory")
 
 
@@ -26,7 +27,7 @@ def table(plan: Plan, measured: Prediction | None = None) -> str:
         seconds = predicted.stage_seconds[number]
         row = [
             str(number),
-            f"{stage.first}" if stage.last == stage.first + 1 else f"{stage.first}–{stage.last - 1}",
+            str(stage.last - stage.first),
             duration(seconds),
             f"{seconds / slowest:.0%}",
             size(predicted.stage_peak_bytes[number]),
@@ -40,9 +41,10 @@ def table(plan: Plan, measured: Prediction | None = None) -> str:
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     room = WIDTH - sum(widths) - 2 * len(widths)
     names = [span([block.name for block in plan.blocks[stage.first : stage.last]], room) for stage in plan.stages]
-    widths[1] += 1 + max(map(len, names))
+    headers.insert(2, "")
+    widths.insert(2, max(map(len, names)))
     for row, name in zip(rows, names, strict=True):
-        row[1] = f"{row[1]} {name}".rstrip()
+        row.insert(2, name)
     lines = [headline(plan, measured), "", _line(headers, widths), *(_line(row, widths) for row in rows)]
     return "\n".join(lines) + "\n"
 
@@ -51,7 +53,7 @@ def headline(plan: Plan, measured: Prediction | None = None) -> str:
     """Return how the batch passes, and what a step is expected to take."""
     predicted = plan.predicted
     line = (
-        f"{_count(len(plan.stages), 'stage')}, {_count(plan.micro_batches, 'micro-batch')}: "
+        f"{count(len(plan.stages), 'stage')}, {count(plan.micro_batches, 'micro-batch')}: "
         f"{duration(predicted.step_seconds)} a step, {predicted.bubble_share:.0%} bubble"
     )
     if measured is not None:
@@ -59,8 +61,16 @@ def headline(plan: Plan, measured: Prediction | None = None) -> str:
     return line
 
 
+def count(number: int, thing: str) -> str:
+    """Return the number and the thing, in the plural where it is due."""
+    plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
+    return f"{number} {thing if number == 1 else plural}"
+
+
 def duration(seconds: float) -> str:
     """Return seconds with three digits and a unit."""
+    if not seconds:
+        return "0"
     if seconds >= 1:
         return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
     if seconds >= 1e-3:
@@ -68,12 +78,12 @@ def duration(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} µs"
 
 
-def size(count: int) -> str:
+def size(number: int) -> str:
     """Return bytes with three digits and a unit; a MB is 10⁶ bytes."""
     for unit, scale in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= scale:
-            return f"{count / scale:.3g} {unit}" if count < 999.5 * scale else f"{count / scale:.0f} {unit}"
-    return f"{count} B"
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}" if number < 999.5 * scale else f"{number / scale:.0f} {unit}"
+    return f"{number} B"
 
 
 def span(names: Sequence[str], room: int) -> str:
@@ -94,14 +104,9 @@ def shortened(name: str, room: int) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Return a line: the blocks to the left, numbers to the right."""
+    """Return a line: names to the left, numbers to the right."""
     padded = (
-        cell.ljust(width) if place == 1 else cell.rjust(width)
+        cell.ljust(width) if place == NAMES else cell.rjust(width)
         for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return "  ".join(padded).rstrip()
-
-
-def _count(number: int, thing: str) -> str:
-    plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
-    return f"{number} {thing if number == 1 else plural}"
