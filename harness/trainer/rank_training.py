@@ -42,7 +42,10 @@ def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, resu
         else:
             _train(trainer, module, devices, ckpt_path)
         if result_path is not None:  # before anything is shut down: what is written is safe
-            checkpoints.write(trainer.checkpoint(), result_path)
+            result = trainer.checkpoint()
+            if trainer.balance is not None:
+                result = {**result, "balance": trainer.balance.as_dict()}
+            checkpoints.write(result, result_path)
     except BaseException as error:
         # A started rank just ends, which tells its parent at once. Elsewhere the group is closed, so that the
         # others' next all-reduce fails rather than waits; the frames hold the DDP object, which must go

@@ -27,7 +27,7 @@ class Trainer:
 
     After (and in) ``fit``: ``global_step`` counts optimizer steps, those that AMP skipped too;
     ``current_epoch`` whole epochs; ``metrics`` holds the validation's means and ``loss``, the last step's; they are
-    means over samples, on all ranks.
+    means over samples, on all ranks. ``balance`` is the plan of balanced, with what was measured: ``print`` shows it.
 
     Args:
         gpus: A count, indices (``[0, 1]``, ``"0, 1"``; the string ``"3"`` is device 3), -1 for all, None for
@@ -120,6 +120,7 @@ class Trainer:
         self.rank = 0
         self.world_size = self.plan.world_size
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
+        self.balance: Any = None
         self._devices_shown = False
 
     def fit(self, module: Module, ckpt_path: str | Path | None = None) -> None:
@@ -132,7 +133,7 @@ class Trainer:
         """
         check_module(module, ckpt_path)
         self.global_step, self.current_epoch, self.metrics = 0, 0, {}
-        self.optimizers, self.checkpoint = [], None
+        self.optimizers, self.checkpoint, self.balance = [], None, None
         self._show_devices()
         module.trainer = self
         try:
@@ -160,6 +161,10 @@ class Trainer:
             self.plan.precision(self.plan.dtype, "cpu").convert(module)
             module.load_state_dict(final["module"])
             checkpoints.restore_progress(final, self)
+            if "balance" in final:
+                from harness.trainer.balanced.measured import Balance  # only this backend needs it
+
+                self.balance = Balance.from_dict(final.pop("balance"))
             self.checkpoint = lambda: final
             return
         # This process is a rank: a launcher, or the user with a process group of their own, has started it.

@@ -15,6 +15,7 @@ from harness.trainer.balanced.blocks import tensors_in
 from harness.trainer.balanced.calls import Interception, Part
 from harness.trainer.balanced.elsewhere import is_missing
 from harness.trainer.balanced.exchange import Exchange, shapes_of
+from harness.trainer.balanced.measured import StageClock
 from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.precision_plugins import PrecisionPlugin
@@ -63,6 +64,7 @@ class Pipeline:
         self.place, self.part, self.micro_batches = place, part, micro_batches
         self.interception, self.exchange, self.precision = interception, exchange, precision
         self.shapes: dict[Any, list[Any]] = {}
+        self.clock = StageClock(exchange.device)
 
     def train(self, step: Callable[[Any], Tensor], batch: Any, share: int, key: Any) -> Tensor:
         """Add the gradients of the batch's mean loss, divided by ``share``; return that mean on the last stage, else 0.
@@ -89,14 +91,15 @@ class Pipeline:
             passed, loss = between.popleft()
             self._backward(passed, None if loss is None else loss / (share * len(micro_batches)))
 
-        for number in range(early):
-            forward(number)
-        for number in range(early, len(micro_batches)):
-            forward(number)
-            backward()
-        while between:
-            backward()
-        self.exchange.finish()
+        with self.clock.measure("batch"):
+            for number in range(early):
+                forward(number)
+            for number in range(early, len(micro_batches)):
+                forward(number)
+                backward()
+            while between:
+                backward()
+            self.exchange.finish()
         return torch.stack(losses).double().mean() if losses else torch.zeros((), device=self.exchange.device)
 
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
@@ -118,7 +121,8 @@ class Pipeline:
         inputs = (
             [note_gradient(tensor, gradients, place) for place, tensor in enumerate(arriving)] if train else arriving
         )
-        outputs = self.interception.run(self.part, inputs, lambda: step(batch))
+        with self.clock.measure("forward" if train else "evaluation"):
+            outputs = self.interception.run(self.part, inputs, lambda: step(batch))
         if self.place.is_last:
             self.shapes.setdefault(key, [None, None])
             insist_on_value(outputs)
@@ -136,14 +140,16 @@ class Pipeline:
 
     def _backward(self, passed: Passed, loss: Tensor | None) -> None:
         if loss is not None:
-            self.precision.backward(loss)
+            with self.clock.measure("backward"):
+                self.precision.backward(loss)
         else:
             floating = [tensor for tensor in passed.departed if tensor.is_floating_point()]
             received = self.exchange.receive(shapes_of(floating), self.place.number + 1, forward=False)
             pairs = [(tensor, grad) for tensor, grad in zip(floating, received, strict=True) if tensor.requires_grad]
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
-                torch.autograd.backward(tensors, gradients)
+                with self.clock.measure("backward"):
+                    torch.autograd.backward(tensors, gradients)
         if self.place.number:
             sent = [
                 torch.zeros_like(tensor) if gradient is None else gradient

@@ -17,6 +17,7 @@ from harness.trainer.balanced.batches import SameBatches, first_batch, possible_
 from harness.trainer.balanced.blocks import held_tensors
 from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
 from harness.trainer.balanced.exchange import Exchange
+from harness.trainer.balanced.measured import Balance
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.pipeline import Pipeline, Place, split
 from harness.trainer.balanced.plan import best_plan, limits_of
@@ -59,7 +60,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         box = [make_plan(trainer, state, train_loader, device)]
     dist.broadcast_object_list(box, 0, control)
     chain, balance = box[0]
-    trainer.balance = balance
+    trainer.balance = Balance(balance)
     share_weights(module, control)
 
     held = [chain.holds(stage.first, stage.last) for stage in balance.stages]
@@ -98,6 +99,9 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     )
     with interception.installed():
         train(trainer, state, work)
+    reports: list[Any] = [None] * trainer.world_size
+    dist.all_gather_object(reports, pipeline.clock.report(), control)
+    trainer.balance = trainer.balance.with_measured(reports)
     box = [checkpoints.capture(trainer, state)]
     dist.broadcast_object_list(box, 0, control)
     state.take_whole(box[0]["module"])

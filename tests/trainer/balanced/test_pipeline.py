@@ -349,6 +349,16 @@ def test_the_plan_fits_the_memory_or_is_refused():
         balanced(2, None, device_memory=3 * weights).fit(Wide())
 
 
+def test_the_trainer_says_what_was_planned_and_measured():
+    trainer = balanced(2)
+    trainer.fit(Perceptron())
+    plan, measured = trainer.balance.plan, trainer.balance.measured
+    assert [stage.first for stage in plan.stages] + [plan.stages[-1].last] == [0, plan.stages[0].last, 5]
+    assert all(0 < seconds < measured.step_seconds for seconds in measured.stage_seconds)
+    assert "2 stages, 4 micro-batches" in str(trainer.balance)
+    assert "net.0" in str(trainer.balance)
+
+
 def test_modules_that_cannot_be_parted_are_refused():
     class Whole(Task):
         def build(self):
