@@ -21,7 +21,7 @@ def table(plan: Plan, measured: Prediction | None = None) -> str:
     if plan.memory is not None:
         headers.append("allowed")
     if measured is not None:
-        headers += ["measured", "peak"]
+        headers += ["measured", "peak"] if measured.stage_peak_bytes else ["measured"]
     rows = []
     for number, stage in enumerate(plan.stages):
         seconds = predicted.stage_seconds[number]
@@ -35,7 +35,8 @@ def table(plan: Plan, measured: Prediction | None = None) -> str:
         if plan.memory is not None:
             row.append(size(plan.memory[number]))
         if measured is not None:
-            row += [duration(measured.stage_seconds[number]), size(measured.stage_peak_bytes[number])]
+            row.append(duration(measured.stage_seconds[number]))
+            row += map(size, measured.stage_peak_bytes[number : number + 1])  # nothing counts those of simulated ones
         rows.append(row)
     # The names of blocks get what the other columns leave.
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
