@@ -94,7 +94,7 @@ def profile(
         module: In training mode while it is measured, then in the modes it was in. Parameters, gradients, buffers and
             random numbers stay as they are.
         blocks: Of ``module``, in order.
-        inputs: What the module is given, of one micro-batch.
+        inputs: What the module is given, of one micro-batch. Each device has the batch: it is not counted.
         device: Where to run.
         optimizer_state: Bytes by the name of the parameter, see ``optimizer_state.py``. None: no state.
         repeats: Of the measurement of each block.
@@ -102,11 +102,12 @@ def profile(
     """
     held = held_tensors(module)
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
-    value, journeys, costs = inputs, Journeys(), []
+    batch = {address(tensor) for tensor in tensors_in(inputs)}
+    value, journeys, costs = (), Journeys(), []
     with same_random_numbers(), in_training(module):
         for index, block in enumerate(blocks):
             copies = {name: _copy(held[name], device) for name in block.holds}
-            ours = {address(tensor) for tensor in copies.values()}
+            ours = batch | {address(tensor) for tensor in copies.values()}
 
             def measure(
                 value: Any = value, block: Block = block, ours: set[int] = ours, index: int = index

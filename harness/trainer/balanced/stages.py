@@ -14,7 +14,7 @@ class BlockCost:
 
     name: str  # the qualified name in the user's module; names joined by " + " where a block holds several
     seconds: float  # forward + backward of one micro-batch, median
-    saved_bytes: int  # kept for the backward of one micro-batch, parameters not counted
+    saved_bytes: int  # kept for the backward of one micro-batch, without parameters and the batch itself
     state_bytes: int  # parameters + gradients + optimizer state + buffers
     output_bytes: int  # what travels to the next block, for one micro-batch
     forward_share: float = 1 / 3  # of the seconds; a matrix product has one product forward and two backward

@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from harness.trainer.balanced.blocks import find_blocks
+from harness.trainer.balanced.chain import find_chain
 from harness.trainer.balanced.live_bytes import LiveBytes
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.partition import StageCosts
+from harness.trainer.balanced.plan import plan
 from harness.trainer.balanced.profile import profile
 from harness.trainer.balanced.stages import BlockCost, Profile, Travelling
 
@@ -19,7 +20,11 @@ BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def measure(module, batch=BATCH, optimizers=(), repeats=2):
-    return profile(module, find_blocks(module, batch), batch, CPU, optimizer_state_bytes(module, optimizers), repeats)
+    chain = find_chain(module, lambda: module(batch), 1, CPU)
+    interception = chain.interception(module, CPU)
+    state = optimizer_state_bytes(module, optimizers)
+    with interception.installed():
+        return profile(module, chain.runnable(interception, module), batch, CPU, state, repeats)
 
 
 def mixed():
@@ -41,7 +46,7 @@ def test_the_module_is_left_as_it_was():
     modes = [layer.training for layer in module.modules()]
     needing = [parameter.requires_grad for parameter in module.parameters()]
     gradient, batch, random_numbers = module[0].weight.grad, BATCH.clone(), torch.get_rng_state()
-    measure(module, optimizers=[torch.optim.Adam(module.parameters())])
+    plan(module, BATCH, 2, optimizers=[torch.optim.Adam(module.parameters())])
     after = module.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -59,12 +64,10 @@ def measured_peak(module, batch, in_flight):
     """Bytes alive at most while so many micro-batches pass, first all forward; the gradients are there already."""
     module(batch).sum().backward()
     with LiveBytes() as live:
-        arrived = [batch.clone() for _ in range(in_flight)]
-        outputs = [module(one) for one in arrived]
+        outputs = [module(batch) for _ in range(in_flight)]
         while outputs:
             last = outputs.pop()
             last.backward(torch.ones_like(last))
-            arrived.pop()
     return live.peak
 
 
@@ -94,12 +97,11 @@ def test_the_peak_of_all_blocks_is_that_of_the_module(model, in_flight):
 
 def test_what_two_blocks_keep_is_one_tensor_that_travels():
     measured = measure(MODELS["linear-relu"]())
-    # Linear keeps its input, ReLU its output: that is the second Linear's input.
+    # Linear keeps its input, the batch, ReLU its output: that is the second Linear's input.
     hidden, output = 8 * 10 * 4, 8 * 3 * 4
-    assert [block.saved_bytes for block in measured.blocks] == [8 * 6 * 4, hidden, hidden]
+    assert [block.saved_bytes for block in measured.blocks] == [0, hidden, hidden]
     assert [block.output_bytes for block in measured.blocks] == [hidden, hidden, output]
     assert measured.travelling == (
-        Travelling(8 * 6 * 4, (0,), (0,), ()),
         Travelling(hidden, (), (1,), (0,)),
         Travelling(hidden, (1, 2), (2,), (1,)),
         Travelling(output, (), (), (2,)),
