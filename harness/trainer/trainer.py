@@ -191,7 +191,7 @@ class Trainer:
                 continue  # it may need its rank's process group; what is really wrong with it shows there
             if loader is not None:
                 check_loader(loader, self.plan, training)
-                if training and self.plan.backend.stages:
+                if training and self.plan.micro_batches is not None:
                     from harness.trainer.balanced.batches import possible_micro_batches  # only this backend needs it
 
                     possible_micro_batches(loader, self.plan.micro_batches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -102,6 +103,12 @@ def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
                 raise MisconfigurationError(indivisible(size, wanted))
         return [wanted]
     common = math.gcd(*sizes) if sizes else 1
+    if common == 1 < max(sizes, default=1):
+        warnings.warn(
+            f"Batches of {' and '.join(map(str, sorted(sizes)))} samples divide into no number of micro-batches, so "
+            "each device waits while another computes: use drop_last=True, or another batch_size.",
+            stacklevel=2,
+        )
     return [count for count in range(1, common + 1) if common % count == 0]
 
 

@@ -72,6 +72,9 @@ def calls_of(calls: Sequence[Call], blocks: Sequence[nn.Module]) -> list[Call]:
     return found
 
 
+ADVICE = "Return modules from configure_blocks that every step calls."
+
+
 class StageOver(BaseException):
     """Ends the user's step on a stage that is not the last; ``departing`` are the inputs of the next stage."""
 
@@ -139,10 +142,10 @@ class Interception:
             return over.departing
         finally:
             self.active = False
-        if part.last < len(self.calls) or self.next_call < len(self.calls):
+        if part.last < len(self.calls) or self.next_call <= part.first:
             raise MisconfigurationError(
                 f"The step ended without a call of {self.calls[self.next_call][0]}, which it made when the blocks "
-                "were found: balanced needs the same calls for every batch, in training and validation."
+                f"were found: balanced needs the same calls for every batch, in training and validation. {ADVICE}"
             )
         return map_tensors(arrived, outputs)
 
@@ -166,15 +169,17 @@ class Interception:
         return stand_in
 
     def _count(self, module: nn.Module) -> int:
-        number = self.next_call
-        if number == len(self.calls) or self.calls[number][1] is not module:
+        """Return the number of this call; calls that a batch leaves out are passed over, but not where stages meet."""
+        left_out = range(self.next_call, len(self.calls))
+        number = next((number for number in left_out if self.calls[number][1] is module), None)
+        if number is None or any(meets in range(self.next_call, number) for meets in (self.part.first, self.part.last)):
             called = next(name for name, one in self.calls if one is module)
+            expected = self.calls[self.next_call][0] if left_out else "no other block"
             raise MisconfigurationError(
-                f"The step calls {called} as block number {number}, where "
-                f"{self.calls[number][0] if number < len(self.calls) else 'no other block'} was called when the "
-                "blocks were found: balanced needs the same calls for every batch, in training and validation."
+                f"The step calls {called} where {expected} was called when the blocks were found: balanced needs the "
+                f"same calls for every batch, in training and validation. {ADVICE}"
             )
-        self.next_call += 1
+        self.next_call = number + 1
         return number
 
     def _skip(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -8,6 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from harness.trainer import MisconfigurationError, Module, RankError, Trainer
+from harness.trainer.balanced import plan
+from harness.trainer.balanced.stages import Stage
 from harness.trainer.rank_training import drawn_seed
 
 
@@ -163,6 +165,21 @@ class Frozen(Perceptron):
         return torch.optim.AdamW(self.parameters(), lr=0.01, weight_decay=0.5)
 
 
+class Choosing(Perceptron):
+    """A layer in the middle of a stage that not every batch goes through."""
+
+    def build(self):
+        self.first, self.chosen, self.last = nn.Linear(5, 30), nn.Linear(30, 30), nn.Linear(30, 1)
+        self.wide = nn.Linear(30, 30)
+
+    def configure_blocks(self):
+        return [self.first, self.wide, self.chosen, self.last]
+
+    def compute(self, inputs):
+        hidden = self.wide(self.first(inputs))
+        return self.last(self.chosen(hidden) if self.trainer.global_step != 1 else hidden)
+
+
 class TakingTurns(Perceptron):
     def configure_optimizers(self):
         halves = list(self.net[:2].parameters()), list(self.net[2:].parameters())
@@ -208,6 +225,17 @@ def trained_alike(kind, devices, tolerance=1e-12, micro_batches=4, whole=False, 
 )  # fmt: skip
 def test_stages_train_what_one_device_does(kind, devices):
     trained_alike(kind, devices)
+
+
+def test_a_block_within_a_stage_may_be_left_out(monkeypatch):
+    monkeypatch.setattr(plan, "partition", lambda *_: (Stage(0, 1), Stage(1, 4)))
+    trained_alike(Choosing, 2)
+
+
+def test_a_block_where_stages_meet_may_not_be_left_out(monkeypatch):
+    monkeypatch.setattr(plan, "partition", lambda *_: (Stage(0, 2), Stage(2, 4)))
+    with pytest.raises(RankError, match=r"The step calls last where chosen was called.*configure_blocks"):
+        balanced(2).fit(Choosing())
 
 
 def test_several_optimizers_take_turns():
