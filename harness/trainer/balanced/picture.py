@@ -12,7 +12,7 @@ WIDTH, MARGIN, LABEL, ROW, GAP, TOP = 960, 16, 190, 30, 10, 64
 FILL = {FORWARD: "#3f6fa3", BACKWARD: "#f0a860"}
 INK = {FORWARD: "#ffffff", BACKWARD: "#3a2a12"}
 WAITING = "#eceff2"
-LETTERS = 7  # pixels of a digit at 11 px, rounded up
+DIGIT = 5.6  # pixels of a digit at 9 px, rounded up
 
 
 def picture(schedule: Schedule, title: str, labels: Sequence[str]) -> str:
@@ -67,10 +67,10 @@ def _box(box: Box, scale: float) -> Iterator[str]:
         f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW}" fill="{FILL[box.kind]}" stroke="#fff" '
         'stroke-width="0.7"/>'
     )
-    if width > LETTERS * len(number) + 2:
+    if width > DIGIT * len(number) + 2:
         yield (
-            f'<text x="{left + width / 2:.2f}" y="{top + 19}" text-anchor="middle" fill="{INK[box.kind]}">{number}'
-            "</text>"
+            f'<text x="{left + width / 2:.2f}" y="{top + 18}" font-size="9" text-anchor="middle" '
+            f'fill="{INK[box.kind]}">{number}</text>'
         )
 
 

@@ -15,13 +15,11 @@ from torch.optim import Optimizer
 from harness.trainer import checkpoint_file as checkpoints
 from harness.trainer.balanced.batches import SameBatches, first_batch, possible_micro_batches
 from harness.trainer.balanced.blocks import held_tensors
-from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
+from harness.trainer.balanced.chain import Chain, find_chain
 from harness.trainer.balanced.exchange import Exchange
 from harness.trainer.balanced.measured import Balance
-from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.pipeline import Pipeline, Place, split
-from harness.trainer.balanced.plan import best_plan, limits_of
-from harness.trainer.balanced.profile import profile
+from harness.trainer.balanced.plan import limits_of, plan_chain
 from harness.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
 from harness.trainer.balanced.stage_state import StageState, keep_own
 from harness.trainer.balanced.stages import Plan
@@ -130,20 +128,10 @@ def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.dev
     except torch.cuda.OutOfMemoryError:  # only the stages will fit, and blocks are measured one by one
         chain = blocks_on(torch.device("cpu"), trainer, module, run, split(batch, counts[0])[0])
     batch = map_tensors(lambda tensor: tensor.to(device), batch)
-    interception = chain.interception(module, device)
-    optimizer_state = optimizer_state_bytes(module, state.optimizers)
-    profiles, refusal = {}, None
-    with interception.installed(), undisturbed(module, device):
-        blocks = chain.runnable(interception, run)
-        for count in reversed(counts):
-            try:
-                profiles[count] = profile(module, blocks, split(batch, count)[0], device, optimizer_state)
-            except (RuntimeError, ValueError) as error:
-                refusal = error  # a micro-batch may be too small, as one sample is for BatchNorm
-    if not profiles:
-        assert refusal is not None
-        raise refusal
-    return chain, best_plan(profiles, devices, memory_limits(plan.device_memory, device, devices))
+    limits = memory_limits(plan.device_memory, device, devices)
+    return chain, plan_chain(
+        module, chain, run, batch, counts, limits, devices=devices, device=device, optimizers=state.optimizers
+    )
 
 
 def blocks_on(device: torch.device, trainer: Any, module: Module, run: Callable[[Any], Any], inputs: Any) -> Chain:

@@ -370,9 +370,8 @@ def test_the_plan_fits_the_memory_or_is_refused():
 
     weights = 400 * 400 * 8
     module = Wide()
-    balanced(2, None, device_memory=5 * weights).fit(
-        module
-    )  # each 400 × 400 with gradient and Adam's state: 4 of these
+    # Each 400 × 400 with gradient and Adam's state are 4 of these, and a backward adds a fifth to the gradient.
+    balanced(2, None, device_memory=6 * weights).fit(module)
     with pytest.raises(RankError, match=r"net\.1.* does not fit"):
         balanced(2, None, device_memory=3 * weights).fit(Wide())
 
