@@ -24,16 +24,21 @@ class StageCosts:
         self.stages, self.micro_batches = stages, micro_batches
         self._seconds = _sums([block.seconds for block in profile.blocks])
         self._state = _once([block.state_bytes for block in profile.blocks], profile.ties)
-        self._saved = _once([block.saved_bytes for block in profile.blocks], profile.activations)
+        self._activations = _activations(profile, returned=True)
+        self._working = _working(profile, self._activations)
 
     def seconds(self, first: int, last: int) -> float:
         """Return the seconds of one micro-batch's forward and backward."""
         return self._seconds[first][last - first]
 
     def peak_bytes(self, first: int, last: int, stage: int) -> int:
-        """Return what the device of stage number ``stage`` holds at most: state and micro-batches in flight."""
-        in_flight = min(self.stages - stage, self.micro_batches)
-        return self._state[first][last - first] + in_flight * self._saved[first][last - first]
+        """Return what the device of stage number ``stage`` holds at most.
+
+        That is state, the activations of the micro-batches in flight, and of one of them what is alive while it passes.
+        """
+        others = min(self.stages - stage, self.micro_batches) - 1
+        place = last - first
+        return self._state[first][place] + others * self._activations[first][place] + self._working[first][place]
 
 
 def partition(
@@ -160,4 +165,44 @@ def _once(costs: Sequence[int], shared: Sequence[Shared]) -> list[list[int]]:
             for block in held[1:]:
                 new[block - first] -= one.bytes
         sums.append(list(accumulate(new, initial=0)))
+    return sums
+
+
+def _activations(profile: Profile, *, returned: bool) -> list[list[int]]:
+    """Return for each first block what 0, 1, … blocks from it on keep of a micro-batch between forward and backward.
+
+    That is what the blocks save, what they are given and, with ``returned``, what the last of them returned.
+    """
+    own = [block.saved_bytes for block in profile.blocks]
+    for tensor in profile.travelling:
+        for block in tensor.keepers:
+            own[block] -= tensor.bytes
+    sums = []
+    for first in range(len(own)):
+        kept = list(accumulate(own[first:], initial=0))
+        for tensor in profile.travelling:
+            # From so many blocks on it is there in any case.
+            keeper = min((block for block in tensor.keepers if block >= first), default=len(own))
+            for last in range(first + 1, len(own) + 1):
+                if keeper < last or first in tensor.enters or (returned and last - 1 in tensor.leaves):
+                    kept[last - first] += tensor.bytes
+        sums.append(kept)
+    return sums
+
+
+def _working(profile: Profile, activations: list[list[int]]) -> list[list[int]]:
+    """Return for each first block what is alive at most of the micro-batch that passes through 0, 1, … blocks.
+
+    While the last block runs that is all they keep, and what the block needs meanwhile. While another one runs
+    backward, the blocks before it have all of theirs, those after it nothing but what the last one returned, and its
+    gradient.
+    """
+    sums = []
+    for first, (kept, saved) in enumerate(zip(activations, _activations(profile, returned=False), strict=True)):
+        alive, forward, backward = [0], 0, 0
+        for block, held, own in zip(profile.blocks[first:], kept[1:], saved[1:], strict=True):
+            after = backward + 2 * block.output_bytes if len(alive) > 1 else 0
+            alive.append(max(forward, held + block.transient_bytes, after))
+            forward, backward = max(forward, held), max(backward, own + block.transient_bytes)
+        sums.append(alive)
     return sums

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from harness.trainer.balanced.blocks import Block, find_blocks
+from harness.trainer.balanced.blocks import in_training
+from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.partition import StageCosts, partition
 from harness.trainer.balanced.profile import profile
@@ -26,7 +27,7 @@ def plan(
     memory: int | Sequence[int] | None = None,
     micro_batches: int | None = None,
     *,
-    blocks: Sequence[Block] | None = None,
+    step: Callable[[Any], Any] | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     device: torch.device | None = None,
 ) -> Plan:
@@ -42,7 +43,8 @@ def plan(
         devices: As many stages.
         memory: Bytes that each device may hold, or one number for all. None: no limit.
         micro_batches: How many; None: the best of all that divide the batch.
-        blocks: Of the module. None: they are found with ``batch`` as the input of its forward.
+        step: What the module does with a micro-batch, such as its loss. None: its forward. The blocks are found in it,
+            or they are what the module's ``configure_blocks()`` returns; see ``chain.py``.
         optimizers: Of the module's parameters; their state counts. None given: it does not.
         device: Where to measure. None: where the module's first parameter is.
 
@@ -62,12 +64,50 @@ def plan(
     limits = limits_of(memory, devices)
     if device is None:
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
-    blocks = find_blocks(module, batch) if blocks is None else blocks
+    run = step or module
+    declare = getattr(module, "configure_blocks", None)
+    with in_training(module):
+        first = part_of(batch, counts[0])
+        chain = find_chain(module, lambda: run(first), devices, device, declare() if callable(declare) else None)
+    return plan_chain(module, chain, run, batch, counts, limits, device=device, optimizers=optimizers, devices=devices)
+
+
+def plan_chain(
+    module: nn.Module,
+    chain: Chain,
+    step: Callable[[Any], Any],
+    batch: Any,
+    counts: Iterable[int],
+    memory: Sequence[int] | None,
+    *,
+    devices: int,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Plan:
+    """Measure the blocks of a chain for each number of micro-batches in ``counts``, and return the fastest plan.
+
+    A number whose micro-batches the step cannot take, as BatchNorm cannot take one sample, is left out.
+    """
     state = optimizer_state_bytes(module, optimizers)
-    profiles = {
-        count: profile(module, blocks, scatter((batch,), count)[0][0], device, state) for count in reversed(counts)
-    }
-    return best_plan(profiles, devices, limits)
+    profiles: dict[int, Profile] = {}
+    refusal: Exception | None = None
+    interception = chain.interception(module, device)
+    with interception.installed(), undisturbed(module, device):
+        blocks = chain.runnable(interception, step)
+        for count in sorted(counts, reverse=True):
+            try:
+                profiles[count] = profile(module, blocks, part_of(batch, count), device, state)
+            except (RuntimeError, ValueError) as error:
+                refusal = error
+    if not profiles:
+        assert refusal is not None
+        raise refusal
+    return best_plan(profiles, devices, memory)
+
+
+def part_of(batch: Any, count: int) -> Any:
+    """Return the first of ``count`` micro-batches."""
+    return scatter((batch,), count)[0][0]
 
 
 def best_plan(profiles: dict[int, Profile], devices: int, memory: Sequence[int] | None = None) -> Plan:

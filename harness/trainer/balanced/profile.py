@@ -22,38 +22,47 @@ from harness.trainer.balanced.blocks import (
     same_random_numbers,
     tensors_in,
 )
-from harness.trainer.balanced.stages import BlockCost, Profile, Shared
+from harness.trainer.balanced.live_bytes import LiveBytes
+from harness.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
 from harness.trainer.precision_plugins import map_tensors
 
 REPEATS = 7
 
 
 @dataclass
-class Activations:
-    """The storages that blocks keep for backward; those of travelling tensors have a number, the same in all blocks."""
+class Journey:
+    """A storage that travels between blocks; see ``stages.Travelling``."""
 
-    kept: dict[int, dict[int, int]] = field(default_factory=dict)  # number → block → bytes
-    travelling: list[int] = field(default_factory=list)  # the number of each tensor that enters the next block
-    numbers: int = 0
+    bytes: int
+    keepers: list[int] = field(default_factory=list)
+    enters: list[int] = field(default_factory=list)
+    leaves: list[int] = field(default_factory=list)
+
+    def done(self) -> Travelling:
+        """Return it as a value."""
+        return Travelling(self.bytes, tuple(self.keepers), tuple(self.enters), tuple(self.leaves))
+
+
+@dataclass
+class Journeys:
+    """The storages that travel; ``here`` has that of each tensor that enters the next block."""
+
+    every: list[Journey] = field(default_factory=list)
+    here: list[Journey] = field(default_factory=list)
 
     def note(self, block: int, entering: list[Tensor], saved: Mapping[int, int], leaving: list[Tensor]) -> None:
-        """Note which travelling tensors a block keeps; ``saved`` has bytes by the address of the storage."""
-        known = dict(zip(map(_address, entering), self.travelling, strict=True)) if self.travelling else {}
-        for tensor in [*entering, *leaving]:
-            if known.setdefault(_address(tensor), self.numbers) == self.numbers:
-                self.numbers += 1
-        for address, number in known.items():
-            if address in saved:
-                self.kept.setdefault(number, {})[block] = saved[address]
-        self.travelling = [known[_address(tensor)] for tensor in leaving]
-
-    def shared(self, names: Sequence[str]) -> tuple[Shared, ...]:
-        """Return what several blocks keep."""
-        return tuple(
-            Shared(f"output of {names[min(blocks)]}", tuple(sorted(blocks)), min(blocks.values()))
-            for blocks in self.kept.values()
-            if len(blocks) > 1
-        )
+        """Note what a block is given, keeps and returns; ``saved`` has bytes by the address of the storage."""
+        known: dict[int, Journey] = dict(zip(map(address, entering), self.here, strict=True)) if self.here else {}
+        for tensors, ends in ((entering, "enters"), (leaving, "leaves")):
+            for where, tensor in {address(tensor): tensor for tensor in tensors}.items():
+                if where not in known:
+                    known[where] = Journey(tensor.untyped_storage().nbytes())
+                    self.every.append(known[where])
+                getattr(known[where], ends).append(block)
+        for where, journey in known.items():
+            if where in saved:
+                journey.keepers.append(block)
+        self.here = [known[address(tensor)] for tensor in leaving]
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,8 @@ class Measured:
 
     forward: float
     backward: float
-    saved: dict[int, int]
+    saved_bytes: int
+    transient_bytes: int
     outputs: Any
 
 
@@ -84,7 +94,7 @@ def profile(
         module: In training mode while it is measured, then in the modes it was in. Parameters, gradients, buffers and
             random numbers stay as they are.
         blocks: Of ``module``, in order.
-        inputs: What the module is given, of one micro-batch.
+        inputs: What the module is given, of one micro-batch. Each device has the batch: it is not counted.
         device: Where to run.
         optimizer_state: Bytes by the name of the parameter, see ``optimizer_state.py``. None: no state.
         repeats: Of the measurement of each block.
@@ -92,16 +102,17 @@ def profile(
     """
     held = held_tensors(module)
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
-    value, activations, costs = inputs, Activations(), []
+    batch = {address(tensor) for tensor in tensors_in(inputs)}
+    value, journeys, costs = (), Journeys(), []
     with same_random_numbers(), in_training(module):
         for index, block in enumerate(blocks):
             copies = {name: _copy(held[name], device) for name in block.holds}
-            ours = {_address(tensor) for tensor in copies.values()}
+            ours = batch | {address(tensor) for tensor in copies.values()}
 
             def measure(
                 value: Any = value, block: Block = block, ours: set[int] = ours, index: int = index
             ) -> Measured:
-                return _measure(block, value, inputs, ours, repeats, activations, index)
+                return _measure(block, value, inputs, ours, repeats, journeys, index)
 
             named = {f"held.0.{name}": tensor for name, tensor in copies.items()}
             measured: Measured = functional_call(Holder(module), named, (measure,))
@@ -110,10 +121,11 @@ def profile(
                 BlockCost(
                     name=block.name,
                     seconds=measured.forward + measured.backward,
-                    saved_bytes=sum(measured.saved.values()),
+                    saved_bytes=measured.saved_bytes,
                     state_bytes=sum(_state_bytes(name, held[name], optimizer_state or {}) for name in block.holds),
                     output_bytes=sum(bytes_of(tensor) for tensor in tensors_in(value)),
                     forward_share=measured.forward / ((measured.forward + measured.backward) or 1.0),
+                    transient_bytes=measured.transient_bytes,
                 )
             )
     ties = tuple(
@@ -121,26 +133,33 @@ def profile(
         for name, holders in _holders(blocks).items()
         if len(holders) > 1
     )
-    return Profile(tuple(costs), ties, activations.shared([block.name for block in blocks]))
+    return Profile(tuple(costs), ties, tuple(journey.done() for journey in journeys.every))
 
 
 def _measure(
-    block: Block, value: Any, inputs: Any, ours: set[int], repeats: int, activations: Activations, index: int
+    block: Block, value: Any, inputs: Any, ours: set[int], repeats: int, journeys: Journeys, index: int
 ) -> Measured:
-    """Run the block ``repeats`` times after a warm-up in which what it keeps is noted."""
+    """Run the block: for what it keeps, for what is alive meanwhile, and ``repeats`` times for the time."""
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _address(tensor) not in ours:
-            saved[_address(tensor)] = tensor.untyped_storage().nbytes()
+        if address(tensor) not in ours:
+            saved[address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     entering = _arrived(value)
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = block.run(entering, inputs)
-    activations.note(index, tensors_in(entering), saved, tensors_in(outputs))
-    _backward(outputs)
+    journeys.note(index, tensors_in(entering), saved, tensors_in(outputs))
     returned = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs)
+    _backward(outputs)
+
+    entering = _arrived(value)
+    with LiveBytes() as live:
+        with torch.enable_grad():
+            outputs = block.run(entering, inputs)
+        between = live.now
+        _backward(outputs)
     del entering, outputs
 
     clock = _clock(tensors_in(returned))
@@ -156,7 +175,7 @@ def _measure(
         forwards.append((start, middle))
         backwards.append((middle, clock()))
         del entering, outputs
-    return Measured(_median(forwards), _median(backwards), saved, returned)
+    return Measured(_median(forwards), _median(backwards), sum(saved.values()), live.peak - between, returned)
 
 
 def _arrived(value: Any) -> Any:
@@ -219,5 +238,6 @@ def _holders(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
     return holders
 
 
-def _address(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
+    """Return where the tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()

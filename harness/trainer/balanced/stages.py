@@ -14,10 +14,11 @@ class BlockCost:
 
     name: str  # the qualified name in the user's module; names joined by " + " where a block holds several
     seconds: float  # forward + backward of one micro-batch, median
-    saved_bytes: int  # kept for the backward of one micro-batch, parameters not counted
+    saved_bytes: int  # kept for the backward of one micro-batch, without parameters and the batch itself
     state_bytes: int  # parameters + gradients + optimizer state + buffers
     output_bytes: int  # what travels to the next block, for one micro-batch
     forward_share: float = 1 / 3  # of the seconds; a matrix product has one product forward and two backward
+    transient_bytes: int = 0  # allocated within forward or backward, beyond what is there between them
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,22 @@ class Shared:
 
 
 @dataclass(frozen=True)
+class Travelling:
+    """A tensor that leaves a block: a device has it if it begins, or ends, where the tensor travels, or keeps it."""
+
+    bytes: int
+    keepers: tuple[int, ...]  # blocks that keep it for backward: it is within their saved_bytes
+    enters: tuple[int, ...]  # blocks that are given it
+    leaves: tuple[int, ...]  # blocks that return it
+
+
+@dataclass(frozen=True)
 class Profile:
     """All blocks in order, measured with micro-batches of one size."""
 
     blocks: tuple[BlockCost, ...]
     ties: tuple[Shared, ...] = ()  # parameters and buffers of several blocks, within their state_bytes
-    activations: tuple[Shared, ...] = ()  # what several blocks keep for backward, within their saved_bytes
+    travelling: tuple[Travelling, ...] = ()
 
 
 @dataclass(frozen=True)

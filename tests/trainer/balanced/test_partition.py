@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from harness.trainer import MisconfigurationError
 from harness.trainer.balanced.partition import StageCosts, partition
-from harness.trainer.balanced.stages import BlockCost, Profile, Shared, Stage
+from harness.trainer.balanced.stages import BlockCost, Profile, Shared, Stage, Travelling
 
 
 def block(index, seconds, saved=0, state=0):
     return BlockCost(f"layer{index}", seconds, saved, state, 0)
 
 
-def profile(seconds, saved=None, state=None, ties=(), activations=()):
+def profile(seconds, saved=None, state=None, ties=(), travelling=()):
     count = len(seconds)
     rows = zip(seconds, saved or [0] * count, state or [0] * count, strict=True)
-    return Profile(tuple(block(index, *row) for index, row in enumerate(rows)), ties, activations)
+    return Profile(tuple(block(index, *row) for index, row in enumerate(rows)), ties, travelling)
 
 
 def every_partition(blocks, stages):
@@ -33,14 +33,33 @@ def stage_seconds(measured, stage):
     return sum(one.seconds for one in measured.blocks[stage.first : stage.last])
 
 
+def micro_batch_bytes(measured, first, last, returned=True):
+    """What blocks keep of one micro-batch, each travelling tensor found by where it is."""
+    total = sum(block.saved_bytes for block in measured.blocks[first:last])
+    for tensor in measured.travelling:
+        keepers = [block for block in tensor.keepers if first <= block < last]
+        there = bool(keepers) or first in tensor.enters or (returned and last - 1 in tensor.leaves)
+        total += tensor.bytes * (there - len(keepers))
+    return total
+
+
 def stage_bytes(measured, stage, number, stages, micro_batches):
-    """Peak bytes, each shared piece found by looking at which of its blocks are held."""
-    held = range(stage.first, stage.last)
+    """Peak bytes, each tied weight found by looking at which of its blocks are held."""
+    first, last = stage.first, stage.last
+    held = set(range(first, last))
     state = sum(measured.blocks[index].state_bytes for index in held)
-    saved = sum(measured.blocks[index].saved_bytes for index in held)
-    state -= sum(max(0, len(set(tie.blocks) & set(held)) - 1) * tie.bytes for tie in measured.ties)
-    saved -= sum(max(0, len(set(one.blocks) & set(held)) - 1) * one.bytes for one in measured.activations)
-    return state + min(stages - number, micro_batches) * saved
+    state -= sum(max(0, len(set(tie.blocks) & held) - 1) * tie.bytes for tie in measured.ties)
+    output_and_gradient = 2 * measured.blocks[last - 1].output_bytes
+    forward = max(micro_batch_bytes(measured, first, index + 1) for index in held)
+    backward = [
+        micro_batch_bytes(measured, first, index + 1, returned=index == last - 1)
+        + measured.blocks[index].transient_bytes
+        + (output_and_gradient if index < last - 1 else 0)
+        for index in held
+    ]
+    passing = max(forward, *backward)
+    in_flight = min(stages - number, micro_batches)
+    return state + (in_flight - 1) * micro_batch_bytes(measured, first, last) + passing
 
 
 def objective(measured, stages, micro_batches):
@@ -68,12 +87,17 @@ def random_case(generator):
     def draw(largest):
         return [float(generator.randint(0, largest)) for _ in range(blocks)]
 
-    measured = profile(
-        draw(generator.choice([3, 20, 1000])),
-        [int(x) for x in draw(50)],
-        [int(x) + 30 for x in draw(100)],
-        ties=shares(generator, blocks, 30),
-        activations=(),
+    measured = Profile(
+        tuple(
+            BlockCost(
+                f"layer{index}", seconds, int(saved) + 20, int(state) + 30, int(output), transient_bytes=int(more)
+            )
+            for index, (seconds, saved, state, output, more) in enumerate(
+                zip(draw(generator.choice([3, 20, 1000])), draw(50), draw(100), draw(20), draw(20), strict=True)
+            )
+        ),
+        shares(generator, blocks, 30),
+        journeys(generator, blocks, 20),
     )
     limit = generator.choice([None, 200, 300, 400, 600, 1000])
     memory = limit and [limit + generator.randint(-50, 50) for _ in range(stages)]
@@ -85,6 +109,17 @@ def shares(generator, blocks, largest):
         return ()
     held = sorted(generator.sample(range(blocks), generator.randint(2, min(3, blocks))))
     return (Shared("weight", tuple(held), generator.randint(1, largest)),)
+
+
+def journeys(generator, blocks, largest):
+    """Outputs that a block returns, some later ones are given and pass on, and any of them may keep."""
+    found = []
+    for index in range(blocks):
+        last = generator.randint(index, blocks - 1)
+        keepers = [block for block in range(index, last + 1) if generator.random() < 0.5]
+        size = generator.randint(1, largest // 4)  # a block may keep several
+        found.append(Travelling(size, tuple(keepers), tuple(range(index + 1, last + 1)), tuple(range(index, last))))
+    return tuple(found) if generator.random() < 0.6 and blocks <= 4 else tuple(found[:4])
 
 
 def check(measured, stages, micro_batches, memory):
@@ -124,7 +159,7 @@ def test_any_case_is_optimal(data):
         saved,
         state,
         ties=(Shared("weight", tied, min(state[index] for index in tied)),),
-        activations=(Shared("input", kept, min(saved[index] for index in kept)),),
+        travelling=(Travelling(min(saved[index] for index in kept), kept, kept[1:], kept[:1]),),
     )
     limit = st.integers(0, 800)
     memory = data.draw(st.none() | st.lists(limit, min_size=stages, max_size=stages))

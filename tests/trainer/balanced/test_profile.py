@@ -5,20 +5,26 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from harness.trainer.balanced.blocks import find_blocks
+from harness.trainer.balanced.chain import find_chain
+from harness.trainer.balanced.live_bytes import LiveBytes
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.partition import StageCosts
+from harness.trainer.balanced.plan import plan
 from harness.trainer.balanced.profile import profile
+from harness.trainer.balanced.stages import BlockCost, Profile, Travelling
 
 CPU = torch.device("cpu")
 BATCH = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
 
 
 def measure(module, batch=BATCH, optimizers=(), repeats=2):
-    return profile(module, find_blocks(module, batch), batch, CPU, optimizer_state_bytes(module, optimizers), repeats)
+    chain = find_chain(module, lambda: module(batch), 1, CPU)
+    interception = chain.interception(module, CPU)
+    state = optimizer_state_bytes(module, optimizers)
+    with interception.installed():
+        return profile(module, chain.runnable(interception, module), batch, CPU, state, repeats)
 
 
 def mixed():
@@ -40,7 +46,7 @@ def test_the_module_is_left_as_it_was():
     modes = [layer.training for layer in module.modules()]
     needing = [parameter.requires_grad for parameter in module.parameters()]
     gradient, batch, random_numbers = module[0].weight.grad, BATCH.clone(), torch.get_rng_state()
-    measure(module, optimizers=[torch.optim.Adam(module.parameters())])
+    plan(module, BATCH, 2, optimizers=[torch.optim.Adam(module.parameters())])
     after = module.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -54,21 +60,15 @@ def test_the_module_is_left_as_it_was():
     assert torch.equal(BATCH, batch)
 
 
-def saved_by(module, batch):
-    """Bytes that the module as a whole keeps for backward, and none of its own tensors."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-    found = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        kept = module(batch)
-    del kept
-    return sum(found.values())
+def measured_peak(module, batch, in_flight):
+    """Bytes alive at most while so many micro-batches pass, first all forward; the gradients are there already."""
+    module(batch).sum().backward()
+    with LiveBytes() as live:
+        outputs = [module(batch) for _ in range(in_flight)]
+        while outputs:
+            last = outputs.pop()
+            last.backward(torch.ones_like(last))
+    return live.peak
 
 
 MODELS = {
@@ -83,21 +83,45 @@ MODELS = {
 }
 
 
+@pytest.mark.parametrize("in_flight", [1, 3])
 @pytest.mark.parametrize("model", MODELS)
-def test_saved_bytes_of_all_blocks_are_those_of_the_module(model):
+def test_the_peak_of_all_blocks_is_that_of_the_module(model, in_flight):
     module = MODELS[model]()
     measured = measure(module)
-    costs = StageCosts(measured, 1, 1)
     state = sum(block.state_bytes for block in measured.blocks)
-    assert costs.peak_bytes(0, len(measured.blocks), 0) - state == saved_by(module, BATCH.clone())
+    one = Profile((*measured.blocks, *[BlockCost("after", 0.0, 0, 0, 0)] * (in_flight - 1)), (), measured.travelling)
+    # The first of so many stages has so many micro-batches in flight.
+    predicted = StageCosts(one, in_flight, in_flight).peak_bytes(0, len(measured.blocks), 0) - state
+    assert predicted == measured_peak(module, BATCH.clone(), in_flight)
 
 
-def test_what_two_blocks_keep_is_counted_once_where_both_are():
+def test_what_two_blocks_keep_is_one_tensor_that_travels():
     measured = measure(MODELS["linear-relu"]())
-    # Linear keeps its input, ReLU its output: that is the second Linear's input.
-    assert [block.saved_bytes for block in measured.blocks] == [8 * 6 * 4, 8 * 10 * 4, 8 * 10 * 4]
-    assert [(one.blocks, one.bytes) for one in measured.activations] == [((1, 2), 8 * 10 * 4)]
-    assert [block.output_bytes for block in measured.blocks] == [8 * 10 * 4, 8 * 10 * 4, 8 * 3 * 4]
+    # Linear keeps its input, the batch, ReLU its output: that is the second Linear's input.
+    hidden, output = 8 * 10 * 4, 8 * 3 * 4
+    assert [block.saved_bytes for block in measured.blocks] == [0, hidden, hidden]
+    assert [block.output_bytes for block in measured.blocks] == [hidden, hidden, output]
+    assert measured.travelling == (
+        Travelling(hidden, (), (1,), (0,)),
+        Travelling(hidden, (1, 2), (2,), (1,)),
+        Travelling(output, (), (), (2,)),
+    )
+
+
+def test_bytes_are_alive_until_their_storage_is_freed():
+    there = torch.ones(100)
+    with LiveBytes() as live:
+        there.mul_(2)
+        view = there[:50]
+        assert live.now == 0
+        made = view * 2
+        other = made[:10]
+        assert live.now == 200
+        del made
+        assert live.now == 200
+        del other
+        assert live.now == 0
+        assert live.peak == 200
 
 
 OPTIMIZERS = {
