@@ -18,7 +18,7 @@ from harness.trainer.environments import SlurmEnvironment
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.gpus import driver_started, make_visible
 from harness.trainer.module import Module
-from harness.trainer.rank_training import run_rank
+from harness.trainer.rank_training import rank_devices, run_rank
 from harness.trainer.spawn import run_ranks
 
 
@@ -140,6 +140,23 @@ class Trainer:
             self._fit(module, ckpt_path)
         finally:
             module.trainer = None  # a module that is saved or copied should not drag the trainer along
+
+    def plan_stages(self, module: Module) -> Any:
+        """Return how balanced would distribute ``module``, without training: ``print`` shows it as a table.
+
+        The result's ``plan.picture()`` is an SVG of one step.
+
+        Raises:
+            MisconfigurationError: The module or its data cannot be trained this way.
+
+        """
+        from harness.trainer.balanced.planning import plan_without_training  # only this backend needs it
+
+        if not self.plan.backend.stages:
+            raise MisconfigurationError("Only distributed_backend='balanced' plans stages: make the Trainer with it.")
+        check_module(module, None)
+        self._show_devices()
+        return plan_without_training(self, module, rank_devices(self.plan, 0)[0])
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing.

@@ -386,6 +386,16 @@ def test_the_trainer_says_what_was_planned_and_measured():
     assert "net.0" in str(trainer.balance)
 
 
+def test_a_plan_is_shown_without_training():
+    module, trained = Perceptron(), Perceptron()
+    balance = balanced(2, None).plan_stages(module)
+    assert "2 stages" in str(balance)
+    assert balance.plan.picture().startswith("<svg")
+    assert max(differences(module, trained).values()) == 0
+    with pytest.raises(MisconfigurationError, match="Only distributed_backend='balanced' plans stages"):
+        one_device().plan_stages(module)
+
+
 def test_modules_that_cannot_be_parted_are_refused():
     class Whole(Task):
         def build(self):
