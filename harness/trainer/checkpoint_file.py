@@ -30,14 +30,27 @@ class TrainingState:
     batches: int = 0
     samples_per_batch: int | None = None
 
+    def tensors(self) -> dict[str, Any]:
+        """Return the state of module, optimizers and precision; its tensors are those in use, not copies."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "precision": self.precision.state_dict(),
+        }
+
+    def load_tensors(self, checkpoint: dict[str, Any]) -> None:
+        """Take over what ``tensors`` returned."""
+        self.module.load_state_dict(checkpoint["module"])
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.precision.load_state_dict(checkpoint["precision"])
+
 
 def capture(trainer: Any, state: TrainingState) -> dict[str, Any]:
     """Return the checkpoint of this moment; its tensors are those in use, not copies."""
     return {
-        "module": state.module.state_dict(),
-        "optimizers": [optimizer.state_dict() for optimizer in state.optimizers],
+        **state.tensors(),
         "schedulers": [schedule.scheduler.state_dict() for schedule in state.schedules],
-        "precision": state.precision.state_dict(),
         "global_step": trainer.global_step,
         "epoch": trainer.current_epoch,
         "batches": state.batches,
@@ -60,12 +73,9 @@ def restore(checkpoint: dict[str, Any], trainer: Any, state: TrainingState) -> N
             "The checkpoint has other optimizers, schedulers or another precision than this training: resume "
             "with the configure_optimizers and the precision that it was written with."
         )
-    state.module.load_state_dict(checkpoint["module"])
-    for optimizer, saved in zip(state.optimizers, checkpoint["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
+    state.load_tensors(checkpoint)
     for schedule, saved in zip(state.schedules, checkpoint["schedulers"], strict=True):
         schedule.scheduler.load_state_dict(saved)
-    state.precision.load_state_dict(checkpoint["precision"])
     restore_progress(checkpoint, trainer)
     state.batches = checkpoint["batches"]
     before, now = checkpoint["samples_per_batch"], state.samples_per_batch

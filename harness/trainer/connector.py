@@ -27,7 +27,8 @@ class Plan:
 
     ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
     really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
-    itself.
+    itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in,
+    ``device_memory`` how many bytes a device, or each of them, may hold.
     """
 
     backend: Strategy
@@ -47,6 +48,8 @@ class Plan:
     checkpoint_path: str | None
     seed: int
     shared: int | None = None
+    micro_batches: int | None = None
+    device_memory: int | tuple[int, ...] | None = None
 
     @property
     def comm(self) -> str:
@@ -62,6 +65,11 @@ class Plan:
     def world_size(self) -> int:
         """Return how many ranks there are."""
         return self.num_nodes * self.processes_per_node
+
+    @property
+    def data_ranks(self) -> int:
+        """Return between how many ranks the samples are shared: stages all see the same."""
+        return 1 if self.backend.stages else self.world_size
 
     @property
     def devices_per_process(self) -> int:
@@ -88,6 +96,8 @@ def connect(
     seed: Any,
     start_method: Any,
     oversubscribe: Any = False,
+    micro_batches: Any = None,
+    device_memory: Any = None,
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
@@ -99,7 +109,7 @@ def connect(
     """
     cuda_devices = torch.cuda.device_count() if cuda_devices is None else cuda_devices
     one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
-    one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2"))
+    one_of("distributed_backend", distributed_backend, (None, "dp", "ddp", "ddp2", "balanced"))
     one_of("start_method", start_method, (None, "fork", "spawn"))
     whole("num_nodes", num_nodes, 1)
     on_cuda = accelerator == "cuda" or (accelerator == "auto" and cuda_devices > 0)
@@ -123,6 +133,15 @@ def connect(
             stacklevel=3,
         )
         name = "ddp"
+    whole("micro_batches", micro_batches, 1, optional=True)
+    limits = device_memory if isinstance(device_memory, (list, tuple)) else [device_memory]
+    for limit in limits:
+        whole("device_memory", limit, 1, optional=True)
+    for option, value in (("micro_batches", micro_batches), ("device_memory", device_memory)):
+        if value is not None and name != "balanced":
+            raise MisconfigurationError(
+                f"{option}={value} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
+            )
     member, dtype = _precision(precision, use_amp, amp_level)
     whole("accumulate_grad_batches", accumulate_grad_batches, 1)
     for option, value in (("max_epochs", max_epochs), ("max_steps", max_steps)):
@@ -158,6 +177,8 @@ def connect(
         checkpoint_path=checkpoint_path and str(checkpoint_path),
         seed=seed,
         shared=shared,
+        micro_batches=micro_batches,
+        device_memory=tuple(device_memory) if isinstance(device_memory, list) else device_memory,
     )
     if shared is not None and plan.devices_per_process > shared:
         raise MisconfigurationError(

@@ -58,6 +58,16 @@ class ShardedSampler(Sampler[Any]):
             self.source.set_epoch(epoch)
 
 
+def rank_loader(trainer: Any, loader: Any, *, training: bool) -> Any:
+    """Return this rank's share of a loader, or None for no validation."""
+    if loader is None:
+        return None
+    check_loader(loader, trainer.plan, training)
+    world = trainer.plan.data_ranks
+    rank = trainer.rank if world > 1 else 0
+    return share_loader(loader, world=world, rank=rank, seed=trainer.plan.seed, training=training)
+
+
 def share_loader(loader: Any, *, world: int, rank: int, seed: int, training: bool) -> Any:
     """Return a loader that gives this rank its share and is otherwise the user's.
 
@@ -145,7 +155,7 @@ def check_loader(loader: Any, plan: Any, training: bool) -> None:
     share = loader
     ready_made = isinstance(getattr(loader, "sampler", None), DistributedSampler)
     if not ready_made and not hasattr(getattr(loader, "dataset", None), "shard"):  # ranks make those shares
-        share = share_loader(loader, world=plan.world_size, rank=0, seed=plan.seed, training=training)
+        share = share_loader(loader, world=plan.data_ranks, rank=0, seed=plan.seed, training=training)
     if known_length(loader) == 0 or (training and known_length(share) == 0):
         raise MisconfigurationError(
             f"{name} has no batch to give: it needs more samples, a smaller batch_size, or drop_last=False."

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,8 @@ class Work:
     """What a rank trains with.
 
     ``forward`` synchronises; ``evaluate`` does not, as ranks may have unequal numbers of validation batches.
-    ``devices`` are this rank's; ``weights`` holds for each optimizer the module's parameters that it trains.
+    ``devices`` are this rank's; ``weights`` holds for each optimizer the module's parameters that it trains. With a
+    ``pipeline`` this rank computes one stage of each batch.
     """
 
     forward: nn.Module
@@ -42,6 +43,23 @@ class Work:
     train_loader: Any
     val_loader: Any
     weights: list[list[nn.Parameter]]
+    pipeline: StagedBackward | None = None
+
+
+class StagedBackward(Protocol):
+    """What a rank does that holds only one stage of the module."""
+
+    takes_loss: bool
+    """Whether the loss is computed here: one rank's counts."""
+
+    def backward(self, batch: Any, batch_idx: int, arguments: tuple[int, ...], share: int) -> torch.Tensor:
+        """Add the gradients of the batch's loss / ``share``; return the loss where it is known, else 0."""
+
+    def complete(self, optimizer: Optimizer) -> None:
+        """Make the optimizer's gradients those of all stages."""
+
+    def clip(self, optimizer: Optimizer, largest: float) -> None:
+        """Limit the norm of the optimizer's gradients over all stages."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +92,7 @@ def train(trainer: Any, state: TrainingState, work: Work) -> None:
 
 def train_epoch(trainer: Any, state: TrainingState, work: Work) -> bool:
     """Train the rest of this epoch; return False if ``max_steps`` cut it short."""
-    plan, precision, forward = trainer.plan, state.precision, work.forward
+    plan, precision, forward, pipeline = trainer.plan, state.precision, work.forward, work.pipeline
     clip_norm, checkpoint_every = plan.clip_norm, plan.checkpoint_every
     loss_of = loss_function(state.module, precision, len(work.devices) > 1)
     # Nobody hooks a step that DDP has not wrapped: spare it the way through __call__.
@@ -90,9 +108,9 @@ def train_epoch(trainer: Any, state: TrainingState, work: Work) -> bool:
 
     set_epoch(work.train_loader, trainer.current_epoch)
     batches = itertools.islice(work.train_loader, state.batches, None)
-    for window in windows(batches, plan.accumulate, uneven(work.train_loader, trainer.world_size)):
+    for window in windows(batches, plan.accumulate, uneven(work.train_loader, plan.data_ranks)):
         if trainer.global_step >= max_steps:  # asked here, with a batch at hand, so that a whole epoch ends as one
-            report_loss(trainer, state.module, losses)
+            report_loss(trainer, state.module, losses, pipeline)
             return False
         share, losses = len(window), []
         for place, batch in enumerate(window, start=1):
@@ -101,13 +119,20 @@ def train_epoch(trainer: Any, state: TrainingState, work: Work) -> bool:
                 batch = move(batch)
             for turn in turns:
                 with NOTHING if last else no_sync(), turn.context:
-                    loss = loss_of(call("training_step", batch, state.batches, *turn.arguments), batch)
-                    precision.backward(loss if share == 1 else loss / share)
+                    if pipeline is None:
+                        loss = loss_of(call("training_step", batch, state.batches, *turn.arguments), batch)
+                        precision.backward(loss if share == 1 else loss / share)
+                    else:
+                        loss = pipeline.backward(batch, state.batches, turn.arguments, share)
                 if last:
                     if check_reduced is not None:
                         insist(check_reduced)
+                    if pipeline is not None:
+                        pipeline.complete(turn.optimizer)
                     precision.unscale(turn.optimizer)
-                    if clip_norm:
+                    if clip_norm and pipeline is not None:
+                        pipeline.clip(turn.optimizer, clip_norm)
+                    elif clip_norm:
                         clip_grad_norm_(turn.parameters, clip_norm)
                     precision.step(turn.optimizer)
                     turn.zero_grad()
@@ -121,9 +146,11 @@ def train_epoch(trainer: Any, state: TrainingState, work: Work) -> bool:
                         schedule.step(trainer.metrics)
             if val_every and state.batches % val_every == 0:
                 validate(trainer, state.module, work)
-        if checkpoint_every and trainer.global_step % checkpoint_every == 0 and trainer.rank == 0:
-            write(capture(trainer, state), plan.checkpoint_path.format(step=trainer.global_step))
-    report_loss(trainer, state.module, losses)
+        if checkpoint_every and trainer.global_step % checkpoint_every == 0 and (trainer.rank == 0 or pipeline):
+            checkpoint = capture(trainer, state)
+            if trainer.rank == 0:
+                write(checkpoint, plan.checkpoint_path.format(step=trainer.global_step))
+    report_loss(trainer, state.module, losses, pipeline)
     return True
 
 
@@ -159,9 +186,7 @@ def uneven(loader: Any, world: int) -> bool:
 
 def take_turns(state: TrainingState, work: Work) -> list[Turn]:
     """Return each optimizer's turn; several leave each other's weights alone."""
-    several = len(state.optimizers) > 1
-    names = inspect.signature(state.module.training_step).parameters
-    takes_number = several and ("optimizer_idx" in names or len(names) > 2)
+    several, takes_number = len(state.optimizers) > 1, step_takes_number(state)
     turns = []
     for number, (optimizer, own) in enumerate(zip(state.optimizers, work.weights, strict=True)):
         mine = {id(weight) for weight in own}
@@ -170,6 +195,12 @@ def take_turns(state: TrainingState, work: Work) -> list[Turn]:
         context = OnlyItsOwn(others) if several else NOTHING
         turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * takes_number))
     return turns
+
+
+def step_takes_number(state: TrainingState) -> bool:
+    """Return whether ``training_step`` is told whose turn it is."""
+    names = inspect.signature(state.module.training_step).parameters
+    return len(state.optimizers) > 1 and ("optimizer_idx" in names or len(names) > 2)
 
 
 def batch_mover(devices: list[torch.device], whole: bool = False) -> Callable[[Any], Any] | None:
@@ -218,12 +249,16 @@ def share_buffers(module: nn.Module) -> None:
         dist.broadcast(buffer, src=0)
 
 
-def report_loss(trainer: Any, module: Module, losses: list[tuple[torch.Tensor, Any]]) -> None:
+def report_loss(
+    trainer: Any, module: Module, losses: list[tuple[torch.Tensor, Any]], pipeline: StagedBackward | None
+) -> None:
     """Set the metric ``loss`` to the last step's: the mean over the samples of all its micro-batches and ranks."""
     if losses:
         counts = [batch_length(batch) or 1 for _, batch in losses]
         total = torch.stack([loss.double() * count for (loss, _), count in zip(losses, counts, strict=True)]).sum()
         sums = torch.stack([total, total.new_tensor(sum(counts))])
+        if pipeline is not None and not pipeline.takes_loss:
+            sums.zero_()
         if trainer.world_size > 1:
             dist.all_reduce(sums)
         report(trainer, module, {"loss": float(sums[0] / sums[1])})

@@ -82,6 +82,16 @@ class Module(nn.Module):
         """Return ``model`` such that its forward spreads the batch over this process's devices, and gathers."""
         return split(model, devices)
 
+    def configure_blocks(self) -> list[nn.Module] | None:
+        """Return the modules that balanced may part the step between, or None: they are found by running the step.
+
+        The step (``training_step``, with ``training_step_end``; ``validation_step``) runs on every device. Each device
+        computes its own blocks: before them there are no values but the batch's, and the step ends where the next
+        device begins. So the step calls the blocks one after the other, each on outputs of the one before, always in
+        the same order; code between them may use these, the batch, and weights that are in no block.
+        """
+        return None
+
     def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
         """Return ``model`` wrapped such that its backward averages gradients over ranks.
 

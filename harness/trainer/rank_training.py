@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness.trainer import checkpoint_file as checkpoints
 from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.connector import Plan
-from harness.trainer.data_sharding import check_loader, share_loader
+from harness.trainer.data_sharding import rank_loader
 from harness.trainer.environments.roll_call import call_roll
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.loop import Work, share_buffers, train
@@ -35,9 +35,17 @@ def run_rank(trainer: Any, module: Module, local_rank: int, ckpt_path: Any, resu
     opened = join_ranks(trainer, module) if plan.backend.synchronises else False
     seed_devices(trainer.rank, devices)
     try:
-        _train(trainer, module, devices, ckpt_path)
+        if plan.backend.stages:
+            from harness.trainer.balanced.stage_training import train_stage  # only this backend needs it
+
+            train_stage(trainer, module, devices[0], ckpt_path)
+        else:
+            _train(trainer, module, devices, ckpt_path)
         if result_path is not None:  # before anything is shut down: what is written is safe
-            checkpoints.write(trainer.checkpoint(), result_path)
+            result = trainer.checkpoint()
+            if trainer.balance is not None:
+                result = {**result, "balance": trainer.balance.as_dict()}
+            checkpoints.write(result, result_path)
     except BaseException as error:
         # A started rank just ends, which tells its parent at once. Elsewhere the group is closed, so that the
         # others' next all-reduce fails rather than waits; the frames hold the DDP object, which must go
@@ -84,14 +92,6 @@ def rank_devices(plan: Plan, local_rank: int) -> list[torch.device]:
     if plan.shared is not None:
         mine = tuple(index % plan.shared for index in mine)
     return [torch.device("cuda", index) if plan.accelerator == "cuda" else torch.device("cpu") for index in mine]
-
-
-def rank_loader(trainer: Any, loader: Any, *, training: bool) -> Any:
-    """Return this rank's share of a loader, or None for no validation."""
-    if loader is None:
-        return None
-    check_loader(loader, trainer.plan, training)
-    return share_loader(loader, world=trainer.world_size, rank=trainer.rank, seed=trainer.plan.seed, training=training)
 
 
 def join_ranks(trainer: Any, module: Module) -> bool:

@@ -1,4 +1,4 @@
-"""What ``distributed_backend=`` means: two independent choices."""
+"""What ``distributed_backend=`` means: independent choices."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ class Strategy:
     """A way to use several devices.
 
     ``splits``: a process spreads its batch over all devices of its node (otherwise: a process a device).
-    ``synchronises``: gradients are averaged over processes by DistributedDataParallel.
+    ``synchronises``: there are several processes; DistributedDataParallel averages gradients over them, unless the
+    strategy ``stages``: then each process has a part of the module, and all of them the same batches.
     """
 
     name: str
     splits: bool
     synchronises: bool
+    stages: bool = False
 
 
 STRATEGIES = {
@@ -28,6 +30,7 @@ STRATEGIES = {
     "dp": Strategy("dp", splits=True, synchronises=False),
     "ddp": Strategy("ddp", splits=False, synchronises=True),
     "ddp2": Strategy("ddp2", splits=True, synchronises=True),
+    "balanced": Strategy("balanced", splits=False, synchronises=True, stages=True),
 }
 
 

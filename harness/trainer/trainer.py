@@ -18,7 +18,7 @@ from harness.trainer.environments import SlurmEnvironment
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.gpus import driver_started, make_visible
 from harness.trainer.module import Module
-from harness.trainer.rank_training import run_rank
+from harness.trainer.rank_training import rank_devices, run_rank
 from harness.trainer.spawn import run_ranks
 
 
@@ -27,7 +27,7 @@ class Trainer:
 
     After (and in) ``fit``: ``global_step`` counts optimizer steps, those that AMP skipped too;
     ``current_epoch`` whole epochs; ``metrics`` holds the validation's means and ``loss``, the last step's; they are
-    means over samples, on all ranks.
+    means over samples, on all ranks. ``balance`` is the plan of balanced, with what was measured: ``print`` shows it.
 
     Args:
         gpus: A count, indices (``[0, 1]``, ``"0, 1"``; the string ``"3"`` is device 3), -1 for all, None for
@@ -35,7 +35,8 @@ class Trainer:
         num_nodes: Nodes with so many gpus each. ``nb_gpu_nodes`` is its older name.
         distributed_backend: ``"dp"`` splits each batch over the gpus of one process; ``"ddp"`` has a process
             a gpu and averages gradients; ``"ddp2"`` averages over nodes and splits within them. None: dp for
-            several gpus.
+            several gpus. ``"balanced"`` has a process a gpu, each with consecutive blocks of the module, chosen to
+            take equal times within each device's memory; a batch passes through them in micro-batches.
         accelerator: ``"cuda"``, ``"cpu"`` (each gpu is simulated, -1 is the number of cores), or ``"auto"``.
         precision: 64, 32, 16 or ``"bf16"``; ``use_amp=True`` is 16.
         amp_level: ``"O0"`` float32, ``"O1"`` autocast (default for 16 bits), ``"O2"`` half weights with
@@ -49,6 +50,10 @@ class Trainer:
         node_rank: Which of several nodes this is, where no launcher says so; None: NODE_RANK.
         start_method: ``"fork"`` or ``"spawn"`` for ranks that the trainer starts; None: fork where no CUDA
             is.
+        micro_batches: With balanced, how many a batch is divided into; gradients are of the mean of their losses.
+            None: chosen for speed; give it where samples of a batch depend on one another, as through BatchNorm.
+        device_memory: With balanced, how many bytes a device may hold, or a list with a number for each. None: what a
+            CUDA device has.
         oversubscribe: Let ranks share CUDA devices where there are fewer than ``gpus``; they talk over gloo.
 
     Raises:
@@ -78,6 +83,8 @@ class Trainer:
         node_rank: int | None = None,
         start_method: str | None = None,
         oversubscribe: bool = False,
+        micro_batches: int | None = None,
+        device_memory: int | Sequence[int] | None = None,
     ) -> None:
         if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(
@@ -101,6 +108,8 @@ class Trainer:
             seed=seed,
             start_method=start_method,
             oversubscribe=oversubscribe,
+            micro_batches=micro_batches,
+            device_memory=device_memory,
             variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
         )
         self.global_step = 0
@@ -111,6 +120,7 @@ class Trainer:
         self.rank = 0
         self.world_size = self.plan.world_size
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
+        self.balance: Any = None
         self._devices_shown = False
 
     def fit(self, module: Module, ckpt_path: str | Path | None = None) -> None:
@@ -123,7 +133,7 @@ class Trainer:
         """
         check_module(module, ckpt_path)
         self.global_step, self.current_epoch, self.metrics = 0, 0, {}
-        self.optimizers, self.checkpoint = [], None
+        self.optimizers, self.checkpoint, self.balance = [], None, None
         self._show_devices()
         module.trainer = self
         try:
@@ -131,12 +141,34 @@ class Trainer:
         finally:
             module.trainer = None  # a module that is saved or copied should not drag the trainer along
 
+    def plan_stages(self, module: Module) -> Any:
+        """Return how balanced would distribute ``module``, without training: ``print`` shows it as a table.
+
+        The result's ``plan.picture()`` is an SVG of one step.
+
+        Raises:
+            MisconfigurationError: The module or its data cannot be trained this way.
+
+        """
+        from harness.trainer.balanced.planning import plan_without_training  # only this backend needs it
+
+        if not self.plan.backend.stages:
+            raise MisconfigurationError("Only distributed_backend='balanced' plans stages: make the Trainer with it.")
+        check_module(module, None)
+        self._show_devices()
+        return plan_without_training(self, module, rank_devices(self.plan, 0)[0])
+
     def save_checkpoint(self, path: str | Path) -> None:
-        """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing."""
+        """Write a checkpoint of the last completed step, on rank 0; other ranks do nothing.
+
+        With balanced all ranks must call this during ``fit``, as each has a part of it.
+        """
         if self.checkpoint is None:
             raise MisconfigurationError("There is nothing to save before fit: call fit first.")
-        if self.rank == 0:
-            checkpoints.write(self.checkpoint(), path)
+        if self.rank == 0 or self.plan.backend.stages:
+            checkpoint = self.checkpoint()
+            if self.rank == 0:
+                checkpoints.write(checkpoint, path)
 
     def _fit(self, module: Module, ckpt_path: str | Path | None) -> None:
         environment, per_node = self.plan.environment, self.plan.processes_per_node
@@ -146,6 +178,10 @@ class Trainer:
             self.plan.precision(self.plan.dtype, "cpu").convert(module)
             module.load_state_dict(final["module"])
             checkpoints.restore_progress(final, self)
+            if "balance" in final:
+                from harness.trainer.balanced.measured import Balance  # only this backend needs it
+
+                self.balance = Balance.from_dict(final.pop("balance"))
             self.checkpoint = lambda: final
             return
         # This process is a rank: a launcher, or the user with a process group of their own, has started it.
@@ -172,6 +208,10 @@ class Trainer:
                 continue  # it may need its rank's process group; what is really wrong with it shows there
             if loader is not None:
                 check_loader(loader, self.plan, training)
+                if training and self.plan.micro_batches is not None:
+                    from harness.trainer.balanced.batches import possible_micro_batches  # only this backend needs it
+
+                    possible_micro_batches(loader, self.plan.micro_batches)
 
 
 def check_module(module: Module, ckpt_path: Any) -> None:

@@ -1,0 +1,48 @@
+"""How many bytes of tensors are alive while something runs: on any device, also where the allocator does not count."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.trainer.balanced.blocks import tensors_in
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the storages that operations allocate within the context, until they are freed.
+
+    What was there before does not count, nor what an operation allocates and frees within itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._seen: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and count the storages of its results that are not those of its arguments."""
+        for tensor in tensors_in((args, kwargs or {})):
+            self._note(tensor, 0)
+        outputs = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(outputs):
+            self._note(tensor, tensor.untyped_storage().nbytes())
+        self.peak = max(self.peak, self.now)
+        return outputs
+
+    def _note(self, tensor: Tensor, size: int) -> None:
+        storage = tensor.untyped_storage()
+        known = self._seen.get(storage._cdata)
+        if known is not None and known() is not None:
+            return
+        self._seen[storage._cdata] = weakref.ref(storage)
+        if size:
+            self.now += size
+            weakref.finalize(storage, self._freed, size).atexit = False
+
+    def _freed(self, size: int) -> None:
+        self.now -= size

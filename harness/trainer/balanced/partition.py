@@ -1,0 +1,208 @@
+"""The exact partition of a chain of blocks into stages, by dynamic programming under each device's memory limit.
+
+With per-stage seconds t of one micro-batch, a step of m micro-batches takes Σt + (m − 1) · max t where all stages are
+alike, and the partition that makes this least is the one asked for. Σt is the same for every partition, so the least
+largest t is what is found; among those, the least largest peak memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+
+from harness.trainer.balanced.stages import Profile, Shared, Stage
+from harness.trainer.errors import MisconfigurationError
+
+INFINITE = float("inf")
+
+
+class StageCosts:
+    """What consecutive blocks cost on one device, for each range of blocks ``first`` to ``last - 1``."""
+
+    def __init__(self, profile: Profile, stages: int, micro_batches: int) -> None:
+        self.names = [block.name for block in profile.blocks]
+        self.stages, self.micro_batches = stages, micro_batches
+        self._seconds = _sums([block.seconds for block in profile.blocks])
+        self._state = _once([block.state_bytes for block in profile.blocks], profile.ties)
+        self._activations = _activations(profile, returned=True)
+        self._working = _working(profile, self._activations)
+
+    def seconds(self, first: int, last: int) -> float:
+        """Return the seconds of one micro-batch's forward and backward."""
+        return self._seconds[first][last - first]
+
+    def peak_bytes(self, first: int, last: int, stage: int) -> int:
+        """Return what the device of stage number ``stage`` holds at most.
+
+        That is state, the activations of the micro-batches in flight, and of one of them what is alive while it passes.
+        """
+        others = min(self.stages - stage, self.micro_batches) - 1
+        place = last - first
+        return self._state[first][place] + others * self._activations[first][place] + self._working[first][place]
+
+
+def partition(
+    profile: Profile, stages: int, micro_batches: int, memory: Sequence[int] | None = None
+) -> tuple[Stage, ...]:
+    """Return the stages whose slowest is fastest; among those, whose largest peak memory is least.
+
+    Takes O(n² · stages) for n blocks.
+
+    Args:
+        profile: The blocks, measured with the micro-batches that ``micro_batches`` makes of a batch.
+        stages: How many; each holds at least one block.
+        micro_batches: Of one step: a stage keeps at most so many for backward.
+        memory: Bytes that the device of each stage may hold. None: no limit.
+
+    Raises:
+        MisconfigurationError: There are fewer blocks than stages, or they do not fit into ``memory``.
+
+    """
+    blocks = len(profile.blocks)
+    if stages > blocks:
+        raise MisconfigurationError(
+            f"{blocks} blocks cannot be distributed over {stages} devices: use at most {blocks} devices, or a model of "
+            "more blocks."
+        )
+    costs = StageCosts(profile, stages, micro_batches)
+
+    def fits(first: int, last: int, stage: int) -> bool:
+        return memory is None or costs.peak_bytes(first, last, stage) <= memory[stage]
+
+    def seconds(first: int, last: int, stage: int) -> float:
+        return costs.seconds(first, last) if fits(first, last, stage) else INFINITE
+
+    slowest, found = _least_maximum(blocks, stages, seconds)
+    if found is None:
+        assert memory is not None  # without a limit everything fits
+        raise MisconfigurationError(_what_does_not_fit(costs, memory))
+
+    def peak_bytes(first: int, last: int, stage: int) -> float:
+        peak = costs.peak_bytes(first, last, stage)
+        return peak if costs.seconds(first, last) <= slowest and fits(first, last, stage) else INFINITE
+
+    _, lightest = _least_maximum(blocks, stages, peak_bytes)
+    assert lightest is not None  # the partition that was found is one
+    return lightest
+
+
+def _least_maximum(
+    blocks: int, stages: int, cost: Callable[[int, int, int], float]
+) -> tuple[float, tuple[Stage, ...] | None]:
+    """Return the least largest ``cost(first, last, stage)`` over a partition's stages, and a partition with it.
+
+    None stands for the partition if each has a stage of infinite cost.
+    """
+    # best[last]: of the partitions of the first `last` blocks into the stages so far
+    best = [0.0] + [INFINITE] * blocks
+    cuts: list[list[int]] = []
+    for stage in range(stages):
+        reached, came_from = [INFINITE] * (blocks + 1), [-1] * (blocks + 1)
+        for last in range(stage + 1, blocks + 1):
+            for first in range(stage, last):
+                if best[first] < reached[last]:
+                    largest = max(best[first], cost(first, last, stage))
+                    if largest < reached[last]:
+                        reached[last], came_from[last] = largest, first
+        best = reached
+        cuts.append(came_from)
+    if best[blocks] == INFINITE:
+        return INFINITE, None
+    bounds = [blocks]
+    for came_from in reversed(cuts):
+        bounds.append(came_from[bounds[-1]])
+    bounds.reverse()
+    return best[blocks], tuple(Stage(first, last) for first, last in pairwise(bounds))
+
+
+def _what_does_not_fit(costs: StageCosts, memory: Sequence[int]) -> str:
+    """Return the sentence that names the block which fits nowhere, or else the first that is left over."""
+    blocks, stages = len(costs.names), len(memory)
+    advice = "Use more devices or memory, or a smaller batch."
+    for block in range(blocks):
+        # It has to be on one of the stages that leave a block for each stage before and after it.
+        places = range(max(0, stages - (blocks - block)), min(stages, block + 1))
+        needs = {stage: costs.peak_bytes(block, block + 1, stage) for stage in places}
+        if all(needed > memory[stage] for stage, needed in needs.items()):
+            stage = min(needs, key=lambda place: needs[place] - memory[place])
+            return (
+                f"Block {block} ({costs.names[block]}) does not fit on any device: on device {stage} it needs "
+                f"{needs[stage]:,} bytes alone, and {memory[stage]:,} are allowed. {advice}"
+            )
+    starts = {0}  # blocks with which the stage may begin, all before them being placed
+    for stage in range(stages):
+        enough = blocks - (stages - stage - 1)  # each stage after this one needs a block
+        ends = {
+            (last, first)
+            for first in starts
+            for last in range(first + 1, enough + 1)
+            if costs.peak_bytes(first, last, stage) <= memory[stage]
+        }
+        # With nothing placed the block with which the stage begins is left over, else the one after the furthest.
+        left, first = max(ends, default=(max(starts), max(starts)))
+        starts = {last for last, _ in ends}
+        if not starts:
+            break
+    needed = costs.peak_bytes(first, left + 1, stage)
+    return (
+        f"Block {left} ({costs.names[left]}) does not fit: with as many blocks as possible on the devices before, "
+        f"device {stage} needs {needed:,} bytes up to it, and {memory[stage]:,} are allowed. {advice}"
+    )
+
+
+def _sums(costs: Sequence[float]) -> list[list[float]]:
+    """Return for each first block the sums over 0, 1, … blocks from it on."""
+    return [list(accumulate(costs[first:], initial=0.0)) for first in range(len(costs))]
+
+
+def _once(costs: Sequence[int], shared: Sequence[Shared]) -> list[list[int]]:
+    """Return for each first block the sums over 0, 1, … blocks from it on, where what is shared counts once."""
+    sums = []
+    for first in range(len(costs)):
+        new = list(costs[first:])
+        for one in shared:
+            held = [block for block in one.blocks if block >= first]
+            for block in held[1:]:
+                new[block - first] -= one.bytes
+        sums.append(list(accumulate(new, initial=0)))
+    return sums
+
+
+def _activations(profile: Profile, *, returned: bool) -> list[list[int]]:
+    """Return for each first block what 0, 1, … blocks from it on keep of a micro-batch between forward and backward.
+
+    That is what the blocks save, what they are given and, with ``returned``, what the last of them returned.
+    """
+    own = [block.saved_bytes for block in profile.blocks]
+    for tensor in profile.travelling:
+        for block in tensor.keepers:
+            own[block] -= tensor.bytes
+    sums = []
+    for first in range(len(own)):
+        kept = list(accumulate(own[first:], initial=0))
+        for tensor in profile.travelling:
+            # From so many blocks on it is there in any case.
+            keeper = min((block for block in tensor.keepers if block >= first), default=len(own))
+            for last in range(first + 1, len(own) + 1):
+                if keeper < last or first in tensor.enters or (returned and last - 1 in tensor.leaves):
+                    kept[last - first] += tensor.bytes
+        sums.append(kept)
+    return sums
+
+
+def _working(profile: Profile, activations: list[list[int]]) -> list[list[int]]:
+    """Return for each first block what is alive at most of the micro-batch that passes through 0, 1, … blocks.
+
+    While the last block runs that is all they keep, and what the block needs meanwhile. While another one runs
+    backward, the blocks before it have all of theirs, those after it nothing but what the last one returned, and its
+    gradient.
+    """
+    sums = []
+    for first, (kept, saved) in enumerate(zip(activations, _activations(profile, returned=False), strict=True)):
+        alive, forward, backward = [0], 0, 0
+        for block, held, own in zip(profile.blocks[first:], kept[1:], saved[1:], strict=True):
+            after = backward + 2 * block.output_bytes if len(alive) > 1 else 0
+            alive.append(max(forward, held + block.transient_bytes, after))
+            forward, backward = max(forward, held), max(backward, own + block.transient_bytes)
+        sums.append(alive)
+    return sums

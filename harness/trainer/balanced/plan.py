@@ -1,0 +1,175 @@
+"""The plan for a module and a batch: profile, partition and schedule for each number of micro-batches, and the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.trainer.balanced.blocks import in_training
+from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
+from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
+from harness.trainer.balanced.partition import StageCosts, partition
+from harness.trainer.balanced.profile import profile
+from harness.trainer.balanced.stages import Plan, Prediction, Profile, Stage
+from harness.trainer.data_sharding import batch_length
+from harness.trainer.errors import MisconfigurationError
+from harness.trainer.replicas import scatter
+
+
+def plan(
+    module: nn.Module,
+    batch: Any,
+    devices: int,
+    memory: int | Sequence[int] | None = None,
+    micro_batches: int | None = None,
+    *,
+    step: Callable[[Any], Any] | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    device: torch.device | None = None,
+) -> Plan:
+    """Return which blocks each device holds, and in how many micro-batches a batch passes, for the shortest step.
+
+    Each number of micro-batches that divides the batch is profiled with micro-batches of its own size, since a small
+    one takes longer a sample: nothing is interpolated. The step is the one that is simulated; of equally short ones
+    that with the lower peak memory is chosen.
+
+    Args:
+        module: In it nothing changes.
+        batch: A real one.
+        devices: As many stages.
+        memory: Bytes that each device may hold, or one number for all. None: no limit.
+        micro_batches: How many; None: the best of all that divide the batch.
+        step: What the module does with a micro-batch, such as its loss. None: its forward. The blocks are found in it,
+            or they are what the module's ``configure_blocks()`` returns; see ``chain.py``.
+        optimizers: Of the module's parameters; their state counts. None given: it does not.
+        device: Where to measure. None: where the module's first parameter is.
+
+    Raises:
+        MisconfigurationError: The module has no such blocks, the batch does not divide, or the memory does not suffice.
+
+    """
+    samples = batch_length(batch)
+    counts = divisors(samples) if micro_batches is None else [micro_batches]
+    if micro_batches is not None and (not samples or samples % micro_batches):
+        raise MisconfigurationError(
+            f"A batch of {samples} samples does not divide into {micro_batches} micro-batches: use one of "
+            f"{', '.join(map(str, divisors(samples)))}."
+        )
+    if not samples:
+        raise MisconfigurationError("The batch has no tensor with samples in dim 0: balanced divides it there.")
+    limits = limits_of(memory, devices)
+    if device is None:
+        device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    run = step or module
+    declare = getattr(module, "configure_blocks", None)
+    with in_training(module):
+        first = part_of(batch, counts[0])
+        chain = find_chain(module, lambda: run(first), devices, device, declare() if callable(declare) else None)
+    return plan_chain(module, chain, run, batch, counts, limits, device=device, optimizers=optimizers, devices=devices)
+
+
+def plan_chain(
+    module: nn.Module,
+    chain: Chain,
+    step: Callable[[Any], Any],
+    batch: Any,
+    counts: Iterable[int],
+    memory: Sequence[int] | None,
+    *,
+    devices: int,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Plan:
+    """Measure the blocks of a chain for each number of micro-batches in ``counts``, and return the fastest plan.
+
+    A number whose micro-batches the step cannot take, as BatchNorm cannot take one sample, is left out.
+    """
+    state = optimizer_state_bytes(module, optimizers)
+    profiles: dict[int, Profile] = {}
+    refusal: Exception | None = None
+    interception = chain.interception(module, device)
+    with interception.installed(), undisturbed(module, device):
+        blocks = chain.runnable(interception, step)
+        for count in sorted(counts, reverse=True):
+            try:
+                profiles[count] = profile(module, blocks, part_of(batch, count), device, state)
+            except (RuntimeError, ValueError) as error:
+                refusal = error
+    if not profiles:
+        assert refusal is not None
+        raise refusal
+    return best_plan(profiles, devices, memory)
+
+
+def part_of(batch: Any, count: int) -> Any:
+    """Return the first of ``count`` micro-batches."""
+    return scatter((batch,), count)[0][0]
+
+
+def best_plan(profiles: dict[int, Profile], devices: int, memory: Sequence[int] | None = None) -> Plan:
+    """Return the plan with the shortest simulated step; ``profiles`` has one for each number of micro-batches.
+
+    Raises:
+        MisconfigurationError: None of them fits; the message is that for the most micro-batches.
+
+    """
+    found = []
+    refusals = {}
+    for count, measured in profiles.items():
+        try:
+            found.append(plan_stages(measured, partition(measured, devices, count, memory), count, memory))
+        except MisconfigurationError as refusal:
+            refusals[count] = refusal
+    if not found:
+        raise refusals[max(refusals)]
+    return min(found, key=lambda one: (one.predicted.step_seconds, max(one.predicted.stage_peak_bytes)))
+
+
+def plan_stages(
+    measured: Profile, stages: Sequence[Stage], micro_batches: int, memory: Sequence[int] | None = None
+) -> Plan:
+    """Return the plan for stages that are given, with what it is expected to take."""
+    costs = StageCosts(measured, len(stages), micro_batches)
+    unknown = Prediction(
+        step_seconds=0.0,
+        stage_seconds=tuple(costs.seconds(stage.first, stage.last) for stage in stages),
+        stage_peak_bytes=tuple(costs.peak_bytes(one.first, one.last, number) for number, one in enumerate(stages)),
+        bubble_share=0.0,
+    )
+    planned = Plan(
+        measured.blocks,
+        tuple(stages),
+        micro_batches,
+        unknown,
+        None if memory is None else tuple(memory),
+        measured.ties,
+    )
+    schedule = planned.schedule()
+    predicted = replace(unknown, step_seconds=schedule.makespan, bubble_share=schedule.bubble_share)
+    return replace(planned, predicted=predicted)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def limits_of(memory: int | Sequence[int] | None, devices: int) -> tuple[int, ...] | None:
+    """Return a limit for each device.
+
+    Raises:
+        MisconfigurationError: There are not as many as devices.
+
+    """
+    if memory is None:
+        return None
+    limits = (memory,) * devices if isinstance(memory, int) else tuple(memory)
+    if len(limits) != devices:
+        raise MisconfigurationError(
+            f"memory has {len(limits)} limits for {devices} devices: give one for each, or one number for all."
+        )
+    return limits

@@ -1,0 +1,160 @@
+"""Which blocks are found in a module's forward, that they compose to it, and that finding them changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from harness.trainer import MisconfigurationError
+from harness.trainer.balanced.blocks import same_random_numbers
+from harness.trainer.balanced.chain import find_chain
+from harness.trainer.balanced.plan import plan
+
+CPU = torch.device("cpu")
+BATCH = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+TOKENS = torch.randint(0, 20, (4, 5), generator=torch.Generator().manual_seed(1))
+
+
+class Walked(nn.Module):
+    """A list of layers between an entry and a head, with a reshaping in between that is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.entry, self.head = nn.Linear(6, 5), nn.Linear(10, 2)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(2)])
+
+    def forward(self, inputs):
+        value = self.entry(inputs)
+        for layer in self.layers:
+            value = torch.tanh(layer(value))
+        return self.head(torch.cat([value, -value], 1)).squeeze(-1)
+
+
+class Layer(nn.Module):
+    """A layer with a residual connection and dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner, self.drop = nn.LayerNorm(6), nn.Linear(6, 6), nn.Dropout(0.2)
+
+    def forward(self, value):
+        return value + self.drop(self.inner(self.norm(value)))
+
+
+class Language(nn.Module):
+    """Positions are added in the forward, and the head has the embedding's weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(20, 6), nn.Embedding(5, 6)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 20, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens):
+        value = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for layer in self.layers:
+            value = layer(value)
+        return self.head(self.norm(value))
+
+
+class Skipping(Walked):
+    """The entry's output is used again after the layers: they cannot be parted from each other."""
+
+    def forward(self, inputs):
+        first = value = self.entry(inputs)
+        for layer in self.layers:
+            value = layer(value)
+        return self.head(torch.cat([first, value], 1))
+
+
+class Declaring(Language):
+    """Two of the layers are one block: what it leaves out goes with the block before."""
+
+    def configure_blocks(self):
+        return [self.tokens, self.layers[0], self.layers[2]]
+
+
+def sequential():
+    return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.BatchNorm1d(6), nn.Dropout(0.5)), nn.Linear(6, 2))
+
+
+def with_repeats():
+    layer, activation = nn.Linear(6, 6), nn.Tanh()
+    return nn.Sequential(layer, activation, layer, activation)
+
+
+CASES = {
+    "sequential": (sequential, BATCH, ["0", "1.0", "1.1", "2"]),
+    "repeats": (with_repeats, BATCH, ["0", "1", "0", "1"]),
+    "walked": (Walked, BATCH, ["entry", "layers.0", "layers.1", "head"]),
+    "language": (Language, TOKENS, ["tokens + positions", "layers.0", "layers.1", "layers.2", "norm", "head"]),
+    "skipping": (Skipping, BATCH, ["entry", "layers.0 + layers.1", "head"]),
+    "declaring": (Declaring, TOKENS, ["tokens", "layers.0", "layers.2"]),
+}
+
+
+def find(module, batch, devices=2):
+    declare = getattr(module, "configure_blocks", lambda: None)
+    return find_chain(module, lambda: module(batch), devices, CPU, declare())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_blocks_are_those_between_which_one_may_cut(case):
+    make, batch, names = CASES[case]
+    assert [block.name for block in find(make(), batch).blocks] == names
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_blocks_one_after_the_other_compute_what_the_module_does(case):
+    make, batch, _ = CASES[case]
+    module = make()
+    chain = find(module, batch)
+    interception = chain.interception(module, CPU)
+    with torch.no_grad(), same_random_numbers():
+        expected = module(batch)
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with interception.installed(), torch.no_grad(), same_random_numbers():
+        value = ()
+        for block in chain.runnable(interception, module):
+            value = block.run(value, batch)
+    assert torch.equal(value, expected)
+    assert all(buffer.shape == buffers[name].shape for name, buffer in module.named_buffers())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_finding_blocks_changes_nothing(case):
+    make, batch, _ = CASES[case]
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    attributes = {name: set(layer.__dict__) for name, layer in module.named_modules()}
+    random_numbers = torch.get_rng_state()
+    find(module, batch)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert {name: set(layer.__dict__) for name, layer in module.named_modules()} == attributes
+    assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_each_of_them_is_planned(case):
+    make, batch, names = CASES[case]
+    found = plan(make(), batch, 2, micro_batches=2)
+    assert [block.name for block in found.blocks] == names
+    assert all(seconds > 0 for seconds in found.predicted.stage_seconds)
+
+
+def test_tied_weights_are_noted():
+    found = plan(Language(), TOKENS, 2, micro_batches=2)
+    assert [(tie.name, tie.blocks) for tie in found.ties] == [("tokens.weight", (0, 5))]
+
+
+def test_batch_norm_cannot_take_one_sample_so_there_are_fewer_micro_batches():
+    module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+    assert plan(module, BATCH, 2).micro_batches in (1, 2)
+
+
+def test_what_cannot_be_parted_is_refused_with_what_was_found():
+    with pytest.raises(MisconfigurationError, match=r"3 blocks \(entry, layers.0 \+ layers.1, head\), too few for 4"):
+        find(Skipping(), BATCH, devices=4)

@@ -1,0 +1,163 @@
+"""Plans: what is chosen, refused and shown."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from harness.trainer import MisconfigurationError
+from harness.trainer.balanced.partition import partition
+from harness.trainer.balanced.plan import best_plan, divisors, plan, plan_stages
+from harness.trainer.balanced.stages import BlockCost, Plan, Profile, Stage
+
+BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def network():
+    return nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
+
+
+def made(samples, per_call, seconds=(1.0, 2.0, 1.0), saved=10, state=100):
+    """A profile for each number of micro-batches: so much a sample, and so much a call."""
+    return {
+        count: Profile(
+            tuple(
+                BlockCost(f"layer{index}", one * samples / count + per_call, saved * samples // count, state, 4)
+                for index, one in enumerate(seconds)
+            )
+        )
+        for count in divisors(samples)
+    }
+
+
+def test_a_real_module_is_planned():
+    found = plan(network(), BATCH, 2, optimizers=[], micro_batches=4)
+    assert found.micro_batches == 4
+    assert [block.name for block in found.blocks] == ["0", "1", "2", "3", "4"]
+    assert found.stages[0].first == 0
+    assert found.stages[0].last == found.stages[1].first
+    assert found.stages[1].last == 5
+    predicted = found.predicted
+    assert predicted.step_seconds == found.schedule().makespan >= 4 * max(predicted.stage_seconds)
+    assert 0 < predicted.bubble_share < 1
+    # 12 / 4 samples of 6 floats: each block but the first keeps its input; two micro-batches at stage 0.
+    held = found.stages[0].last
+    assert predicted.stage_peak_bytes[0] > held * 42 * 4 * 2 + 2 * (held - 1) * 3 * 6 * 4  # and what backward needs
+
+
+def test_the_number_of_micro_batches_is_one_that_divides_the_batch():
+    assert 12 % plan(network(), BATCH, 2).micro_batches == 0
+
+
+@pytest.mark.parametrize("per_call", [0.0, 0.3, 2.0, 50.0])
+def test_the_best_number_of_micro_batches_is_chosen(per_call):
+    profiles = made(24, per_call)
+    steps = {
+        count: plan_stages(one, partition(one, 2, count), count).predicted.step_seconds
+        for count, one in profiles.items()
+    }
+    chosen = best_plan(profiles, 2)
+    assert chosen.predicted.step_seconds == min(steps.values()) == steps[chosen.micro_batches]
+
+
+def test_costs_of_a_call_make_fewer_micro_batches_better():
+    chosen = [best_plan(made(24, per_call), 2).micro_batches for per_call in (0.0, 1.0, 5.0, 1000.0)]
+    assert chosen == sorted(chosen, reverse=True)
+    assert chosen[0] == 24
+    assert chosen[-1] == 1
+
+
+def test_a_limit_is_met_with_more_micro_batches():
+    profiles = made(24, 1000.0)
+    # With two micro-batches the stage of two blocks has 2 × 100 bytes of state and 2 × 120 of activations.
+    chosen = best_plan(profiles, 2, [400, 400])
+    assert chosen.micro_batches == 3
+    assert all(peak <= 400 for peak in chosen.predicted.stage_peak_bytes)
+    with pytest.raises(MisconfigurationError, match=r"Block 0 \(layer0\) does not fit on any device"):
+        best_plan(profiles, 2, [90, 90])
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"micro_batches": 5}, "12 samples does not divide into 5 micro-batches: use one of 1, 2, 3, 4, 6, 12"),
+        ({"devices": 6}, "5 blocks .*too few for 6 devices"),
+        ({"memory": 500}, "does not fit"),
+        ({"memory": [10**9]}, "memory has 1 limits for 2 devices"),
+        ({"batch": torch.tensor(3.0)}, "no tensor with samples in dim 0"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(asked, message):
+    with pytest.raises(MisconfigurationError, match=message):
+        plan(**{"module": network(), "batch": BATCH, "devices": 2, **asked})
+
+
+names = st.text(st.characters(categories=["Lu", "Ll", "Nd", "Po", "Sm"]), min_size=1, max_size=120)
+
+
+@st.composite
+def plans(draw):
+    blocks = draw(
+        st.lists(
+            st.builds(
+                BlockCost,
+                names,
+                st.floats(1e-7, 1e4),
+                st.integers(0, 10**12),
+                st.integers(0, 10**12),
+                st.integers(0, 10**9),
+            ),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    stages = draw(st.integers(1, len(blocks)))
+    count = draw(st.integers(1, 12))
+    measured = Profile(tuple(blocks))
+    limits = draw(st.none() | st.just([10**14] * stages))
+    return plan_stages(measured, partition(measured, stages, count), count, limits)
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans())
+def test_a_table_has_a_line_a_stage_and_fits_100_columns(found: Plan):
+    for lines in (found.table().splitlines(), found.table(found.predicted).splitlines()):
+        assert max(map(len, lines)) <= 100
+        assert [line.split()[0] for line in lines[3:]] == [str(number) for number in range(len(found.stages))]
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans())
+def test_a_picture_shows_each_forward_and_backward_within_its_row(found: Plan):
+    root = ElementTree.fromstring(found.picture())
+    width = float(root.get("width"))
+    boxes = [box for box in root.iter(f"{SVG}rect") if box.get("stroke") == "#fff"]
+    assert len(boxes) == 2 * len(found.stages) * found.micro_batches
+    assert all(0 <= float(box.get("x")) <= width - float(box.get("width")) for box in boxes)
+    rows = {}
+    for box in boxes:
+        left = float(box.get("x"))
+        rows.setdefault(box.get("y"), []).append((left, left + float(box.get("width"))))
+    assert len(rows) == len(found.stages)
+    for row in rows.values():
+        row.sort()
+        assert all(left[1] <= right[0] + 0.02 for left, right in pairwise(row))  # written to 0.01
+
+
+def test_a_table_reads_like_this():
+    blocks = tuple(BlockCost(f"layers.{index}", 2e-3, 10**6, 4 * 10**6, 100) for index in range(4))
+    found = plan_stages(Profile(blocks), (Stage(0, 3), Stage(3, 4)), 4, [20 * 10**6] * 2)
+    assert found.table() == (
+        "2 stages, 4 micro-batches: 24 ms a step, 33% bubble\n"
+        "\n"
+        "stage  blocks                       time  of slowest  peak memory  allowed\n"
+        "    0       3  layers.0 … layers.2  6 ms        100%        18 MB    20 MB\n"
+        "    1       1  layers.3             2 ms         33%         5 MB    20 MB\n"
+    )

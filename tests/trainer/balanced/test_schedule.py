@@ -1,0 +1,67 @@
+"""Simulated schedules against formulas, and against the rules that every schedule keeps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.trainer.balanced.schedule import BACKWARD, FORWARD, simulate
+
+ORDERS = ["1f1b", "gpipe"]
+times = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 1), (1, 5), (2, 1), (2, 8), (4, 3), (4, 8), (8, 16)])
+def test_equal_stages_take_as_long_as_the_formula_says(order, stages, micro_batches):
+    schedule = simulate([1.0] * stages, [2.0] * stages, micro_batches, order)
+    # Narayanan et al. 2021: (m + k - 1)(F + B), a bubble of k - 1 in m + k - 1.
+    assert schedule.makespan == 3 * (micro_batches + stages - 1)
+    assert schedule.bubble_share == pytest.approx((stages - 1) / (micro_batches + stages - 1), abs=1e-12)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@given(times, st.integers(1, 9))
+def test_every_rule_is_kept(order, stage_times, micro_batches):
+    forward, backward = zip(*stage_times, strict=True)
+    stages = len(forward)
+    schedule = simulate(forward, backward, micro_batches, order)
+    at = {(box.kind, box.stage, box.micro_batch): box for box in schedule.boxes}
+    assert len(at) == len(schedule.boxes) == 2 * stages * micro_batches
+    for (kind, stage, index), box in at.items():
+        assert box.end - box.start == (forward[stage] if kind == FORWARD else backward[stage])
+        if kind == FORWARD:
+            assert stage == 0 or box.start >= at[FORWARD, stage - 1, index].end
+        else:
+            needs = (FORWARD, stage, index) if stage == stages - 1 else (BACKWARD, stage + 1, index)
+            assert box.start >= at[needs].end
+    for stage in range(stages):
+        own = sorted((box for box in schedule.boxes if box.stage == stage), key=lambda box: box.start)
+        assert all(one.end <= other.start for one, other in pairwise(own))
+        # Bounds that hold for any schedule: its own work, and a micro-batch's way there and back.
+        there_and_back = sum(forward[:stage]) + sum(backward[:stage])
+        assert schedule.makespan >= there_and_back + micro_batches * (forward[stage] + backward[stage])
+    assert schedule.makespan >= sum(forward) + sum(backward)
+    busy = micro_batches * (sum(forward) + sum(backward))
+    assert schedule.bubble_share == pytest.approx(1 - busy / (stages * schedule.makespan))
+
+
+@given(times, st.integers(1, 9))
+def test_1f1b_keeps_only_what_the_later_stages_have_not_returned(stage_times, micro_batches):
+    forward, backward = zip(*stage_times, strict=True)
+    stages = len(forward)
+    schedule = simulate(forward, backward, micro_batches)
+    assert [schedule.in_flight(stage) for stage in range(stages)] == [
+        min(stages - stage, micro_batches) for stage in range(stages)
+    ]
+    every = simulate(forward, backward, micro_batches, "gpipe")
+    assert [every.in_flight(stage) for stage in range(stages)] == [micro_batches] * stages
+
+
+def test_one_slow_stage_sets_the_pace():
+    schedule = simulate([1.0, 4.0, 1.0], [1.0, 4.0, 1.0], 10)
+    # The way to it, its work, and the way back: the stage after it works while it does.
+    assert schedule.makespan == 1 + 10 * 8 + 1
