@@ -24,24 +24,48 @@ HERE = Path(__file__).parent
 NIGHTLY = HERE / "nightly.txt"
 """What runs at night only: a folder, a file, a test or a case of one in each line; after ``!`` a case that does not."""
 
+WARM = "warm ranks"
 TOGETHER = {
     "slurm": "a cluster",
     "hosts": "hosts",
-    "comparison": "measurements, and ranks of torch",
-    "performance": "measurements, and ranks of torch",
-    "judge/test_checkpoint.py": "ranks of suites/detection",
-    "judge/test_metrics.py": "ranks of suites/detection",
-    "judge/test_wrong_trainers.py": "ranks of suites/detection",
-    "judge/test_large_tensors.py": "measurements, and ranks of torch",
-    "judge/test_right_trainers.py": "measurements, and ranks of torch",
-    "launch/test_ends.py": "measurements, and ranks of torch",
-    "own_workloads/test_fork_servers.py": "measurements, and ranks of torch",
-    "subjects/test_declare.py": "measurements, and ranks of torch",
-    "subjects/test_torch.py": "measurements, and ranks of torch",
+    "comparison": WARM,
+    "extending": WARM,
+    "performance": WARM,
+    "cli/test_cli.py": WARM,
+    "cli/test_smoke.py": WARM,
+    "judge/test_checkpoint.py": WARM,
+    "judge/test_large_tensors.py": WARM,
+    "judge/test_metrics.py": WARM,
+    "judge/test_right_trainers.py": WARM,
+    "judge/test_wrong_trainers.py": WARM,
+    "launch/test_ends.py": WARM,
+    "own_workloads/test_fork_servers.py": WARM,
+    "subjects/test_declare.py": WARM,
+    "subjects/test_torch.py": WARM,
+    "worker/test_fused.py": WARM,
+    "worker/test_sharded.py": WARM,
     "plugin/test_expectations.py": "runs of a project",
     "plugin/test_run.py": "runs of a project",
 }
 """Folders and files that share something that takes long to make, by what it is; any other file stands alone."""
+
+ONE_POOL = (
+    "torch",
+    "reference",
+    *(str(HERE / "extending" / "outside" / f"{name}.py") for name in ("backend", "mistake", "precision", "subject")),
+    str(HERE / "extending" / "outside" / "workload.py"),
+    *(str(HERE / "cli" / name) for name in ("adapters.py", "trainers.py")),
+    *(str(HERE / "worker" / "subjects" / name) for name in ("fused.py", "sharded.py")),
+)
+"""Locators that one fork server has together: each takes three seconds to start. Names are unique among them."""
+
+COLLECTION = '''
+from harness.subjects.load import load
+
+for number, locator in enumerate({locators}):
+    for one in load(locator):
+        globals()[f"{{number}}_{{one.name}}"] = one.train
+'''
 
 hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
@@ -89,14 +113,17 @@ def _no_worker_to_those_it_starts():
 
 
 @pytest.fixture(scope="session")
-def warm_pool():
+def warm_pool(tmp_path_factory):
     """Return the session's pool for a locator; it is warmed up once and closed at the end."""
     pools: dict[str, Pool] = {}
+    collection = tmp_path_factory.mktemp("subjects") / "collected_subjects.py"
+    collection.write_text(COLLECTION.format(locators=ONE_POOL))
 
     def pool(locator: str | Path) -> Pool:
-        if str(locator) not in pools:
-            pools[str(locator)] = Pool(str(locator))
-        return pools[str(locator)]
+        place = str(collection if str(locator) in ONE_POOL else locator)
+        if place not in pools:
+            pools[place] = Pool(place)
+        return pools[place]
 
     yield pool
     for opened in pools.values():
