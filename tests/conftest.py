@@ -59,13 +59,13 @@ ONE_POOL = (
 )
 """Locators that one fork server has together: each takes three seconds to start. Names are unique among them."""
 
-COLLECTION = '''
+COLLECTION = """
 from harness.subjects.load import load
 
 for number, locator in enumerate({locators}):
     for one in load(locator):
         globals()[f"{{number}}_{{one.name}}"] = one.train
-'''
+"""
 
 hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
