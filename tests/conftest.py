@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -80,12 +81,32 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def group_of(file: str) -> str:
+    """Return what a test file shares, from its path below this folder."""
+    return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run tests of one group in one process, one after another, with ``--dist loadgroup``.
+
+    xdist 3.8 writes groups into ``Item._nodeid``, which pytest 9.2 does not read: each test would stand alone.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = config.rootpath / nodeid.partition("::")[0]
+            return group_of(file.relative_to(HERE).as_posix()) if file.is_relative_to(HERE) else str(file)
+
+    return ByGroup(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs devices that are not here, what runs at night, and what shares something.
-
-    With ``--dist loadgroup`` tests of one group run in one process, one after another.
-    """
+    """Mark what needs devices that are not here, and what runs at night."""
     present = torch.cuda.device_count()
     lines = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
     nightly, by_default = set(lines), {line[1:] for line in lines if line.startswith("!")}
@@ -99,8 +120,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test = f"{file}::{item.name}"
             if nightly & {file.partition("/")[0], file, test.partition("[")[0], test} and test not in by_default:
                 item.add_marker(pytest.mark.nightly)
-            group = TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)
