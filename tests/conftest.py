@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import hypothesis
 import pytest
@@ -24,24 +25,48 @@ HERE = Path(__file__).parent
 NIGHTLY = HERE / "nightly.txt"
 """What runs at night only: a folder, a file, a test or a case of one in each line; after ``!`` a case that does not."""
 
+WARM = "warm ranks"
 TOGETHER = {
     "slurm": "a cluster",
     "hosts": "hosts",
-    "comparison": "measurements, and ranks of torch",
-    "performance": "measurements, and ranks of torch",
-    "judge/test_checkpoint.py": "ranks of suites/detection",
-    "judge/test_metrics.py": "ranks of suites/detection",
-    "judge/test_wrong_trainers.py": "ranks of suites/detection",
-    "judge/test_large_tensors.py": "measurements, and ranks of torch",
-    "judge/test_right_trainers.py": "measurements, and ranks of torch",
-    "launch/test_ends.py": "measurements, and ranks of torch",
-    "own_workloads/test_fork_servers.py": "measurements, and ranks of torch",
-    "subjects/test_declare.py": "measurements, and ranks of torch",
-    "subjects/test_torch.py": "measurements, and ranks of torch",
+    "comparison": WARM,
+    "extending": WARM,
+    "performance": WARM,
+    "cli/test_cli.py": WARM,
+    "cli/test_smoke.py": WARM,
+    "judge/test_checkpoint.py": WARM,
+    "judge/test_large_tensors.py": WARM,
+    "judge/test_metrics.py": WARM,
+    "judge/test_right_trainers.py": WARM,
+    "judge/test_wrong_trainers.py": WARM,
+    "launch/test_ends.py": WARM,
+    "own_workloads/test_fork_servers.py": WARM,
+    "subjects/test_declare.py": WARM,
+    "subjects/test_torch.py": WARM,
+    "worker/test_fused.py": WARM,
+    "worker/test_sharded.py": WARM,
     "plugin/test_expectations.py": "runs of a project",
     "plugin/test_run.py": "runs of a project",
 }
 """Folders and files that share something that takes long to make, by what it is; any other file stands alone."""
+
+ONE_POOL = (
+    "torch",
+    "reference",
+    *(str(HERE / "extending" / "outside" / f"{name}.py") for name in ("backend", "mistake", "precision", "subject")),
+    str(HERE / "extending" / "outside" / "workload.py"),
+    *(str(HERE / "cli" / name) for name in ("adapters.py", "trainers.py")),
+    *(str(HERE / "worker" / "subjects" / name) for name in ("fused.py", "sharded.py")),
+)
+"""Locators that one fork server has together: each takes three seconds to start. Names are unique among them."""
+
+COLLECTION = """
+from harness.subjects.load import load
+
+for number, locator in enumerate({locators}):
+    for one in load(locator):
+        globals()[f"{{number}}_{{one.name}}"] = one.train
+"""
 
 hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", max_examples=300, deadline=None)
@@ -56,12 +81,32 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def group_of(file: str) -> str:
+    """Return what a test file shares, from its path below this folder."""
+    return TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run tests of one group in one process, one after another, with ``--dist loadgroup``.
+
+    xdist 3.8 writes groups into ``Item._nodeid``, which pytest 9.2 does not read: each test would stand alone.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = config.rootpath / nodeid.partition("::")[0]
+            return group_of(file.relative_to(HERE).as_posix()) if file.is_relative_to(HERE) else str(file)
+
+    return ByGroup(config, log)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs devices that are not here, what runs at night, and what shares something.
-
-    With ``--dist loadgroup`` tests of one group run in one process, one after another.
-    """
+    """Mark what needs devices that are not here, and what runs at night."""
     present = torch.cuda.device_count()
     lines = [line for line in NIGHTLY.read_text().splitlines() if line and not line.startswith("#")]
     nightly, by_default = set(lines), {line[1:] for line in lines if line.startswith("!")}
@@ -75,8 +120,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             test = f"{file}::{item.name}"
             if nightly & {file.partition("/")[0], file, test.partition("[")[0], test} and test not in by_default:
                 item.add_marker(pytest.mark.nightly)
-            group = TOGETHER.get(file) or TOGETHER.get(file.partition("/")[0]) or file
-            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -89,14 +132,17 @@ def _no_worker_to_those_it_starts():
 
 
 @pytest.fixture(scope="session")
-def warm_pool():
+def warm_pool(tmp_path_factory):
     """Return the session's pool for a locator; it is warmed up once and closed at the end."""
     pools: dict[str, Pool] = {}
+    collection = tmp_path_factory.mktemp("subjects") / "collected_subjects.py"
+    collection.write_text(COLLECTION.format(locators=ONE_POOL))
 
     def pool(locator: str | Path) -> Pool:
-        if str(locator) not in pools:
-            pools[str(locator)] = Pool(str(locator))
-        return pools[str(locator)]
+        place = str(collection if str(locator) in ONE_POOL else locator)
+        if place not in pools:
+            pools[place] = Pool(place)
+        return pools[place]
 
     yield pool
     for opened in pools.values():

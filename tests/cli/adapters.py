@@ -31,7 +31,7 @@ def parallel(job):
     return DistributedDataParallel(job.model())
 
 
-@subject(name="right", backends=["none", "ddp"], precisions=["32", "64"])
+@subject(name="adapted", backends=["none", "ddp"], precisions=["32", "64"])
 def right(job):
     model = parallel(job) if job.world_size > 1 else job.model()
     fit(job, model, job.optimizer(model.parameters()))
@@ -60,7 +60,7 @@ def not_stepping(job):
     fit(job, model, Idle())
 
 
-@subject(name="raising", backends=["ddp"])
+@subject(name="raising-early", backends=["ddp"])
 def raising(job):
     parallel(job).no_such_thing()
 

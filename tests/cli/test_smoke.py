@@ -27,7 +27,7 @@ def smoke(warm_pool, one_thread, capsys, tmp_path, monkeypatch):
 
 
 def test_all_that_is_declared_is_right(smoke, tmp_path):
-    code, said = smoke("right")
+    code, said = smoke("adapted")
     assert code == 0
     assert "2 ranks that know of each other, optimizer steps: 6, samples: 72" in said
     assert "The trainer is right" in said
@@ -48,7 +48,7 @@ def test_a_wrong_trainer_gets_the_diagnosis(smoke):
         ("alone", "2 ranks were launched, but each trained in a world of 1"),
         ("returning", "train(job) returned before training: the model was never called"),
         ("not-stepping", "the model was called 12 times, but no optimizer ever stepped"),
-        ("raising", "train(job) raised before an optimizer stepped"),
+        ("raising-early", "train(job) raised before an optimizer stepped"),
         ("promising", "it declares precision '16', but fails with it"),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_wrong_adapter_is_told_in_a_sentence(smoke, name, sentence):
 
 
 def test_what_was_raised_is_shown_where_it_was_raised(smoke):
-    _, said = smoke("raising")
+    _, said = smoke("raising-early")
     assert "parallel(job).no_such_thing()" in said
     assert "AttributeError: 'DistributedDataParallel' object has no attribute 'no_such_thing'" in said
     assert "harness/worker" not in said

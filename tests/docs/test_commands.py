@@ -86,6 +86,12 @@ def is_run_here(command: Command) -> bool:
     return len(command.words) > 2 and bool(RUN_HERE.match(f"{command} "))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _imports_of_the_parser():
+    """Import what the parser needs once: pytester drops what a test imports, and each test would import it again."""
+    COMMAND_PARSER()
+
+
 @pytest.mark.parametrize("command", [one for one in COMMANDS if not is_run_here(one)], ids=str)
 def test_it_is_a_command_that_the_program_takes(command, pytester, monkeypatch, capsys):
     if command.program in CHECKED_BY:
