@@ -168,6 +168,10 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         Backend(
             "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
         ),
+        # Each rank holds consecutive layers, and all of them see the same samples.
+        Backend(
+            "balanced", (Dimension("stage", devices, MODEL),), "Balanced", rare=True, by_name=True, micro_batches=2
+        ),
     ),
 )
 
