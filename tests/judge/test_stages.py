@@ -36,19 +36,21 @@ def test_the_reference_trainer_in_stages(verdict, workload, precision, expected)
 @pytest.mark.parametrize(
     ("subject", "workload", "checks"),
     [
-        ("stage-doubled", "mlp", {"gradients"}),
-        ("stage-stands-still", "mlp", {"gradients"}),
-        ("tie-lost", "transformer", {"ranks-agree", "gradients"}),
-        ("tie-on-one-stage", "transformer", {"ranks-agree"}),
-        ("sum-of-micro-batches", "mlp", {"gradients"}),
-        ("other-micro-batch", "mlp", {"gradients"}),
-        ("forward-twice", "cnn-batchnorm", {"buffers"}),
+        ("stage-doubled", "mlp", "gradients"),
+        ("stage-stands-still", "mlp", "gradients"),
+        ("tie-lost", "transformer", "ranks-agree gradients"),
+        ("tie-on-one-stage", "transformer", "ranks-agree"),
+        ("sum-of-micro-batches", "mlp", "gradients"),
+        ("other-micro-batch", "mlp", "gradients"),
+        ("forward-twice", "mlp", "samples"),
+        ("statistics-twice", "cnn-batchnorm", "buffers"),
     ],
 )
 def test_a_mistake_of_a_stage_is_found(verdict, subject, workload, checks):
     findings, outcome = verdict(subject, workload, "balanced", "1x2", "32", locator=MISTAKES)
     assert outcome is Outcome.FAILED
-    assert checks <= {name for name, finding in findings.items() if finding.outcome is Outcome.FAILED}, findings
+    failed = {name for name, finding in findings.items() if finding.outcome is Outcome.FAILED}
+    assert failed >= set(checks.split()), findings
 
 
 def stage(rank, held, gradients, *, loss=None, buffers=(), drawn=()):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch.nn.modules.batchnorm import _BatchNorm
+
 from harness.subjects import reference
 from harness.subjects.declare import subject
 from harness.trainer.balanced import pipeline, shared_weights, stage_training
@@ -95,6 +97,18 @@ def _around(train, begin):
         return train(*args)
 
     return begun
+
+
+@mistaken("statistics-twice")
+def statistics_twice(job):
+    """BatchNorm runs once more for each micro-batch."""
+    forward = _BatchNorm.forward
+
+    def twice(self, inputs):
+        forward(self, inputs)
+        return forward(self, inputs)
+
+    _BatchNorm.forward = twice
 
 
 @mistaken("stage-stands-still")
