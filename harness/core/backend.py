@@ -69,8 +69,9 @@ class Backend:
     ``dimensions`` of its mesh come outermost first, local ones last; without any it is one device. ``column`` is its
     column in the support table, None for none; several backends may share one. The mean of the losses of
     :meth:`loss_ranks` is what is differentiated. ``rare``: few trainers have it, so one that does not is not asked for
-    it, unless the user does. ``chosen_by_trainer``: the trainer is told no backend and takes this one by itself, so
-    that one topology is enough to ask.
+    it, unless the user does. ``by_name``: nobody is asked for it unless the user names it. ``chosen_by_trainer``: the
+    trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each batch passes in
+    ``micro_batches`` of equal size, whose losses count as those of accumulation do.
     """
 
     name: str
@@ -78,6 +79,8 @@ class Backend:
     column: str | None = None
     rare: bool = False
     chosen_by_trainer: bool = False
+    by_name: bool = False
+    micro_batches: int = 1
 
     def device_mesh(self, topology: Topology) -> Mesh:
         """Return how the devices are arranged."""
@@ -137,8 +140,12 @@ class Backend:
 
     def loss_ranks(self, topology: Topology) -> tuple[int, ...]:
         """Return one rank for each set of samples of which a loss is taken: the first of those that see the same."""
+        return tuple(group[0] for group in self.replicas(topology))
+
+    def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that see the same samples, and hold one model together."""
         same = [one.name for one in self.dimensions if Held.SAMPLES not in one.splits]
-        return tuple(group[0] for group in self.mesh(topology).groups(*same))
+        return self.mesh(topology).groups(*same)
 
     def _splitting(self, *held: Held) -> tuple[str, ...]:
         return tuple(one.name for one in self.dimensions if not one.splits.isdisjoint(held))
@@ -160,6 +167,10 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         Backend("fsdp", (Dimension("shard", devices, MODEL | {Held.SAMPLES}),), "FSDP", rare=True),
         Backend(
             "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
+        ),
+        # Each rank holds consecutive layers, and all of them see the same samples.
+        Backend(
+            "balanced", (Dimension("stage", devices, MODEL),), "Balanced", rare=True, by_name=True, micro_batches=2
         ),
     ),
 )

@@ -83,7 +83,7 @@ class LossTable:
         self.analysis = analysis
         self.workload = analysis.workload
         self.oracle = analysis.oracle
-        self.world = analysis.cell.processes
+        self.world = analysis.world
         self.batch_size = self.workload.global_batch_size(analysis.devices) // self.world
         self._trained: dict[LossMode, BatchShares] = {}
         self._each: dict[tuple[Position, LossMode, bool], torch.Tensor | None] = {}
@@ -164,7 +164,11 @@ class LossTable:
         first = self.analysis.steps[step].ranks[0]
         if not micro_batches or not first.buffers:
             return first.buffers
-        shares = [micro.forwards[0] for micro in first.micro_batches[:micro_batches] if micro.forwards]
+        shares = [
+            micro.forwards[0]
+            for micro in first.micro_batches[: micro_batches * self.analysis.cell.contract.micro_batches]
+            if micro.forwards
+        ]
         self.oracle.load(first.before)
         return self.oracle.buffers_after(first.buffers, shares)
 

@@ -33,6 +33,6 @@ def rank_layout(analysis: TraceAnalysis, step: int, *ranks: int) -> Layout:
     """Return who computed what in a step, also in a skipped one: all ranks, or these, if they had samples."""
     steps = with_unique_draws(analysis.steps[step].ranks)
     spread = analysis.cell.contract.devices_per_process(analysis.cell.topology)
-    chosen = [steps[rank] for rank in ranks] or analysis.with_a_loss(steps)
+    chosen = [steps[rank] for rank in ranks] or steps
     layout = contract_layout(chosen, spread, analysis.workload.accumulate)
     return tuple(tuple(group for group in groups if any(group)) for groups in layout if any(map(any, groups)))

@@ -40,7 +40,7 @@ def drawn(step: Step) -> tuple[int, ...]:
 
 def repeated(analysis: TraceAnalysis) -> tuple[int, int] | None:
     """Return the step and the rank at which a batch, or a step, has the very draws of the one before it."""
-    size, world = len(analysis.oracle.data), analysis.cell.processes
+    size, world = len(analysis.oracle.data), analysis.world
     for trace in analysis.trace.ranks:
         micros = [(step, micro.samples) for step, own in enumerate(trace.steps) for micro in own.micro_batches]
         steps = [(step, drawn(own)) for step, own in enumerate(trace.steps)]
@@ -83,7 +83,7 @@ def shared(analysis: TraceAnalysis) -> SharedDraws | None:
 def _table(analysis: TraceAnalysis) -> Tensor | None:
     """Return the draws as ranks × steps × places, as many places as every step of every rank has."""
     draws: Sequence[Sequence[tuple[int, ...]]] = [
-        [drawn(step.ranks[rank]) for step in analysis.steps] for rank in range(analysis.cell.processes)
+        [drawn(step.ranks[rank]) for step in analysis.steps] for rank in range(analysis.world)
     ]
     width = min((len(step) for own in draws for step in own), default=0)
     if len(draws) < 2 or not width:

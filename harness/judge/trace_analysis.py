@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from harness.judge.oracle.layout import (
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from harness.judge.replicas import as_replicas
 from harness.workloads import Problem
 
 
@@ -69,7 +70,10 @@ class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
     def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
-        self.trace = trace
+        self.recorded = trace
+        self.trace = as_replicas(trace, cell.contract.replicas(cell.topology))
+        self.world = len(cell.contract.loss_ranks(cell.topology))
+        self.window = workload.accumulate * cell.contract.micro_batches
         self.workload = workload
         self.cell = cell
         self.behavior = behavior
@@ -86,8 +90,12 @@ class TraceAnalysis:
     @cached_property
     def steps(self) -> tuple[GlobalStep, ...]:
         """The steps of all ranks side by side, as many as every rank has."""
-        columns = zip(*(rank.steps for rank in self.trace.ranks), strict=False)
-        return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
+        return _side_by_side(self.trace)
+
+    @cached_property
+    def recorded_steps(self) -> tuple[GlobalStep, ...]:
+        """The same of each rank by itself, also where several hold one model together."""
+        return _side_by_side(self.recorded)
 
     @cached_property
     def steps_taken(self) -> tuple[GlobalStep, ...]:
@@ -135,16 +143,12 @@ class TraceAnalysis:
         """Who computed what at each step taken, by step index."""
         spread = self.cell.contract.devices_per_process(self.cell.topology)
         return {
-            step.index: contract_layout(
-                self.with_a_loss(with_unique_draws(step.ranks)), spread, self.workload.accumulate
-            )
-            for step in self.steps_taken
+            step.index: contract_layout(with_unique_draws(step.ranks), spread, self.window) for step in self.steps_taken
         }
 
-    def with_a_loss(self, steps: Sequence[Step]) -> list[Step]:
-        """Return the steps of those ranks whose losses are averaged: ranks with the same samples have one loss."""
-        ranks = self.cell.contract.loss_ranks(self.cell.topology)
-        return [step for rank, step in enumerate(steps) if rank in ranks]
+    def one_device(self, layout: Layout) -> Layout:
+        """Return the same samples as one device takes them, each batch at once."""
+        return one_device_layout(layout, self.cell.contract.micro_batches)
 
     @cached_property
     def expected(self) -> dict[int, ExpectedGradients]:
@@ -159,7 +163,7 @@ class TraceAnalysis:
         contract = clipped(raw, self.workload.clip_norm)
         gradients = {layout: contract}
         # Both ways at every step, also where they are the same: a trainer keeps to one of them.
-        ways = (one_device_layout(layout), single_batch_layout(layout))
+        ways = (self.one_device(layout), single_batch_layout(layout))
         for way in ways:
             if way not in gradients:
                 gradients[way] = self.oracle.gradient(way)
@@ -219,13 +223,23 @@ class TraceAnalysis:
 
     def differing_ranks(self, pick: str) -> Iterable[tuple[GlobalStep, int, Step]]:
         """Yield the steps whose ``pick`` ('before', 'gradients', 'after') no earlier rank has, bit for bit."""
-        for global_step in self.steps_taken:
-            seen: list[Tensors] = []
-            for rank, step in enumerate(global_step.ranks):
-                value: Tensors = getattr(step, pick)
-                if not any(same(value, other) for other in seen):
-                    seen.append(value)
-                    yield global_step, rank, step
+        return differing(self.steps_taken, pick)
+
+
+def differing(steps: Iterable[GlobalStep], pick: str) -> Iterator[tuple[GlobalStep, int, Step]]:
+    """Yield the ranks' steps whose ``pick`` no earlier rank has, bit for bit."""
+    for global_step in steps:
+        seen: list[Tensors] = []
+        for rank, step in enumerate(global_step.ranks):
+            value: Tensors = getattr(step, pick)
+            if not any(same(value, other) for other in seen):
+                seen.append(value)
+                yield global_step, rank, step
+
+
+def _side_by_side(trace: Trace) -> tuple[GlobalStep, ...]:
+    columns = zip(*(rank.steps for rank in trace.ranks), strict=False)
+    return tuple(GlobalStep(index, steps) for index, steps in enumerate(columns))
 
 
 def same(left: Tensors, right: Tensors) -> bool:

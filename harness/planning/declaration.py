@@ -9,7 +9,7 @@ from typing import Any
 from harness.core.cell import Cell
 from harness.core.software import UNKNOWN, Software
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
-from harness.workloads import EVERY, PerformanceWorkload
+from harness.workloads import EVERY, PerformanceWorkload, Workload
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ class Declaration:
             return Refusal(f"{self.name} starts its ranks by itself: they can be examined, but not timed")
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
             return Refusal(workload.gloo_only)
-        return None
+        unstaged = None if cell.contract.micro_batches == 1 else _unstaged(cell, workload)
+        return None if unstaged is None else Refusal(unstaged)
 
     def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
         """Yield what of ``cell`` is beyond the way in which the subject trains, each with a sentence about it."""
@@ -76,3 +77,17 @@ class Declaration:
         needs_epochs = EVERY[cell.workload].needs_epochs
         if self.behavior.by_iterations and needs_epochs:
             yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"
+
+
+def _unstaged(cell: Cell, workload: Workload) -> str | None:
+    """Return why the stages of a pipeline cannot train a workload on micro-batches of equal size, None if they can."""
+    stages, parts = len(cell.contract.replicas(cell.topology)[0]), cell.contract.micro_batches
+    if workload.blocks is not None and workload.blocks < stages:
+        return f"the model of {cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
+    if workload.whole_batches:
+        return f"{cell.workload} has batches that are not divided: {workload.whole_batches}"
+    batch = workload.global_batch_size(cell.topology.devices)
+    for size in (batch, workload.samples(cell.topology.devices) % batch):
+        if size % parts:
+            return f"{cell.workload} has a batch of {size} samples, which does not divide into {parts} micro-batches"
+    return None

@@ -56,6 +56,8 @@ class Matrix:
 
     def asks(self, backend: Backend, declared: Declaration) -> bool:
         """Say whether a subject is asked for a backend: one that few trainers have, only if it or the user names it."""
+        if backend.by_name:
+            return backend.name in (self.backends or ())
         return not backend.rare or backend.name in declared.backends or bool(self.backends)
 
 

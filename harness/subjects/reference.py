@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -50,6 +51,12 @@ class _Adapter(Module):
             return super().configure_ddp(model, device_ids)
         return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
 
+    def while_planning(self) -> AbstractContextManager[None]:
+        return self.job.trial()
+
+    def while_staged(self, held: frozenset[str]) -> AbstractContextManager[None]:
+        return self.job.holding({name.removeprefix("model.") for name in held})
+
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(self.job.dataset, batch_size=self.job.batch_size, shuffle=self.job.shuffle)
 
@@ -67,6 +74,23 @@ class _Adapter(Module):
 )
 def train(job: Any) -> None:
     """Train ``job`` with ``harness.Trainer``."""
+    fit(job)
+
+
+@subject(
+    name="reference",
+    backends=["balanced"],
+    precisions=["64", "32", "16", "bf16"],
+    capabilities=CAPABILITIES,
+)
+def train_balanced(job: Any) -> None:
+    """Train ``job`` with its model's layers distributed over the devices."""
+    # Given, so that the contract does not depend on measured times.
+    fit(job, micro_batches=job.micro_batches)
+
+
+def fit(job: Any, **options: Any) -> None:
+    """Train ``job`` with a Trainer that is given these options too."""
     backend = None if job.backend in ("none", "auto") else job.backend
     checkpoint = f"{job.checkpoint_dir}/checkpoint.ckpt"
     trainer = Trainer(
@@ -82,6 +106,7 @@ def train(job: Any) -> None:
         max_epochs=job.epochs,
         max_steps=job.stop_after_step,
         seed=job.seed,
+        **options,
     )
     trainer.fit(_Adapter(job), ckpt_path=checkpoint if job.resume else None)
     if job.stop_after_step is not None:

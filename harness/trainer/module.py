@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -91,6 +92,18 @@ class Module(nn.Module):
         the same order; code between them may use these, the batch, and weights that are in no block.
         """
         return None
+
+    def while_planning(self) -> AbstractContextManager[Any]:
+        """Return a context in which balanced tries the step on the first batch, before it trains; by default none."""
+        return nullcontext()
+
+    def while_staged(self, held: frozenset[str]) -> AbstractContextManager[Any]:
+        """Return a context in which balanced trains one stage; by default none.
+
+        On this rank the parameters and buffers ``held``, by their names in this module, have values then; in others
+        are none. After it the module is whole again.
+        """
+        return nullcontext()
 
     def configure_ddp(self, model: nn.Module, device_ids: list[int] | None) -> nn.Module:
         """Return ``model`` wrapped such that its backward averages gradients over ranks.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ class Job:
         resume: go on from what lies in ``checkpoint_dir``, as if training had never stopped; there may be another
             number of ranks now.
         batch_size: samples a loader of this process draws at once.
+        micro_batches: how many parts of equal size a batch passes through the stages of a pipeline in; 1 elsewhere.
         global_batch_size: samples drawn at once over all processes.
         backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
         rank, local_rank, node_rank, world_size: processes: one a device for ddp, one a node for dp and ddp2. A subject
@@ -75,6 +76,7 @@ class Job:
         self.global_batch_size = workload.global_batch_size(devices)
         # Ranks that hold parts of one replica draw the same samples.
         self.batch_size = self.global_batch_size // len(cell.contract.loss_ranks(cell.topology))
+        self.micro_batches = cell.contract.micro_batches
         self.epochs, self.max_steps = workload.epochs, workload.max_steps
         self.steps = workload.steps(devices)
         self.accumulate, self.clip_norm = workload.accumulate, workload.clip_norm
@@ -126,6 +128,18 @@ class Job:
         after one that the GradScaler skipped.
         """
         return self._workload.scheduler(optimizer)
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Return a context in which forwards are no training, as where a trainer measures what its layers cost."""
+        return self._recorder.paused()
+
+    def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Return a context in which this rank holds a part of the model: ``names`` of parameters and buffers.
+
+        They are as ``model()`` has them. What other parameters and buffers contain does not matter: ranks that see the
+        same samples hold the model together. After the context the model is whole again.
+        """
+        return self._recorder.holding(names)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's context for forward and loss; it does nothing for 32 and 64."""

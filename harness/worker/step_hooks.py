@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -64,6 +65,14 @@ class StepHooks(ABC):
     def has_steps(self) -> bool:
         """Whether an optimizer step was recorded."""
         return False
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing that happens belongs to the training."""
+        return nullcontext()
+
+    def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
+        """Return a context in which the model has values of the parameters and buffers ``names`` alone."""
+        return nullcontext()
 
     def on_loss(self, batch: Any) -> None:  # noqa: B027
         """Note that the loss of ``batch`` is computed."""

@@ -54,6 +54,7 @@ class Validation(Mlp):
 
     name = "validation"
     exposes = "an evaluation that wipes gradients, leaves the model in evaluation mode, or leaves its statistics behind"
+    blocks = 4
     needs: ClassVar[frozenset[str]] = frozenset({"validation", "accumulation"})
     narrow = True
     precisions = ("32",)

@@ -30,6 +30,7 @@ class Mlp(Workload):
 
     name = "mlp"
     exposes = "wrong averages, missing synchronisation, wrong shards: no excuse for any difference"
+    blocks = 3
 
     def build(self) -> nn.Module:
         """Return 16 → 32 → 8, with biases."""
@@ -67,6 +68,7 @@ class LinearExact(Workload):
 
     name = "linear-exact"
     exposes = "any difference at all: the result must be equal bit for bit, without a tolerance"
+    blocks = 1
     exact = True
     batch_size = 16
 

@@ -31,6 +31,7 @@ class CnnBatchNorm(Workload):
 
     name = "cnn-batchnorm"
     exposes = "statistics per replica (deviates by contract), buffers, an optimizer that has a state"
+    blocks = 7
 
     def build(self) -> nn.Module:
         """Return two convolutions with BatchNorm, a mean over space, a linear head."""
@@ -65,6 +66,7 @@ class Contrastive(Workload):
 
     name = "contrastive"
     exposes = "which batch the loss sees: all of it (none, dp), a node's (ddp2), a rank's (ddp)"
+    blocks = 3
 
     def build(self) -> nn.Module:
         """Return an encoder 12 → 24 → 8 whose outputs have length one."""

@@ -35,6 +35,7 @@ class Overflow(Mlp):
 
     name = "overflow"
     exposes = "overflows found by each rank alone, or ignored; steps that are skipped and move something all the same"
+    blocks = 2
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("16", "32")
     shuffle = False

@@ -73,6 +73,7 @@ class UnusedParameters(Mlp):
 
     name = "unused-parameters"
     exposes = "gradients left unreduced because another rank, or none, used a parameter; unused ones that move"
+    blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
     unused_parameters = True
     narrow = True
@@ -95,6 +96,7 @@ class UnusedAtTheEnd(Mlp):
 
     name = "unused-at-the-end"
     exposes = "a bucket left unreduced in the last step, which DistributedDataParallel would only notice in the next"
+    blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
     unused_parameters = True
     narrow = True
@@ -144,6 +146,8 @@ class Thawed(Mlp):
 
     name = "thawed"
     exposes = "a layer without a gradient that decays all the same, and that is never trained when its time has come"
+    whole_batches = "its model counts forwards, and there is one for each micro-batch of a batch"
+    blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
     unused_parameters = True
     narrow = True

@@ -95,6 +95,7 @@ class Dropout(Mlp):
 
     name = "dropout"
     exposes = "training in evaluation mode, columns of a batch that no longer belong to each other"
+    blocks = 5
     narrow = True
     precisions = ("32",)
 
@@ -124,6 +125,7 @@ class RandomMasks(Mlp):
 
     name = "random-masks"
     exposes = "masks that are the same on several ranks, devices, or steps; no masks at all"
+    blocks = 5
     narrow = True
     precisions = ("32",)
 

@@ -34,6 +34,7 @@ class LmTokens(Workload):
 
     name = "lm-tokens"
     exposes = "token means taken per rank or per micro-batch, division by the padded length"
+    blocks = 3
 
     def build(self) -> nn.Module:
         """Return embedding, a causal mixing layer, a head; outputs are (batch, length, vocabulary)."""

@@ -31,6 +31,7 @@ class EmbeddingSparse(Workload):
 
     name = "embedding-sparse"
     exposes = "sparse gradients that are summed, overwritten or left out where dense ones are averaged"
+    blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"sparse-gradients"})
     gloo_only = "NCCL cannot all-reduce sparse gradients"
     narrow = True
@@ -64,6 +65,7 @@ class NestedOutputs(Mlp):
 
     name = "nested-outputs"
     exposes = "outputs gathered in part, without a gradient, or in another order; scalars that get lost or are summed"
+    blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"nested-outputs"})
     narrow = True
 
@@ -129,6 +131,7 @@ class Transformer(Workload):
 
     name = "transformer"
     exposes = "tied weights counted twice, averaged twice or untied; a gradient that is zero by construction accused"
+    blocks = 5
     narrow = True
     batch_size = 12
 

@@ -29,6 +29,7 @@ class AdamW(Mlp):
 
     name = "adamw"
     exposes = "parameter groups merged or reordered, decay where none is meant, moments that are lost"
+    blocks = 4
     narrow = True
     precisions: ClassVar[tuple[str, ...]] = ("32", "64")
 

@@ -138,7 +138,7 @@ def _every_micro_batch(case: LearningRateCase) -> Iterator[list[int]]:
 
 
 def _once_a_rank(case: LearningRateCase) -> Iterator[list[int]]:
-    yield [step * case.analysis.cell.processes for step in range(len(case.used))]
+    yield [step * case.analysis.world for step in range(len(case.used))]
 
 
 def _twice(case: LearningRateCase) -> Iterator[list[int]]:
@@ -156,7 +156,7 @@ def _scaled(case: LearningRateCase) -> Predicted:
     factors = [used / right for mine, all_due in pairs for used, right in zip(mine, all_due, strict=False) if right]
     if not factors or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
         return
-    world = case.analysis.cell.processes
+    world = case.analysis.world
     known = {world: "the world size", 1 / world: "one over the world size"}
     what = next((name for value, name in known.items() if abs(value - factors[0]) <= PRECISION * value), "a constant")
     yield Match(figures={"factor": f"{factors[0]:.4g}", "what": what})

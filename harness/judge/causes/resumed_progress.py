@@ -108,7 +108,7 @@ def _at_the_start(case: ProgressCase) -> set[int]:
 def _position_of_each_rank(case: ProgressCase) -> set[int]:
     """The place in the epoch where the samples of one rank are counted, and another number of ranks skips as many."""
     one = case.interruption
-    then, now = one.saved.cell.processes, one.whole.cell.processes
+    then, now = one.saved.world, one.whole.world
     return {one.epoch_begin + (one.place - one.epoch_begin) * now // then} if then != now else set()
 
 

@@ -89,7 +89,7 @@ def _all_ranks(from_the_start: bool) -> MaskPrediction:
     """Return the prediction that all ranks draw alike, from the first step on or later."""
 
     def predict(case: AlikeMasksCase) -> Iterator[Match]:
-        between, world = _between_ranks(case), case.analysis.cell.processes
+        between, world = _between_ranks(case), case.analysis.world
         if world > 1 and set(between) == set(combinations(range(world), 2)):
             match = _first(pair for own in between.values() for pair in own)
             if (match.step == 0) == from_the_start:
@@ -106,7 +106,7 @@ def _some_ranks(number: Callable[[int, int], int] | None = None) -> MaskPredicti
 
     def predict(case: AlikeMasksCase) -> Iterator[Match]:
         between, nodes = _between_ranks(case), case.analysis.cell.topology.num_nodes
-        on_node = case.analysis.cell.processes // nodes
+        on_node = case.analysis.world // nodes
         by_number = nodes > 1 and all(number(a, on_node) == number(b, on_node) for a, b in between) if number else True
         if between and by_number:
             yield _first(pair for own in between.values() for pair in own)

@@ -56,7 +56,7 @@ def moved_by_others(analysis: TraceAnalysis) -> Match | None:
     and over the training every rank's weights moved by the updates of all ranks, but for those of the last step that
     had not been applied yet. Ranks that merely diverged move by their own updates alone.
     """
-    world = analysis.cell.processes
+    world = analysis.world
     if world == 1 or not _same_gradients(analysis):
         return None
     by_others = once = False

@@ -53,14 +53,14 @@ def _stepped_by_several_optimizers(case: TraceCase) -> Iterator[Match]:
 def _once_a_rank(case: TraceCase) -> Iterator[Match]:
     """Every batch is followed by as many steps as there are ranks; with two ranks that could be twice as well."""
     times, first = _steps_per_batch(case)
-    if first is not None and times == case.analysis.cell.processes > 2:
+    if first is not None and times == case.analysis.world > 2:
         yield Match(first.index, figures={"times": round(times)})
 
 
 def _stepped_without_a_batch(case: TraceCase) -> Iterator[Match]:
     times, first = _steps_per_batch(case)
     if first is not None:
-        unclear = times == case.analysis.cell.processes == 2
+        unclear = times == case.analysis.world == 2
         more = " (twice, or once a rank? Three ranks would tell)" if unclear else ""
         figures = {"count": len(_without_batch(case.analysis)), "total": len(case.analysis.steps), "more": more}
         yield Match(first.index, figures=figures)
@@ -89,7 +89,7 @@ def _one_batch_a_micro_batch(analysis: TraceAnalysis) -> bool:
         for step in trace.steps
         for micro in step.micro_batches
     }
-    full = analysis.workload.global_batch_size(analysis.devices) // analysis.cell.processes
+    full = analysis.workload.global_batch_size(analysis.devices) // analysis.world
     return bool(sizes) and max(sizes) == full
 
 

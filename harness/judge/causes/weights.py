@@ -45,7 +45,7 @@ def _updates_between(left: Tensors, found: Tensors, step: Step, analysis: TraceA
         return 0
     times = round(float(moved @ made / (made @ made)))
     # Rounding of the weights limits how well the multiple is known.
-    return times if 1 <= times < analysis.cell.processes and norm(moved - times * made) <= 1e-3 * norm(made) else 0
+    return times if 1 <= times < analysis.world and norm(moved - times * made) <= 1e-3 * norm(made) else 0
 
 
 def _difference(left: Tensors, right: Tensors, names: Sequence[str]) -> torch.Tensor:

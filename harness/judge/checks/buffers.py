@@ -24,7 +24,7 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
     """
     if not analysis.steps or not analysis.steps[0].ranks[0].buffers:
         return None
-    if analysis.behavior.own_buffers and analysis.cell.processes > 1:
+    if analysis.behavior.own_buffers and analysis.world > 1:
         return own_buffers(analysis)
     for global_step in analysis.steps:
         first = global_step.ranks[0].buffers

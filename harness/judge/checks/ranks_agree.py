@@ -10,14 +10,17 @@ from harness.judge.causes.registry import explain
 from harness.judge.causes.weights import DivergedRanksCase
 from harness.judge.findings import error_at, failed, from_deviation
 from harness.judge.oracle.noise import Deviation, distance, in_noise, largest, limit, rounding_unit
-from harness.judge.trace_analysis import TraceAnalysis
+from harness.judge.trace_analysis import TraceAnalysis, differing
 
 
 def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
-    """Compare the weights after each step with rank 0's; if one rank skipped, all must. None in a world of one."""
+    """Compare the weights after each step with rank 0's; if one rank skipped, all must. None in a world of one.
+
+    Where ranks hold one model together, it is the first of them that has a weight in the place of rank 0.
+    """
     if analysis.cell.processes == 1:
         return None
-    for global_step in analysis.steps:
+    for global_step in analysis.recorded_steps:
         skipped = [rank for rank, step in enumerate(global_step.ranks) if step.skipped]
         if 0 < len(skipped) < len(global_step.ranks):
             return failed(
@@ -37,8 +40,9 @@ def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
 
 
 def _errors(analysis: TraceAnalysis) -> Iterator[Deviation]:
-    for global_step, rank, step in analysis.differing_ranks("after"):
+    taken = (step for step in analysis.recorded_steps if not step.skipped)
+    for global_step, rank, step in differing(taken, "after"):
         for name, value in step.after.items() if rank else ():
-            reference = global_step.ranks[0].after[name]
+            reference = analysis.steps[global_step.index].ranks[0].after[name]
             unit = rounding_unit([reference.double()], analysis.epsilon)
             yield Deviation(in_noise(distance(value, reference), unit), global_step.index, name, rank)

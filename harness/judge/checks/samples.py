@@ -21,7 +21,7 @@ Used = list[tuple[int, ...]]
 
 def samples(analysis: TraceAnalysis) -> Finding:
     """Coverage, disjointness, order and reshuffling, from the ids that went through the model's forward."""
-    world, expected = analysis.cell.processes, len(analysis.oracle.data)
+    world, expected = analysis.world, len(analysis.oracle.data)
     used: Used = [tuple(i for step in each.ranks for i in drawn(step)) for each in analysis.steps]
     if not any(used):
         raise Vacuous("the model was never called with a batch that has an 'index'")
@@ -46,7 +46,7 @@ def samples(analysis: TraceAnalysis) -> Finding:
 
 def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:
     """Return what is wrong with the coverage or the order of the epochs."""
-    windows, world = analysis.epochs.windows, analysis.cell.processes
+    windows, world = analysis.epochs.windows, analysis.world
     epochs = [used[start : start + windows] for start in range(0, len(used), windows)]
     return (
         next((p for e, epoch in enumerate(epochs) if (p := _coverage(e, epoch, windows, expected, world))), None)
@@ -73,7 +73,7 @@ def _window_size(analysis: TraceAnalysis) -> int:
 
 def _wrong_batch_size(analysis: TraceAnalysis) -> str | None:
     """Every step but the last of an epoch consumes ``accumulate`` whole batches; by iterations every step does."""
-    size, world, windows = _window_size(analysis), analysis.cell.processes, analysis.epochs.windows
+    size, world, windows = _window_size(analysis), analysis.world, analysis.epochs.windows
     for global_step in analysis.steps:
         count = sum(len(drawn(step)) for step in global_step.ranks)
         is_last = (global_step.index + 1) % windows == 0 and not analysis.behavior.by_iterations

@@ -14,7 +14,7 @@ def steps(analysis: TraceAnalysis) -> Finding:
     expected = analysis.steps_due
     if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank, so there is nothing to compare")
-    for trace in analysis.trace.ranks:
+    for trace in analysis.recorded.ranks:
         if len(trace.steps) != expected:
             message = f"{len(trace.steps)} optimizer steps where the workload has {expected}"
             return explain(failed("steps", message, family="data", rank=trace.rank), StepCountCase(analysis))

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from harness.evidence.trace import Tensors
-from harness.judge.oracle.layout import Layout, one_device_layout, shuffled
+from harness.judge.oracle.layout import Layout, shuffled
 from harness.judge.oracle.noise import distance, limit, rounding_unit
 from harness.judge.oracle.oracle import Oracle
 from harness.workloads import Problem
@@ -49,6 +49,9 @@ class RecordedTraining(Protocol):
     def cell_oracle(self) -> Oracle:
         """The cell's own precision, one device."""
 
+    def one_device(self, layout: Layout) -> Layout:
+        """Return the same samples as one device takes them, each batch at once."""
+
     def load_inputs(self, oracle: Oracle, step: Any) -> None:
         """Give an oracle what a step's forwards depend on besides the weights."""
 
@@ -64,7 +67,7 @@ class FullTraining:
     def layouts(self) -> tuple[Layout, ...]:
         """The contract's layout of each step; one device's where that is the same: one pass, not many."""
         layouts = tuple(self._recorded.layouts.values())
-        return tuple(map(one_device_layout, layouts)) if self._recorded.is_one_device else layouts
+        return tuple(map(self._recorded.one_device, layouts)) if self._recorded.is_one_device else layouts
 
     @cached_property
     def contract(self) -> Tensors:

@@ -87,9 +87,10 @@ def _group(forwards: Sequence[Share], devices: int) -> Group:
     return shares
 
 
-def one_device_layout(layout: Layout) -> Layout:
-    """Return the same samples on one device: one group of one device for each micro-batch."""
-    return tuple(((tuple(draws((groups,))),),) for groups in layout)
+def one_device_layout(layout: Layout, micro_batches: int = 1) -> Layout:
+    """Return the same samples on one device: one group of one device for each so many micro-batches."""
+    batches = (layout[start : start + micro_batches] for start in range(0, len(layout), micro_batches))
+    return tuple(((tuple(draws(batch)),),) for batch in batches)
 
 
 def single_batch_layout(layout: Layout) -> Layout:

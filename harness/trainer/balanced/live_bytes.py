@@ -26,10 +26,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and count the storages of its results that are not those of its arguments."""
-        for tensor in tensors_in((args, kwargs or {})):
+        for tensor in dense_parts((args, kwargs or {})):
             self._note(tensor, 0)
         outputs = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(outputs):
+        for tensor in dense_parts(outputs):
             self._note(tensor, tensor.untyped_storage().nbytes())
         self.peak = max(self.peak, self.now)
         return outputs
@@ -46,3 +46,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, size: int) -> None:
         self.now -= size
+
+
+def dense_parts(value: Any) -> list[Tensor]:
+    """Return the tensors in nested dicts, lists and tuples; of a sparse one its indices and its values."""
+    parts: list[Tensor] = []
+    for tensor in tensors_in(value):
+        parts += [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return parts

@@ -50,7 +50,8 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     state.samples_per_batch = getattr(train_loader, "batch_size", None)
     box: list[Any] = [None]
     if rank == 0:
-        box = [make_plan(trainer, state, train_loader, device)]
+        with module.while_planning():
+            box = [make_plan(trainer, state, train_loader, device)]
     dist.broadcast_object_list(box, 0, control)
     chain, balance = box[0]
     trainer.balance = Balance(balance)
@@ -90,7 +91,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         weights=weights,
         pipeline=running,
     )
-    with interception.installed():
+    with interception.installed(), module.while_staged(held[rank]):
         train(trainer, state, work)
     reports: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(reports, pipeline.clock.report(), control)

@@ -6,7 +6,8 @@ the job's loss, and the GradScaler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -48,6 +49,8 @@ class Recorder(StepHooks):
         self._scale: float | None = None
         self._buffers: Tensors = {}
         self._parts: list[OptimizerPart] = []
+        self._paused = False
+        self._held: frozenset[str] | None = None
 
     def watch(self, model: nn.Module) -> None:
         """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
@@ -59,6 +62,24 @@ class Recorder(StepHooks):
             if getattr(layer, "draws", None):
                 layer.register_forward_hook(self._on_draw)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record no forward, no loss and no draw."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    @contextmanager
+    def holding(self, names: Collection[str]) -> Iterator[None]:
+        """Record the parameters and buffers ``names`` alone, as if the model had no others."""
+        self._held = frozenset(names)
+        try:
+            yield
+        finally:
+            self._held = None
+
     @property
     def has_steps(self) -> bool:
         """Whether an optimizer step was recorded."""
@@ -66,7 +87,7 @@ class Recorder(StepHooks):
 
     def on_loss(self, batch: Any) -> None:
         """Take down that the job's loss saw ``batch``: it closes a micro-batch."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._paused:
             self._passes.close(_ids(batch))
 
     def on_log(self, name: str, value: Any) -> None:
@@ -94,7 +115,7 @@ class Recorder(StepHooks):
         )
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if _recomputes():
+        if _recomputes() or self._paused:
             return
         batch = next((value for value in (*args, *kwargs.values()) if _ids(value) is not None), None)
         if batch is None:
@@ -104,7 +125,7 @@ class Recorder(StepHooks):
             self._evaluated(len(self._passes), ids, module.training)
             return
         if not self._passes:
-            self._buffers = {name: copied(buffer) for name, buffer in module.named_buffers()}
+            self._buffers = {name: copied(buffer) for name, buffer in module.named_buffers() if self._holds(name)}
         self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
 
     def _on_outputs(self, module: nn.Module, args: Any, outputs: Any) -> None:
@@ -127,6 +148,8 @@ class Recorder(StepHooks):
                 self.evaluations.append(Evaluation(*place, ids, training))
 
     def _on_draw(self, layer: nn.Module, args: Any, drawn: Tensor) -> None:
+        if self._paused or any(isinstance(one, Tensor) and one.is_meta for one in (*args, drawn)):
+            return  # the values of a stage are computed elsewhere
         device, name = drawn.device.index or 0, str(layer.draws)
         if _recomputes():
             self._passes.redraw(device, name, copied(drawn))
@@ -213,7 +236,14 @@ class Recorder(StepHooks):
     def _weights(self) -> Tensors:
         if self._model is None:
             return {}
-        return {name: kept(parameter, self._store) for name, parameter in self._model.named_parameters()}
+        return {name: kept(parameter, self._store) for name, parameter in self._own_parameters().items()}
+
+    def _own_parameters(self) -> dict[str, nn.Parameter]:
+        every = () if self._model is None else self._model.named_parameters()
+        return {name: parameter for name, parameter in every if self._holds(name)}
+
+    def _holds(self, name: str) -> bool:
+        return self._held is None or name in self._held
 
     def _refuse_flattened(self) -> None:
         """Raise where the model's parameters are pieces of flat vectors, which cannot be put together."""
@@ -227,7 +257,7 @@ class Recorder(StepHooks):
     def _current_weights(self) -> Tensors:
         """Return the weights as they are now: the last step's own object where they have not changed since."""
         last = self.steps[-1].after if self.steps else None
-        own = {} if self._model is None else dict(self._model.named_parameters())
+        own = self._own_parameters()
         if last is not None and last.keys() == own.keys() and all(is_still(own[name], last[name]) for name in last):
             return last
         return self._weights()

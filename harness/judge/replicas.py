@@ -1,0 +1,81 @@
+"""Ranks that see the same samples and hold one model together, such as the stages of a pipeline, judged as one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Tensors, Trace
+
+
+def as_replicas(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
+    """Return a launch's trace with one rank for each of these groups; unchanged where a rank is alone in its group.
+
+    What several ranks of a group hold is that of the first: whether they agree is for a check of all ranks to say.
+    """
+    if all(len(group) == 1 for group in groups):
+        return trace
+    members = ([trace.ranks[rank] for rank in group if rank < len(trace.ranks)] for group in groups)
+    return replace(trace, ranks=tuple(_replica(place, ranks) for place, ranks in enumerate(members) if ranks))
+
+
+def _replica(place: int, ranks: Sequence[RankTrace]) -> RankTrace:
+    takes_loss = max(ranks, key=lambda rank: sum(map(_losses, rank.steps)))
+    finals = [rank.final for rank in ranks if rank.final is not None]
+    return replace(
+        takes_loss,
+        rank=place,
+        steps=tuple(map(_step, zip(*(rank.steps for rank in ranks), strict=False))),
+        final=_first_of_each(finals) if finals else None,
+        final_buffers=_first_of_each(rank.final_buffers for rank in ranks),
+        # Every rank may report the metrics, or one alone.
+        logged=takes_loss.logged or next((rank.logged for rank in ranks if rank.logged), ()),
+    )
+
+
+def _step(parts: Sequence[Step]) -> Step:
+    """Return one step of all ranks of a replica as one."""
+    holders: dict[str, Step] = {}
+    for part in parts:
+        for name in part.before:
+            holders.setdefault(name, part)
+    return replace(
+        parts[0],
+        micro_batches=_micro_batches(parts),
+        before=_first_of_each(part.before for part in parts),
+        # A parameter that its holder has no gradient of has none, whatever other ranks have.
+        gradients={name: part.gradients[name] for name, part in holders.items() if name in part.gradients},
+        after=_first_of_each(part.after for part in parts),
+        skipped=any(part.skipped for part in parts),
+        buffers=_first_of_each(part.buffers for part in parts),
+        turns=tuple(
+            tuple(dict.fromkeys(name for names in turn for name in names))
+            for turn in zip(*(part.turns for part in parts), strict=False)
+        ),
+    )
+
+
+def _micro_batches(parts: Sequence[Step]) -> tuple[MicroBatch, ...]:
+    """Return the passes of a replica: the first rank has their samples, a last one may have the loss's alone."""
+    return tuple(
+        MicroBatch(
+            forwards=next(micro.forwards for micro in passes if micro is not None),
+            loss=next((micro.loss for micro in passes if micro is not None and micro.loss is not None), None),
+            drawn=_first_of_each(micro.drawn for micro in passes if micro is not None),
+        )
+        for passes in zip_longest(*(part.micro_batches for part in parts))
+    )
+
+
+def _losses(step: Step) -> int:
+    return sum(micro.loss is not None for micro in step.micro_batches)
+
+
+def _first_of_each(several: Iterable[Tensors]) -> Tensors:
+    """Return the tensors of all, by name; of those with one name the first."""
+    joined: Tensors = {}
+    for tensors in several:
+        for name, value in tensors.items():
+            joined.setdefault(name, value)
+    return joined
