@@ -28,7 +28,8 @@ class Plan:
     ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
     really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
     itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in,
-    ``device_memory`` how many bytes a device, or each of them, may hold.
+    ``device_memory`` how many bytes a device, or each of them, may hold, and ``stages`` how many stages it is divided
+    into.
     """
 
     backend: Strategy
@@ -50,6 +51,7 @@ class Plan:
     shared: int | None = None
     micro_batches: int | None = None
     device_memory: int | tuple[int, ...] | None = None
+    stages: int | None = None
 
     @property
     def comm(self) -> str:
@@ -98,6 +100,7 @@ def connect(
     oversubscribe: Any = False,
     micro_batches: Any = None,
     device_memory: Any = None,
+    stages: Any = None,
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
@@ -134,10 +137,11 @@ def connect(
         )
         name = "ddp"
     whole("micro_batches", micro_batches, 1, optional=True)
+    whole("stages", stages, 1, optional=True)
     limits = device_memory if isinstance(device_memory, (list, tuple)) else [device_memory]
     for limit in limits:
         whole("device_memory", limit, 1, optional=True)
-    for option, value in (("micro_batches", micro_batches), ("device_memory", device_memory)):
+    for option, value in (("micro_batches", micro_batches), ("device_memory", device_memory), ("stages", stages)):
         if value is not None and name != "balanced":
             raise MisconfigurationError(
                 f"{option}={value} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
@@ -179,7 +183,13 @@ def connect(
         shared=shared,
         micro_batches=micro_batches,
         device_memory=tuple(device_memory) if isinstance(device_memory, list) else device_memory,
+        stages=stages,
     )
+    if stages is not None and plan.world_size % stages:
+        raise MisconfigurationError(
+            f"stages={stages} does not divide the {plan.world_size} devices, on which each replica of the stages needs "
+            "as many: use a divisor, or another number of gpus."
+        )
     if shared is not None and plan.devices_per_process > shared:
         raise MisconfigurationError(
             f"distributed_backend={distributed_backend!r} with gpus={gpus!r} has {plan.devices_per_process} replicas "

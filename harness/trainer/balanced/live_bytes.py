@@ -14,7 +14,8 @@ from harness.trainer.balanced.blocks import tensors_in
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations allocate within the context, until they are freed.
 
-    What was there before does not count, nor what an operation allocates and frees within itself.
+    What was there before does not count, nor what an operation allocates and frees within itself, nor tensors without
+    values, those of the meta device.
     """
 
     def __init__(self) -> None:
@@ -27,15 +28,18 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and count the storages of its results that are not those of its arguments."""
         for tensor in tensors_in((args, kwargs or {})):
-            self._note(tensor, 0)
+            self._note(tensor, new=False)
         outputs = func(*args, **(kwargs or {}))
         for tensor in tensors_in(outputs):
-            self._note(tensor, tensor.untyped_storage().nbytes())
+            self._note(tensor, new=True)
         self.peak = max(self.peak, self.now)
         return outputs
 
-    def _note(self, tensor: Tensor, size: int) -> None:
+    def _note(self, tensor: Tensor, *, new: bool) -> None:
+        if tensor.is_sparse:
+            return  # its indices and values are noted by themselves where they are made
         storage = tensor.untyped_storage()
+        size = storage.nbytes() if new and storage.device.type != "meta" else 0
         known = self._seen.get(storage._cdata)
         if known is not None and known() is not None:
             return
