@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from harness.trainer import checkpoint_file as checkpoints
@@ -16,6 +17,7 @@ from harness.trainer.balanced.batches import SameBatches
 from harness.trainer.balanced.blocks import held_tensors
 from harness.trainer.balanced.exchange import Exchange
 from harness.trainer.balanced.measured import Balance
+from harness.trainer.balanced.patience import Patience
 from harness.trainer.balanced.pipeline import Pipeline, Place
 from harness.trainer.balanced.planning import make_plan
 from harness.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
@@ -81,9 +83,10 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         checkpoints.restore(checkpoint, trainer, state)
 
     stage = balance.stages[number]
+    patience = Patience(plan.stage_timeout, number, place.first_rank, _get_default_store())
     pipeline = Pipeline(
         place, chain.part(stage.first, stage.last), balance.micro_batches, interception,
-        Exchange(device, control, place.first_rank), precision,
+        Exchange(device, patience), precision,
     )  # fmt: skip
     step = StepModule(module, precision)
     allowed = None if balance.memory is None else balance.memory[number]
