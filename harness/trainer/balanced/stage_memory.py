@@ -59,7 +59,7 @@ class StageMemory:
         self.measuring = len(self._stepped) < len(self.optimizers)
         if self.device.type == "cuda":
             yield
-            self._note(0)
+            self._note(torch.cuda.max_memory_allocated(self.device))
         else:
             before = self._held_bytes()
             with LiveBytes() as live:
@@ -68,20 +68,20 @@ class StageMemory:
 
     def peak_bytes(self) -> int:
         """Return the most that was held at a time."""
-        self._note(0)
+        if self.device.type == "cuda":
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
         return self.peak
 
     def _note_first_step(self, number: int, optimizer: Optimizer) -> None:
         def note(*_: Any) -> None:
             handle.remove()
             self._stepped.add(number)
-            self._note(self._held_bytes() if self.device.type == "cpu" else 0)
+            if self.device.type != "cuda":  # there the next batch notes it
+                self._note(self._held_bytes())
 
         handle = optimizer.register_step_post_hook(note)
 
     def _note(self, held: int) -> None:
-        if self.device.type == "cuda":
-            held = torch.cuda.max_memory_allocated(self.device)
         self.peak = max(self.peak, held)
         if self.allowed is not None and self.peak > self.allowed:
             raise MisconfigurationError(
