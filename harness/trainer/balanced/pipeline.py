@@ -129,9 +129,9 @@ class Pipeline:
         if number:
             if not known:
                 self.shapes[key] = [self.exchange.hear(number - 1), None]
-            arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
-            # In 1F1B the stage before sends this after it took all gradients that were sent to it, but for the last.
+            # In 1F1B the stage before takes all gradients that were sent to it, but for the last, before it sends.
             self.exchange.settle(forward=False, but=1)
+            arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
         gradients: list[Tensor | None] = [None] * len(arriving)
         inputs = (
             [note_gradient(tensor, gradients, place) for place, tensor in enumerate(arriving)] if train else arriving
