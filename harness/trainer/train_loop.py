@@ -40,8 +40,8 @@ class TrainLoop:
         criterion: A function or module that ``get_loss`` is handed.
         gpu_mode: ``"single"``: one device. ``"dp"``: the model's forward is split over the devices of this process, and
             the criterion sees the outputs of the whole batch. ``"ddp"``: a process a device, each with batches of its
-            own; gradients are averaged. ``"balanced"``: a process a device, each with a part of the model; see
-            ``Trainer``. The processes are started here, unless torchrun or srun has started them.
+            own; gradients are averaged. ``"balanced"``: a process a device, each with a part of the model. Processes
+            are started here, unless torchrun or srun has started them.
         use_amp: Forward and loss under float16 autocast; the loss is scaled.
         accelerator: ``"cuda"``, ``"cpu"`` (several devices are simulated), or ``"auto"``.
         seed: Of the order of the data.
@@ -89,8 +89,7 @@ class TrainLoop:
 
         Args:
             num_epochs: Passes over ``train_loader``.
-            num_nodes: With ``ddp`` and ``balanced``: ``fit`` is called on so many nodes, MASTER_ADDR and MASTER_PORT
-                being set.
+            num_nodes: With processes: ``fit`` is called on so many nodes, MASTER_ADDR and MASTER_PORT being set.
             node_rank: Which of them this is, from 0. Under torchrun or srun their variables say it.
             num_gpus: Devices of each node. None: all there are, or one with ``single``.
 
@@ -129,8 +128,7 @@ class TrainLoop:
         )
         weights = [list(group["params"]) for group in self.optimizer.param_groups]
         trainer.fit(Trained(self.model, self.criterion, self.optimizer, self.train_loader, self.val_loader))
-        # Processes that were started here have stepped their copies; a stage has left itself its part.
-        if not trainer.optimizers or self.gpu_mode == "balanced":
+        if not trainer.optimizers or self.gpu_mode == "balanced":  # other processes have stepped copies, or parts
             assert trainer.checkpoint is not None
             for group, whole_group in zip(self.optimizer.param_groups, weights, strict=True):
                 group["params"] = whole_group
