@@ -86,7 +86,7 @@ def train(job: Any) -> None:
 def train_balanced(job: Any) -> None:
     """Train ``job`` with its model's layers distributed over the devices."""
     # Given, so that the contract does not depend on measured times.
-    fit(job, micro_batches=job.micro_batches)
+    fit(job, micro_batches=job.micro_batches, stages=job.gpus * job.num_nodes)
 
 
 def fit(job: Any, **options: Any) -> None:

@@ -18,6 +18,9 @@ from harness.trainer.precision_plugins import Autocast, Converted, MasterWeights
 from harness.trainer.strategies import STRATEGIES, Strategy
 
 LEVELS: dict[str, type[PrecisionPlugin]] = {"O0": PrecisionPlugin, "O1": Autocast, "O2": MasterWeights, "O3": Converted}
+STAGE_TIMEOUT = 1800.0
+"""Seconds; it is that of torch's process groups."""
+
 HALF = {"16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -28,7 +31,8 @@ class Plan:
     ``devices`` are the indices of the devices that each node uses; with ``shared``, the number of devices that there
     really are, ranks share these in turn. ``start_method`` is how ranks are started, None where this process is a rank
     itself. ``micro_batches`` is how many the user wants a batch to pass through the stages in,
-    ``device_memory`` how many bytes a device, or each of them, may hold.
+    ``device_memory`` how many bytes a device, or each of them, may hold, and ``stages`` how many stages it is divided
+    into; a stage waits ``stage_timeout`` seconds for another one.
     """
 
     backend: Strategy
@@ -50,6 +54,8 @@ class Plan:
     shared: int | None = None
     micro_batches: int | None = None
     device_memory: int | tuple[int, ...] | None = None
+    stages: int | None = None
+    stage_timeout: float = STAGE_TIMEOUT
 
     @property
     def comm(self) -> str:
@@ -98,6 +104,8 @@ def connect(
     oversubscribe: Any = False,
     micro_batches: Any = None,
     device_memory: Any = None,
+    stages: Any = None,
+    stage_timeout: Any = None,
     variables: Mapping[str, str] = os.environ,
     cuda_devices: int | None = None,
 ) -> Plan:
@@ -134,10 +142,18 @@ def connect(
         )
         name = "ddp"
     whole("micro_batches", micro_batches, 1, optional=True)
+    whole("stages", stages, 1, optional=True)
     limits = device_memory if isinstance(device_memory, (list, tuple)) else [device_memory]
     for limit in limits:
         whole("device_memory", limit, 1, optional=True)
-    for option, value in (("micro_batches", micro_batches), ("device_memory", device_memory)):
+    if stage_timeout is not None and (isinstance(stage_timeout, bool) or not isinstance(stage_timeout, (int, float))):
+        raise MisconfigurationError(f"stage_timeout={stage_timeout!r} is not a number: give seconds, or None.")
+    if stage_timeout is not None and not stage_timeout > 0:
+        raise MisconfigurationError(f"stage_timeout={stage_timeout} must be more than 0 seconds.")
+    for option, value in (
+        ("micro_batches", micro_batches), ("device_memory", device_memory), ("stages", stages),
+        ("stage_timeout", stage_timeout),
+    ):  # fmt: skip
         if value is not None and name != "balanced":
             raise MisconfigurationError(
                 f"{option}={value} is of distributed_backend='balanced' alone, not of {name!r}: leave it out."
@@ -179,7 +195,14 @@ def connect(
         shared=shared,
         micro_batches=micro_batches,
         device_memory=tuple(device_memory) if isinstance(device_memory, list) else device_memory,
+        stages=stages,
+        stage_timeout=STAGE_TIMEOUT if stage_timeout is None else float(stage_timeout),
     )
+    if stages is not None and plan.world_size % stages:
+        raise MisconfigurationError(
+            f"stages={stages} does not divide the {plan.world_size} devices, on which each replica of the stages needs "
+            "as many: use a divisor, or another number of gpus."
+        )
     if shared is not None and plan.devices_per_process > shared:
         raise MisconfigurationError(
             f"distributed_backend={distributed_backend!r} with gpus={gpus!r} has {plan.devices_per_process} replicas "

@@ -40,7 +40,8 @@ class TrainLoop:
         criterion: A function or module that ``get_loss`` is handed.
         gpu_mode: ``"single"``: one device. ``"dp"``: the model's forward is split over the devices of this process, and
             the criterion sees the outputs of the whole batch. ``"ddp"``: a process a device, each with batches of its
-            own; gradients are averaged. The processes are started here, unless torchrun or srun has started them.
+            own; gradients are averaged. ``"balanced"``: a process a device, each with a part of the model. Processes
+            are started here, unless torchrun or srun has started them.
         use_amp: Forward and loss under float16 autocast; the loss is scaled.
         accelerator: ``"cuda"``, ``"cpu"`` (several devices are simulated), or ``"auto"``.
         seed: Of the order of the data.
@@ -66,7 +67,7 @@ class TrainLoop:
         seed: int = 0,
         start_method: str | None = None,
     ) -> None:
-        one_of("gpu_mode", gpu_mode, ("single", "dp", "ddp"))
+        one_of("gpu_mode", gpu_mode, ("single", "dp", "ddp", "balanced"))
         one_of("accelerator", accelerator, ("auto", "cuda", "cpu"))
         needed = {
             "get_loss": True,
@@ -88,7 +89,7 @@ class TrainLoop:
 
         Args:
             num_epochs: Passes over ``train_loader``.
-            num_nodes: With ``ddp``: ``fit`` is called on so many nodes, MASTER_ADDR and MASTER_PORT being set.
+            num_nodes: With processes: ``fit`` is called on so many nodes, MASTER_ADDR and MASTER_PORT being set.
             node_rank: Which of them this is, from 0. Under torchrun or srun their variables say it.
             num_gpus: Devices of each node. None: all there are, or one with ``single``.
 
@@ -107,7 +108,7 @@ class TrainLoop:
             raise MisconfigurationError(
                 f"node_rank={node_rank} does not exist among num_nodes={num_nodes}: count nodes from 0."
             )
-        if num_nodes > 1 and self.gpu_mode != "ddp":
+        if num_nodes > 1 and self.gpu_mode not in ("ddp", "balanced"):
             raise MisconfigurationError(
                 f"num_nodes={num_nodes} cannot be trained with gpu_mode={self.gpu_mode!r}: use gpu_mode='ddp'."
             )
@@ -125,9 +126,12 @@ class TrainLoop:
             seed=self.seed + self.epochs,  # an epoch's order follows from the sum of its number and this
             start_method=self.start_method,
         )
+        weights = [list(group["params"]) for group in self.optimizer.param_groups]
         trainer.fit(Trained(self.model, self.criterion, self.optimizer, self.train_loader, self.val_loader))
-        if not trainer.optimizers:  # processes that were started here have stepped their copies
+        if not trainer.optimizers or self.gpu_mode == "balanced":  # other processes have stepped copies, or parts
             assert trainer.checkpoint is not None
+            for group, whole_group in zip(self.optimizer.param_groups, weights, strict=True):
+                group["params"] = whole_group
             self.optimizer.load_state_dict(trainer.checkpoint()["optimizers"][0])
         self.metrics = trainer.metrics
         self.epochs += num_epochs

@@ -54,6 +54,10 @@ class Trainer:
             None: chosen for speed; give it where samples of a batch depend on one another, as through BatchNorm.
         device_memory: With balanced, how many bytes a device may hold, or a list with a number for each. None: what a
             CUDA device has.
+        stages: With balanced, how many parts the module is divided into. Where that is less than there are devices,
+            replicas of the stages share the micro-batches of each batch. None: chosen for speed, at least 2.
+        stage_timeout: With balanced, for how many seconds a stage waits for another one; None: for half an hour. NCCL
+            has a limit of its own.
         oversubscribe: Let ranks share CUDA devices where there are fewer than ``gpus``; they talk over gloo.
 
     Raises:
@@ -85,6 +89,8 @@ class Trainer:
         oversubscribe: bool = False,
         micro_batches: int | None = None,
         device_memory: int | Sequence[int] | None = None,
+        stages: int | None = None,
+        stage_timeout: float | None = None,
     ) -> None:
         if nb_gpu_nodes is not None and num_nodes not in (1, nb_gpu_nodes):
             raise MisconfigurationError(
@@ -110,6 +116,8 @@ class Trainer:
             oversubscribe=oversubscribe,
             micro_batches=micro_batches,
             device_memory=device_memory,
+            stages=stages,
+            stage_timeout=stage_timeout,
             variables=os.environ if node_rank is None else {**os.environ, "NODE_RANK": str(node_rank)},
         )
         self.global_step = 0

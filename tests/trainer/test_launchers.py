@@ -131,6 +131,30 @@ def test_plain_ddp_on_two_nodes_of_two_ranks(problem, tmp_path):
         assert problem.same_weights(node, problem.by_hand(batch=2, world=4))
 
 
+@pytest.mark.parametrize("stages", [2, 4])
+def test_balanced_on_two_nodes_of_two_devices(problem, stages, tmp_path):
+    class Deeper(problem.Regression):
+        def __init__(self):
+            super().__init__(batch_size=8, samples=26)
+            self.net.append(nn.Tanh().double())
+
+    def train():
+        module = Deeper()
+        trainer = Trainer(
+            gpus=2, num_nodes=2, distributed_backend="balanced", accelerator="cpu", precision=64, max_epochs=2,
+            stages=stages, micro_batches=2,
+        )  # fmt: skip
+        trainer.fit(module)
+        assert (len(trainer.balance.plan.stages), trainer.balance.plan.replicas) == (stages, 4 // stages)
+        return module.net.state_dict()
+
+    alone = Deeper()
+    Trainer(accelerator="cpu", precision=64, max_epochs=2).fit(alone)
+    for state in on_two_nodes(train, plain_node, free_port(), tmp_path):
+        for name, value in alone.net.state_dict().items():
+            assert torch.allclose(state[name], value, rtol=1e-12, atol=1e-12)
+
+
 def test_a_users_own_process_group_is_used_and_left_open(problem, tmp_path):
     port = free_port()
 

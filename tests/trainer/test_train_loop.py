@@ -83,13 +83,13 @@ def test_each_mode_trains_as_one_device_does(problem, loop, gpu_mode, num_gpus, 
     assert len(momenta) == 4, "the optimizer in this process is as training left it"
 
 
-@pytest.mark.parametrize(("gpu_mode", "batch"), [("single", 6), ("ddp", 3)])
+@pytest.mark.parametrize(("gpu_mode", "batch"), [("single", 6), ("ddp", 3), ("balanced", 6)])
 def test_a_second_fit_goes_on_where_the_first_ended(problem, loop, gpu_mode, batch):
     # The momentum and the order go on. In shared memory, ranks would all step the one momentum.
     model = Net(problem)
     trained = loop(model, batch=batch, gpu_mode=gpu_mode)
     for _ in range(2):
-        trained.fit(1, num_gpus=2 if gpu_mode == "ddp" else None)
+        trained.fit(1, num_gpus=None if gpu_mode == "single" else 2)
         for state in trained.optimizer.state.values():
             state["momentum_buffer"].share_memory_()
     assert trained.epochs == 2

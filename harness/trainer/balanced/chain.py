@@ -82,7 +82,12 @@ class _Start:
 
 
 def find_chain(
-    module: nn.Module, step: Step, devices: int, device: torch.device, declared: Sequence[nn.Module] | None = None
+    module: nn.Module,
+    step: Step,
+    devices: int,
+    device: torch.device,
+    declared: Sequence[nn.Module] | None = None,
+    least: int | None = None,
 ) -> Chain:
     """Run ``step`` and parts of it, and return its blocks.
 
@@ -92,7 +97,7 @@ def find_chain(
     are drawn as if nothing had run.
 
     Raises:
-        MisconfigurationError: There are fewer blocks than devices.
+        MisconfigurationError: There are fewer blocks than ``least``; None: than devices.
 
     """
     with undisturbed(module, device), torch.no_grad():
@@ -103,7 +108,7 @@ def find_chain(
             calls = open_up(calls, sum(parameter.numel() for parameter in module.parameters()) / devices)
         starts, reason = _cut(module, step, calls, device) if calls else ([], None)
     starts = _joined(starts, calls)
-    if len(starts) < devices:
+    if len(starts) < (devices if least is None else least):
         raise MisconfigurationError(
             f"{type(module).__name__} can be cut into {len(starts)} blocks ({_names(starts, calls)}), too few for "
             f"{devices} devices: use fewer gpus, or return from configure_blocks the modules that the step calls one "

@@ -14,7 +14,8 @@ from harness.trainer.balanced.blocks import tensors_in
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the storages that operations allocate within the context, until they are freed.
 
-    What was there before does not count, nor what an operation allocates and frees within itself.
+    What was there before does not count, nor what an operation allocates and frees within itself, nor tensors without
+    values, those of the meta device.
     """
 
     def __init__(self) -> None:
@@ -26,16 +27,19 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operation and count the storages of its results that are not those of its arguments."""
-        for tensor in dense_parts((args, kwargs or {})):
-            self._note(tensor, 0)
+        for tensor in tensors_in((args, kwargs or {})):
+            self._note(tensor, new=False)
         outputs = func(*args, **(kwargs or {}))
-        for tensor in dense_parts(outputs):
-            self._note(tensor, tensor.untyped_storage().nbytes())
+        for tensor in tensors_in(outputs):
+            self._note(tensor, new=True)
         self.peak = max(self.peak, self.now)
         return outputs
 
-    def _note(self, tensor: Tensor, size: int) -> None:
+    def _note(self, tensor: Tensor, *, new: bool) -> None:
+        if tensor.is_sparse:
+            return  # its indices and values are noted by themselves where they are made
         storage = tensor.untyped_storage()
+        size = storage.nbytes() if new and storage.device.type != "meta" else 0
         known = self._seen.get(storage._cdata)
         if known is not None and known() is not None:
             return
@@ -46,11 +50,3 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _freed(self, size: int) -> None:
         self.now -= size
-
-
-def dense_parts(value: Any) -> list[Tensor]:
-    """Return the tensors in nested dicts, lists and tuples; of a sparse one its indices and its values."""
-    parts: list[Tensor] = []
-    for tensor in tensors_in(value):
-        parts += [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
-    return parts

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
@@ -26,10 +26,16 @@ class StageClock:
         self.spans: dict[str, deque[tuple[Any, Any]]] = {
             kind: deque(maxlen=KEPT) for kind in ("forward", "backward", "batch", "evaluation")
         }
+        self.disturbed = False
+        """Whether what was measured so far took longer than usual: it counts only if nothing follows."""
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
         """Measure a piece of work; one that raises is not kept."""
+        if self.disturbed:
+            self.disturbed = False
+            for spans in self.spans.values():
+                spans.clear()
         start = self._now()
         yield
         self.spans[kind].append((start, self._now()))
@@ -51,18 +57,14 @@ class StageClock:
         event.record()
         return event
 
-    def report(self) -> tuple[float, float, int | None]:
-        """Return seconds of a micro-batch, seconds of a batch, and the peak memory, None where nothing counts it."""
-        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-        return self.seconds("forward") + self.seconds("backward"), self.seconds("batch"), peak
+    def report(self) -> tuple[float, float]:
+        """Return seconds of a micro-batch and seconds of a batch."""
+        return self.seconds("forward") + self.seconds("backward"), self.seconds("batch")
 
 
 @dataclass(frozen=True)
 class Balance:
-    """What was planned for a training, and what was measured in it; as text it is a table of the stages.
-
-    ``measured`` has no peak memory for simulated devices.
-    """
+    """What was planned for a training, and what was measured in it; as text it is a table of the stages."""
 
     plan: Plan
     measured: Prediction | None = None
@@ -70,14 +72,16 @@ class Balance:
     def __str__(self) -> str:
         return self.plan.table(self.measured)
 
-    def with_measured(self, reports: Sequence[tuple[float, float, int | None]]) -> Balance:
-        """Return the same plan with what the clocks of all stages report."""
-        busy = tuple(seconds for seconds, _, _ in reports)
+    def with_measured(self, reports: Sequence[tuple[float, float, int]]) -> Balance:
+        """Return the same plan with what all ranks report: seconds, as ``StageClock.report``, and peak bytes."""
+        stages = len(self.plan.stages)
+        of_stages = [reports[stage::stages] for stage in range(stages)]  # of each its replicas
+        busy = tuple(fmean(seconds for seconds, _, _ in replicas) for replicas in of_stages)
         step = max(seconds for _, seconds, _ in reports)
         if not step:
             return self
-        peaks = tuple(peak for _, _, peak in reports if peak is not None)
-        bubble = 1 - self.plan.micro_batches * sum(busy) / (len(busy) * step)
+        peaks = tuple(max(peak for _, _, peak in replicas) for replicas in of_stages)
+        bubble = 1 - self.plan.micro_batches // self.plan.replicas * sum(busy) / (stages * step)
         return Balance(self.plan, Prediction(step, busy, peaks, max(0.0, bubble)))
 
     def as_dict(self) -> dict[str, Any]:

@@ -16,6 +16,10 @@ from harness.trainer.errors import MisconfigurationError
 INFINITE = float("inf")
 
 
+class DoesNotFitError(MisconfigurationError):
+    """The devices' memory does not suffice."""
+
+
 class StageCosts:
     """What consecutive blocks cost on one device, for each range of blocks ``first`` to ``last - 1``."""
 
@@ -26,6 +30,7 @@ class StageCosts:
         self._state = _once([block.state_bytes for block in profile.blocks], profile.ties)
         self._activations = _activations(profile, returned=True)
         self._working = _working(profile, self._activations)
+        self._arriving = [0, *(block.output_bytes for block in profile.blocks)]
 
     def seconds(self, first: int, last: int) -> float:
         """Return the seconds of one micro-batch's forward and backward."""
@@ -34,11 +39,13 @@ class StageCosts:
     def peak_bytes(self, first: int, last: int, stage: int) -> int:
         """Return what the device of stage number ``stage`` holds at most.
 
-        That is state, the activations of the micro-batches in flight, and of one of them what is alive while it passes.
+        That is state, the activations of the micro-batches in flight, of one of them what is alive while it passes, and
+        the gradient that the stage before has not received by then.
         """
         others = min(self.stages - stage, self.micro_batches) - 1
         place = last - first
-        return self._state[first][place] + others * self._activations[first][place] + self._working[first][place]
+        sent = self._arriving[first] if self.micro_batches > others + 1 else 0
+        return self._state[first][place] + others * self._activations[first][place] + self._working[first][place] + sent
 
 
 def partition(
@@ -55,7 +62,8 @@ def partition(
         memory: Bytes that the device of each stage may hold. None: no limit.
 
     Raises:
-        MisconfigurationError: There are fewer blocks than stages, or they do not fit into ``memory``.
+        MisconfigurationError: There are fewer blocks than stages.
+        DoesNotFitError: They do not fit into ``memory``.
 
     """
     blocks = len(profile.blocks)
@@ -75,7 +83,7 @@ def partition(
     slowest, found = _least_maximum(blocks, stages, seconds)
     if found is None:
         assert memory is not None  # without a limit everything fits
-        raise MisconfigurationError(_what_does_not_fit(costs, memory))
+        raise DoesNotFitError(_what_does_not_fit(costs, memory))
 
     def peak_bytes(first: int, last: int, stage: int) -> float:
         peak = costs.peak_bytes(first, last, stage)

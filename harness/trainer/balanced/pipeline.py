@@ -24,10 +24,20 @@ from harness.trainer.replicas import scatter
 
 @dataclass(frozen=True)
 class Place:
-    """Where in the pipeline a rank is: stage ``number`` of ``count``; neighbors are ranks."""
+    """Where a rank is: stage ``number`` of ``count`` in pipeline ``replica`` of ``replicas``.
+
+    The ranks of a pipeline are consecutive.
+    """
 
     number: int
     count: int
+    replica: int = 0
+    replicas: int = 1
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of this pipeline's first stage."""
+        return self.replica * self.count
 
     @property
     def is_last(self) -> bool:
@@ -49,7 +59,8 @@ class Pipeline:
 
     Stages after each other exchange what the next one's first block takes. The order is 1F1B (Narayanan et al. 2019,
     PipeDream; synchronous as in Megatron-LM): a stage has at most as many micro-batches between forward and backward as
-    there are stages from it to the end. The loss of a batch is the mean over its micro-batches.
+    there are stages from it to the end. The loss of a batch is the mean over its micro-batches, ``micro_batches`` of
+    which each replica of the pipeline takes an equal share.
     """
 
     def __init__(
@@ -67,7 +78,9 @@ class Pipeline:
         self.clock = StageClock(exchange.device)
 
     def train(self, step: Callable[[Any], Tensor], batch: Any, share: int, key: Any) -> Tensor:
-        """Add the gradients of the batch's mean loss, divided by ``share``; return that mean on the last stage, else 0.
+        """Add the gradients of the batch's mean loss, divided by ``share``: those of this replica's micro-batches.
+
+        Returns the mean loss of these on the last stage, else 0.
 
         Args:
             step: Returns the loss of a micro-batch.
@@ -76,7 +89,8 @@ class Pipeline:
             key: What distinguishes this step from others with batches of the same shapes.
 
         """
-        micro_batches = split(batch, self.micro_batches)
+        mine = self.micro_batches // self.place.replicas
+        micro_batches = split(batch, self.micro_batches)[self.place.replica * mine : (self.place.replica + 1) * mine]
         early = min(self.place.count - self.place.number - 1, len(micro_batches))
         between: deque[tuple[Passed, Tensor | None]] = deque()
         losses: list[Tensor] = []
@@ -89,7 +103,7 @@ class Pipeline:
 
         def backward() -> None:
             passed, loss = between.popleft()
-            self._backward(passed, None if loss is None else loss / (share * len(micro_batches)))
+            self._backward(passed, None if loss is None else loss / (share * self.micro_batches), len(between))
 
         with self.clock.measure("batch"):
             for number in range(early):
@@ -105,8 +119,7 @@ class Pipeline:
     def evaluate(self, step: Callable[[Any], Any], batch: Any, key: Any) -> Any:
         """Return the outputs of ``step`` for a whole batch on the last stage, else None."""
         outputs = self._forward(step, batch, key, train=False)[1]
-        if len(self.exchange.pending) > MOST_PENDING:
-            self.exchange.finish()
+        self.exchange.settle(forward=True, but=MOST_PENDING)
         return outputs
 
     def _forward(self, step: Callable[[Any], Any], batch: Any, key: Any, *, train: bool) -> tuple[Passed, Any]:
@@ -116,6 +129,8 @@ class Pipeline:
         if number:
             if not known:
                 self.shapes[key] = [self.exchange.hear(number - 1), None]
+            # In 1F1B the stage before takes all gradients that were sent to it, but for the last, before it sends.
+            self.exchange.settle(forward=False, but=1)
             arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
         gradients: list[Tensor | None] = [None] * len(arriving)
         inputs = (
@@ -138,13 +153,15 @@ class Pipeline:
         self.exchange.send(outputs, number + 1, forward=True)
         return Passed(gradients, arriving, outputs if train else []), None
 
-    def _backward(self, passed: Passed, loss: Tensor | None) -> None:
+    def _backward(self, passed: Passed, loss: Tensor | None, in_flight: int) -> None:
         if loss is not None:
             with self.clock.measure("backward"):
                 self.precision.backward(loss)
         else:
             floating = [tensor for tensor in passed.departed if tensor.is_floating_point()]
             received = self.exchange.receive(shapes_of(floating), self.place.number + 1, forward=False)
+            # These are gradients of the oldest that is here: whatever was sent before it has been received as well.
+            self.exchange.settle(forward=True, but=in_flight)
             pairs = [(tensor, grad) for tensor, grad in zip(floating, received, strict=True) if tensor.requires_grad]
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
@@ -160,7 +177,7 @@ class Pipeline:
 
 
 MOST_PENDING = 16
-"""How many tensors of validation may wait to be received."""
+"""Of how many batches of validation what was sent may wait to be received."""
 
 
 class Arrival(torch.autograd.Function):

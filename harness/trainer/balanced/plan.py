@@ -12,7 +12,7 @@ from torch import nn
 from harness.trainer.balanced.blocks import in_training
 from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
-from harness.trainer.balanced.partition import StageCosts, partition
+from harness.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
 from harness.trainer.balanced.profile import profile
 from harness.trainer.balanced.stages import Plan, Prediction, Profile, Stage
 from harness.trainer.data_sharding import batch_length
@@ -83,8 +83,24 @@ def plan_chain(
     devices: int,
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
+    stages: Sequence[int] | None = None,
 ) -> Plan:
-    """Measure the blocks of a chain for each number of micro-batches in ``counts``, and return the fastest plan.
+    """Measure the blocks of a chain for each number of micro-batches in ``counts``, and return the fastest plan."""
+    profiles = measure_chain(module, chain, step, batch, counts, device=device, optimizers=optimizers)
+    return best_plan(profiles, devices, memory, stages)
+
+
+def measure_chain(
+    module: nn.Module,
+    chain: Chain,
+    step: Callable[[Any], Any],
+    batch: Any,
+    counts: Iterable[int],
+    *,
+    device: torch.device,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> dict[int, Profile]:
+    """Return a profile of a chain's blocks for each number of micro-batches in ``counts``.
 
     A number whose micro-batches the step cannot take, as BatchNorm cannot take one sample, is left out.
     """
@@ -102,7 +118,7 @@ def plan_chain(
     if not profiles:
         assert refusal is not None
         raise refusal
-    return best_plan(profiles, devices, memory)
+    return profiles
 
 
 def part_of(batch: Any, count: int) -> Any:
@@ -110,30 +126,55 @@ def part_of(batch: Any, count: int) -> Any:
     return scatter((batch,), count)[0][0]
 
 
-def best_plan(profiles: dict[int, Profile], devices: int, memory: Sequence[int] | None = None) -> Plan:
-    """Return the plan with the shortest simulated step; ``profiles`` has one for each number of micro-batches.
+def best_plan(
+    profiles: dict[int, Profile],
+    devices: int,
+    memory: Sequence[int] | None = None,
+    stages: Sequence[int] | None = None,
+) -> Plan:
+    """Return the plan with the shortest simulated step.
+
+    Args:
+        profiles: One for each number of micro-batches.
+        devices: How many.
+        memory: Bytes that each device may hold; device ``d`` has stage ``d`` modulo their number.
+        stages: The numbers of stages to choose from, divisors of ``devices``: replicas of the stages are on the rest,
+            and share the micro-batches. None: as many as devices.
 
     Raises:
-        MisconfigurationError: None of them fits; the message is that for the most micro-batches.
+        MisconfigurationError: None of them fits; the message is that for the most stages and micro-batches.
 
     """
     found = []
-    refusals = {}
-    for count, measured in profiles.items():
-        try:
-            found.append(plan_stages(measured, partition(measured, devices, count, memory), count, memory))
-        except MisconfigurationError as refusal:
-            refusals[count] = refusal
+    refusals: dict[tuple[bool, int, int], MisconfigurationError] = {}
+    for number in stages or [devices]:
+        replicas = devices // number
+        limits = None if memory is None else [min(memory[stage::number]) for stage in range(number)]
+        for count, measured in profiles.items():
+            try:
+                if count % replicas:
+                    raise MisconfigurationError(
+                        f"{count} micro-batches cannot be shared by {replicas} replicas of {number} stages: use a "
+                        "multiple, other batches, or another number of stages."
+                    )
+                chosen = partition(measured, number, count // replicas, limits)
+                found.append(plan_stages(measured, chosen, count, limits, replicas))
+            except MisconfigurationError as refusal:
+                refusals[isinstance(refusal, DoesNotFitError), number, count] = refusal
     if not found:
         raise refusals[max(refusals)]
     return min(found, key=lambda one: (one.predicted.step_seconds, max(one.predicted.stage_peak_bytes)))
 
 
 def plan_stages(
-    measured: Profile, stages: Sequence[Stage], micro_batches: int, memory: Sequence[int] | None = None
+    measured: Profile,
+    stages: Sequence[Stage],
+    micro_batches: int,
+    memory: Sequence[int] | None = None,
+    replicas: int = 1,
 ) -> Plan:
     """Return the plan for stages that are given, with what it is expected to take."""
-    costs = StageCosts(measured, len(stages), micro_batches)
+    costs = StageCosts(measured, len(stages), micro_batches // replicas)
     unknown = Prediction(
         step_seconds=0.0,
         stage_seconds=tuple(costs.seconds(stage.first, stage.last) for stage in stages),
@@ -147,6 +188,7 @@ def plan_stages(
         unknown,
         None if memory is None else tuple(memory),
         measured.ties,
+        replicas,
     )
     schedule = planned.schedule()
     predicted = replace(unknown, step_seconds=schedule.makespan, bubble_share=schedule.bubble_share)

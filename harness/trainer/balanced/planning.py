@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,16 +13,21 @@ from torch import Tensor
 from harness.trainer.balanced.batches import first_batch, possible_micro_batches
 from harness.trainer.balanced.chain import Chain, find_chain
 from harness.trainer.balanced.measured import Balance
+from harness.trainer.balanced.partition import DoesNotFitError
 from harness.trainer.balanced.pipeline import split
-from harness.trainer.balanced.plan import limits_of, plan_chain
-from harness.trainer.balanced.stages import Plan
+from harness.trainer.balanced.plan import best_plan, divisors, limits_of, measure_chain
+from harness.trainer.balanced.stages import Plan, Profile
 from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.data_sharding import rank_loader
+from harness.trainer.errors import MisconfigurationError
 from harness.trainer.loop import step_takes_number
 from harness.trainer.module import Module
 from harness.trainer.optimizers import parse_optimizers
 from harness.trainer.precision_plugins import map_tensors
 from harness.trainer.step import StepModule, loss_function
+
+MOST_DEVICES = 64
+"""How many devices are tried to name a number that would do."""
 
 
 def plan_without_training(trainer: Any, module: Module, device: torch.device) -> Balance:
@@ -64,24 +70,78 @@ def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.dev
     def run(inputs: Any) -> Tensor:
         return loss_of(step("training_step", inputs, 0, *first_turn), inputs)
 
-    try:
-        chain = blocks_on(device, trainer, module, run, split(batch, counts[0])[0])
-    except torch.cuda.OutOfMemoryError:  # only the stages will fit, and blocks are measured one by one
-        chain = blocks_on(torch.device("cpu"), trainer, module, run, split(batch, counts[0])[0])
+    stages = possible_stages(plan)
+    micro_batch = split(batch, counts[0])[0]
+
+    def find(devices: int, least: int) -> Chain:
+        try:
+            return blocks_on(device, trainer, module, run, micro_batch, devices, least)
+        except torch.cuda.OutOfMemoryError:  # only the stages will fit, and blocks are measured one by one
+            return blocks_on(torch.device("cpu"), trainer, module, run, micro_batch, devices, least)
+
+    chain = find(devices, min(stages))
     batch = map_tensors(lambda tensor: tensor.to(device), batch)
     limits = memory_limits(plan.device_memory, device, devices)
-    return chain, plan_chain(
-        module, chain, run, batch, counts, limits, devices=devices, device=device, optimizers=state.optimizers
+    measure = partial(
+        measure_chain, module, step=run, batch=batch, counts=counts, device=device, optimizers=state.optimizers
     )
+    profiles = measure(chain)
+    try:
+        return chain, best_plan(profiles, devices, limits, stages)
+    except DoesNotFitError as refusal:
+        assert limits is not None  # else everything fits
+        enough = devices_that_would_do(lambda count: find(count, count), measure, devices, min(limits))
+        if enough is None:
+            raise
+        raise DoesNotFitError(f"{refusal} {enough} devices of {min(limits):,} bytes each would do.") from None
 
 
-def blocks_on(device: torch.device, trainer: Any, module: Module, run: Callable[[Any], Any], inputs: Any) -> Chain:
-    """Return the blocks, found on a device; the module stays there."""
+def devices_that_would_do(
+    find: Callable[[int], Chain], measure: Callable[[Chain], dict[int, Profile]], devices: int, memory: int
+) -> int | None:
+    """Return how many devices, more than ``devices``, would hold the module; None where no number up to 64 does."""
+    profiles: dict[Chain, dict[int, Profile]] = {}
+    for count in range(devices + 1, MOST_DEVICES + 1):
+        try:
+            chain = find(count)
+            if chain not in profiles:
+                profiles[chain] = measure(chain)
+            best_plan(profiles[chain], count, [memory] * count)
+        except DoesNotFitError:
+            continue
+        except MisconfigurationError:  # there are no more blocks
+            return None
+        return count
+    return None
+
+
+def possible_stages(plan: Any) -> list[int]:
+    """Return into how many stages the module may be divided: what the user wants, or else any number but one.
+
+    Each node has whole pipelines, or each pipeline has whole nodes.
+    """
+    if plan.stages is not None:
+        return [plan.stages]
+    node = plan.processes_per_node
+    possible = [stages for stages in divisors(plan.world_size) if stages % node == 0 or node % stages == 0]
+    return possible[1:] or possible
+
+
+def blocks_on(
+    device: torch.device,
+    trainer: Any,
+    module: Module,
+    run: Callable[[Any], Any],
+    inputs: Any,
+    devices: int,
+    least: int,
+) -> Chain:
+    """Return the blocks, ``least`` or more, found on a device; the module stays there."""
     module.to(device)
     inputs = map_tensors(lambda tensor: tensor.to(device), inputs)
     training_device, trainer.device = trainer.device, device  # what the user's step asks for
     try:
-        return find_chain(module, lambda: run(inputs), trainer.world_size, device, module.configure_blocks())
+        return find_chain(module, lambda: run(inputs), devices, device, module.configure_blocks(), least)
     finally:
         trainer.device = training_device
 

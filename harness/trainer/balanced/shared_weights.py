@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from harness.trainer.balanced.pipeline import Place
+
 
 class SharedWeights:
     """Adds the gradients of weights that several stages hold, as tied ones, over these stages.
@@ -18,48 +20,58 @@ class SharedWeights:
         holders: For each weight of the module that more than one stage holds, these stages, by name; the same on all
             ranks.
         weights: The module's weights by name.
-        stage: This rank's.
+        place: This rank's.
 
     """
 
-    def __init__(self, holders: dict[str, tuple[int, ...]], weights: dict[str, nn.Parameter], stage: int) -> None:
+    def __init__(self, holders: dict[str, tuple[int, ...]], weights: dict[str, nn.Parameter], place: Place) -> None:
         self.groups: list[tuple[Any, list[nn.Parameter]]] = []
         for stages in sorted(set(holders.values())):
-            group = dist.new_group(list(stages))  # all ranks must make it
-            if stage in stages:
+            group = own_group([[first + s for s in stages] for first in range(0, dist.get_world_size(), place.count)])
+            if place.number in stages:
                 self.groups.append((group, [weights[name] for name in sorted(holders) if holders[name] == stages]))
 
     def add_gradients(self, own: Sequence[Tensor]) -> None:
-        """Replace the gradients of those of these weights that are shared by their sum; None counts as zero.
-
-        Where none of the stages has a gradient, it stays None.
-        """
+        """Replace the gradients of those of these weights that are shared by their sum."""
         mine = {id(weight) for weight in own}
         for group, weights in self.groups:
-            chosen = [weight for weight in weights if id(weight) in mine]
-            if not chosen:
-                continue
-            found = torch.tensor([weight.grad is not None for weight in chosen], dtype=torch.int32)
-            found = found.to(chosen[0].device)
-            dist.all_reduce(found, group=group)
-            for weight, count in zip(chosen, found.tolist(), strict=True):
-                if count:
-                    gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
-                    gradient = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
-                    dist.all_reduce(gradient, group=group)
-                    weight.grad = gradient
+            sum_gradients([weight for weight in weights if id(weight) in mine], group)
 
 
-def clip_over_stages(parameters: Sequence[Tensor], counted: Sequence[bool], largest: float) -> None:
+def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
+    """Replace the gradients of weights by their sum over a group; None counts as zero, and stays where all are None."""
+    if not weights:
+        return
+    found = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
+    found = found.to(weights[0].device)
+    dist.all_reduce(found, group=group)
+    sums: list[Any] = []
+    for weight, count in zip(weights, found.tolist(), strict=True):
+        if count:
+            gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            weight.grad = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
+            sums.append(dist.all_reduce(weight.grad, group=group, async_op=True))
+    for one in sums:
+        one.wait()
+
+
+def own_group(members: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+    """Make a group of each of these lists of ranks, and return this rank's; all ranks must call this."""
+    groups = [dist.new_group(list(ranks), backend=backend) for ranks in members]
+    return next((group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks), None)
+
+
+def clip_over_stages(parameters: Sequence[Tensor], counted: Sequence[bool], largest: float, group: Any = None) -> None:
     """Scale gradients so that their 2-norm over all stages is ``largest`` at most, as ``clip_grad_norm_`` does.
 
-    ``counted`` says which parameters' norms this stage adds: a weight on several stages counts once.
+    ``counted`` says which parameters' norms this stage adds: a weight on several stages counts once. ``group`` has a
+    rank of each stage; None: all ranks.
     """
     gradients = [(p.grad, count) for p, count in zip(parameters, counted, strict=True) if p.grad is not None]
     device = parameters[0].device if parameters else torch.device("cpu")
     squares = [torch.linalg.vector_norm(dense(grad)).double() ** 2 for grad, count in gradients if count]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     factor = torch.clamp(largest / (total.sqrt() + 1e-6), max=1.0)  # 1e-6 is that of clip_grad_norm_
     for gradient, _ in gradients:
         gradient.mul_(factor.to(gradient.dtype))

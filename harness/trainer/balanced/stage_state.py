@@ -78,23 +78,26 @@ class StageState(TrainingState):
     """The state of a rank that holds one stage.
 
     ``held`` and ``owned`` name parameters and buffers: of what several stages hold the first is the owner. ``control``
-    is a gloo group of all stages.
+    is a gloo group of all stages of this pipeline; replicas of the first one have no part in a checkpoint.
     """
 
     held: frozenset[str] = frozenset()
     owned: frozenset[str] = frozenset()
     control: Any = None
+    replica: int = 0
     parts: list[OptimizerPart] = field(default_factory=list)
 
     def tensors(self) -> dict[str, Any]:
         """Return module, optimizers and precision of all stages, on rank 0; all ranks must call this."""
+        if self.replica:
+            return {}
         tensors = held_tensors(self.module)
         share = (
             {name: on_cpu(tensors[name]) for name in self.owned},
             [self._states(part, optimizer) for part, optimizer in zip(self.parts, self.optimizers, strict=True)],
             self._masters(),
         )
-        shares: list[Any] = [None] * dist.get_world_size()
+        shares: list[Any] = [None] * dist.get_world_size(self.control)
         dist.gather_object(share, shares if dist.get_rank() == 0 else None, 0, self.control)
         if dist.get_rank():
             return {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.optim import Optimizer
 
 from harness.trainer import checkpoint_file as checkpoints
@@ -16,9 +17,12 @@ from harness.trainer.balanced.batches import SameBatches
 from harness.trainer.balanced.blocks import held_tensors
 from harness.trainer.balanced.exchange import Exchange
 from harness.trainer.balanced.measured import Balance
+from harness.trainer.balanced.patience import Patience
 from harness.trainer.balanced.pipeline import Pipeline, Place
 from harness.trainer.balanced.planning import make_plan
 from harness.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
+from harness.trainer.balanced.stage_memory import StageMemory
+from harness.trainer.balanced.stage_replicas import StageReplicas
 from harness.trainer.balanced.stage_state import StageState, keep_own
 from harness.trainer.data_sharding import rank_loader
 from harness.trainer.loop import Work, train
@@ -43,7 +47,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         module.load_state_dict(checkpoint["module"])
     train_loader = rank_loader(trainer, module.train_dataloader(), training=True)
     val_loader = rank_loader(trainer, module.val_dataloader(), training=False)
-    state = StageState(module, precision, control=control)
+    state = StageState(module, precision)
     state.optimizers, state.schedules = parse_optimizers(module.configure_optimizers(), module)
     trainer.optimizers = state.optimizers
     trainer.checkpoint = partial(checkpoints.capture, trainer, state)
@@ -57,9 +61,13 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     trainer.balance = Balance(balance)
     share_weights(module, control)
 
+    replica, number = divmod(rank, len(balance.stages))
+    place = Place(number, len(balance.stages), replica, balance.replicas)
+    replicas = StageReplicas.meet(place, control)
     held = [chain.holds(stage.first, stage.last) for stage in balance.stages]
-    state.held, state.owned = held[rank], held[rank].difference(*held[:rank])
-    keep_stage(module, held[rank], device)
+    state.held, state.owned = held[number], held[number].difference(*held[:number])
+    state.control, state.replica = replicas.control, replica
+    keep_stage(module, held[number], device)
     interception = chain.interception(module, device)
 
     scaler = getattr(precision, "scaler", None)
@@ -70,21 +78,24 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     names = {id(tensor): name for name, tensor in held_tensors(module).items()}
     state.parts = [keep_own(optimizer, names, state, beacon) for optimizer in state.optimizers]
     weights = [[slot.weight for slot in part.slots] for part in state.parts]
-    shared = SharedWeights(holders(module, held), dict(module.named_parameters()), rank)
+    shared = SharedWeights(holders(module, held), dict(module.named_parameters()), place)
     precision.prepare(state.optimizers)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer, state)
 
-    stage = balance.stages[rank]
+    stage = balance.stages[number]
+    patience = Patience(plan.stage_timeout, number, place.first_rank, _get_default_store())
     pipeline = Pipeline(
-        Place(rank, len(balance.stages)), chain.part(stage.first, stage.last), balance.micro_batches, interception,
-        Exchange(device, control), precision,
+        place, chain.part(stage.first, stage.last), balance.micro_batches, interception,
+        Exchange(device, patience), precision,
     )  # fmt: skip
     step = StepModule(module, precision)
-    running = RunningStage(pipeline, step, module, state, shared, beacon)
+    allowed = None if balance.memory is None else balance.memory[number]
+    memory = StageMemory(balance.stage_name(number), module, state.optimizers, device, allowed)
+    running = RunningStage(pipeline, step, module, state, shared, beacon, memory, replicas)
     work = Work(
         forward=step,
-        evaluate=StageEvaluation(pipeline, step),
+        evaluate=StageEvaluation(running),
         devices=[device],
         train_loader=SameBatches(train_loader, rank, control),
         val_loader=None if val_loader is None else SameBatches(val_loader, rank, control),
@@ -94,7 +105,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     with interception.installed(), module.while_staged(held[rank]):
         train(trainer, state, work)
     reports: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(reports, pipeline.clock.report(), control)
+    dist.all_gather_object(reports, (*pipeline.clock.report(), memory.peak_bytes()), control)
     trainer.balance = trainer.balance.with_measured(reports)
     box = [checkpoints.capture(trainer, state)]
     dist.broadcast_object_list(box, 0, control)
@@ -146,8 +157,11 @@ class RunningStage:
     state: StageState
     shared: SharedWeights
     beacon: Beacon | None
+    memory: StageMemory
+    replicas: StageReplicas
 
     def __post_init__(self) -> None:
+        self.buffers = [buffer for name, buffer in self.module.named_buffers() if name in self.state.held]
         self.takes_loss = self.pipeline.place.is_last
         self.loss_of = loss_function(self.module, self.state.precision, False)
 
@@ -157,33 +171,45 @@ class RunningStage:
         def loss(micro_batch: Any) -> Tensor:
             return self.loss_of(self.step("training_step", micro_batch, batch_idx, *arguments), micro_batch)
 
-        return self.pipeline.train(loss, batch, share, ("training_step", *arguments))
+        self.replicas.share_buffers(self.buffers)
+        if not self.memory.measuring:
+            return self.pipeline.train(loss, batch, share, ("training_step", *arguments))
+        with self.memory.measure():
+            mean = self.pipeline.train(loss, batch, share, ("training_step", *arguments))
+        self.pipeline.clock.disturbed = not self.memory.measuring
+        return mean
 
     def complete(self, optimizer: Optimizer) -> None:
-        """Add the gradients of weights on several stages, and agree on whether any is infinite."""
+        """Add the gradients of weights on several stages and of replicas, and agree on whether any is infinite."""
         weights = [slot.weight for slot in self._part(optimizer).slots]
         self.shared.add_gradients(weights)
+        self.replicas.sum_gradients(weights)
         if self.beacon is not None:
             self.beacon.light(optimizer, weights)
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:
         """Limit the norm of the optimizer's gradients over all stages."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        clip_over_stages(parameters, self._part(optimizer).counted, largest)
+        clip_over_stages(parameters, self._part(optimizer).counted, largest, self.replicas.pipeline)
 
     def _part(self, optimizer: Optimizer) -> Any:
         return next(p for one, p in zip(self.state.optimizers, self.state.parts, strict=True) if one is optimizer)
 
 
 class StageEvaluation(nn.Module):
-    """Validates a batch: the last stage returns the metrics, the others none."""
+    """Validates a batch: the last stage returns the metrics, the others none. Replicas take batches in turn."""
 
-    def __init__(self, pipeline: Pipeline, step: StepModule) -> None:
+    def __init__(self, stage: RunningStage) -> None:
         super().__init__()
-        self.step = step
-        self.pipeline = pipeline
+        self.step = stage.step
+        self.stage = stage
 
     def forward(self, hook: str, batch: Any, index: int) -> dict[str, Tensor]:
         """Return weighted metrics."""
-        rows: dict[str, Tensor] | None = self.pipeline.evaluate(lambda one: self.step(hook, one, index), batch, hook)
+        if index == 0:
+            self.stage.replicas.share_buffers(self.stage.buffers)
+        pipeline = self.stage.pipeline
+        if index % pipeline.place.replicas != pipeline.place.replica:
+            return {}
+        rows: dict[str, Tensor] | None = pipeline.evaluate(lambda one: self.step(hook, one, index), batch, hook)
         return rows or {}

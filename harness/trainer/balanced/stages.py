@@ -73,17 +73,25 @@ class Plan:
 
     blocks: tuple[BlockCost, ...]
     stages: tuple[Stage, ...]
-    micro_batches: int
+    micro_batches: int  # of a batch, over all replicas
     predicted: Prediction
     memory: tuple[int, ...] | None = None  # bytes that each stage's device may hold; None: no limit
     ties: tuple[Shared, ...] = ()
+    replicas: int = 1  # of each stage; they share the micro-batches of a batch
+
+    def stage_name(self, number: int) -> str:
+        """Return what a message calls the stage: its number and its blocks."""
+        names = [block.name for block in self.blocks[self.stages[number].first : self.stages[number].last]]
+        return f"Stage {number} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})"
 
     def schedule(self) -> Schedule:
         """Return the simulated step: 1F1B with each stage's predicted times."""
         held = [self.blocks[stage.first : stage.last] for stage in self.stages]
         forward = [sum(block.seconds * block.forward_share for block in blocks) for blocks in held]
         both = [sum(block.seconds for block in blocks) for blocks in held]
-        return simulate(forward, [b - f for b, f in zip(both, forward, strict=True)], self.micro_batches)
+        return simulate(
+            forward, [b - f for b, f in zip(both, forward, strict=True)], self.micro_batches // self.replicas
+        )
 
     def table(self, measured: Prediction | None = None) -> str:
         """Return a headline and a line a stage, at most 100 columns wide; ``measured`` adds columns."""

@@ -36,7 +36,7 @@ def table(plan: Plan, measured: Prediction | None = None) -> str:
             row.append(size(plan.memory[number]))
         if measured is not None:
             row.append(duration(measured.stage_seconds[number]))
-            row += map(size, measured.stage_peak_bytes[number : number + 1])  # nothing counts those of simulated ones
+            row += map(size, measured.stage_peak_bytes[number : number + 1])
         rows.append(row)
     # The names of blocks get what the other columns leave.
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
@@ -53,8 +53,9 @@ def table(plan: Plan, measured: Prediction | None = None) -> str:
 def headline(plan: Plan, measured: Prediction | None = None) -> str:
     """Return how the batch passes, and what a step is expected to take."""
     predicted = plan.predicted
+    replicas = "" if plan.replicas == 1 else f"{count(plan.replicas, 'replica')} of "
     line = (
-        f"{count(len(plan.stages), 'stage')}, {count(plan.micro_batches, 'micro-batch')}: "
+        f"{replicas}{count(len(plan.stages), 'stage')}, {count(plan.micro_batches, 'micro-batch')}: "
         f"{duration(predicted.step_seconds)} a step, {predicted.bubble_share:.0%} bubble"
     )
     if measured is not None:

@@ -59,7 +59,9 @@ def stage_bytes(measured, stage, number, stages, micro_batches):
     ]
     passing = max(forward, *backward)
     in_flight = min(stages - number, micro_batches)
-    return state + (in_flight - 1) * micro_batch_bytes(measured, first, last) + passing
+    steady = number > 0 and micro_batches > in_flight  # then the gradient sent last is there at a forward
+    sent = measured.blocks[first - 1].output_bytes if steady else 0
+    return state + (in_flight - 1) * micro_batch_bytes(measured, first, last) + passing + sent
 
 
 def objective(measured, stages, micro_batches):

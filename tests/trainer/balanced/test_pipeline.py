@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -199,12 +201,14 @@ def differences(left, right):
     return {name: float((a - b).abs().max() / b.abs().max().clamp_min(1)) for (name, a), b in pairs}
 
 
-def trained_alike(kind, devices, tolerance=1e-12, micro_batches=4, whole=False, **options):
+def trained_alike(
+    kind, devices, tolerance=1e-12, micro_batches=4, whole=False, stages=None, device_memory=None, **options
+):
     """Train in stages, and on one device that accumulates the same micro-batches, or with ``whole`` takes batches."""
     accumulate = 1 if whole else micro_batches
     many, one = kind(), kind(batch_size=8 // accumulate)
     start = {name: value.clone() for name, value in many.state_dict().items()}
-    trainer = balanced(devices, micro_batches, **options)
+    trainer = balanced(devices, micro_batches, stages=stages, device_memory=device_memory, **options)
     trainer.fit(many)
     accumulate *= options.pop("accumulate_grad_batches", 1)
     reference = one_device(accumulate_grad_batches=accumulate, **options)
@@ -330,6 +334,20 @@ def test_a_stage_that_dies_ends_the_training_with_a_sentence():
         balanced(2).fit(Dying())
 
 
+@pytest.mark.parametrize(("stage", "devices"), [(1, 2), (0, 2), (2, 3)])
+def test_a_stage_that_hangs_ends_the_training_with_a_sentence(stage, devices):
+    class Hanging(Perceptron):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1 and self.trainer.rank == stage:
+                threading.Event().wait()
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(
+        RankError, match=rf"Stage \d has waited 4 s for stage .*stage {stage}, on rank {stage}, does not"
+    ):
+        balanced(devices, stage_timeout=4).fit(Hanging())
+
+
 @pytest.mark.parametrize("source", ["drawn from a generator", "drawn anew in the dataset", "streamed"])
 def test_all_stages_see_the_batches_of_one_device(source):
     class Noisy(Dataset):
@@ -374,6 +392,106 @@ def test_the_plan_fits_the_memory_or_is_refused():
     balanced(2, None, device_memory=6 * weights).fit(module)
     with pytest.raises(RankError, match=r"net\.1.* does not fit"):
         balanced(2, None, device_memory=3 * weights).fit(Wide())
+
+
+class Wide(Perceptron):
+    """Three fifths of the weights, and of what Adam keeps, are in two layers that two devices may share."""
+
+    width = 200
+
+    def build(self):
+        self.net = nn.Sequential(
+            nn.Linear(5, self.width), nn.Linear(self.width, self.width), nn.Linear(self.width, self.width),
+            nn.Linear(self.width, 1),
+        )  # fmt: skip
+
+
+WEIGHTS = Wide.width**2 * 8  # bytes of a layer
+
+
+def test_what_one_device_refuses_trains_on_as_many_as_it_names():
+    # A layer of 200 × 200 with gradient and Adam's state is 4 of these, and a backward adds a fifth to the gradient.
+    with pytest.raises(MisconfigurationError, match=rf"does not fit.*2 devices of {6 * WEIGHTS:,} bytes each would do"):
+        balanced(1, None, device_memory=6 * WEIGHTS).fit(Wide())
+    trainer = trained_alike(Wide, 2, device_memory=6 * WEIGHTS)
+    peaks = trainer.balance.measured.stage_peak_bytes
+    assert peaks == pytest.approx(trainer.balance.plan.predicted.stage_peak_bytes, rel=0.1)
+    assert all(4 * WEIGHTS < peak <= 6 * WEIGHTS for peak in peaks)
+    assert str(trainer.balance).count("peak") == 2
+
+
+@pytest.mark.parametrize("where", ["in a forward", "in an optimizer"])
+def test_a_stage_that_takes_more_than_planned_is_refused(where):
+    class Hoarding(Wide):
+        def compute(self, inputs):
+            if where == "in a forward" and self.trainer.rank == 1:
+                self.hoard = torch.zeros(4 * WEIGHTS // 8, dtype=torch.float64)
+            return super().compute(inputs)
+
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            if where == "in an optimizer" and self.trainer.rank == 1:
+                layer = self.net[2].weight
+                optimizer.register_step_post_hook(
+                    lambda *_: optimizer.state[layer].update(hoard=torch.zeros(4 * WEIGHTS // 8, dtype=torch.float64))
+                )
+            return optimizer
+
+    sentence = rf"Stage 1 \(net.2 to net.3\) needs .* bytes, as measured, and its device may hold {6 * WEIGHTS:,}"
+    with pytest.raises(RankError, match=sentence):
+        balanced(2, device_memory=6 * WEIGHTS).fit(Hoarding())
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "stages", "micro_batches"),
+    [(Validated, 2, 1, 4), (Validated, 4, 2, 4), (Language, 4, 2, 8), (Language, 6, 3, 2)],
+)
+def test_replicas_of_stages_train_what_one_device_does(kind, devices, stages, micro_batches):
+    options = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
+    trainer = trained_alike(kind, devices, micro_batches=micro_batches, stages=stages, **options)
+    assert (len(trainer.balance.plan.stages), trainer.balance.plan.replicas) == (stages, devices // stages)
+
+
+def test_the_number_of_stages_is_chosen_and_may_be_less_than_the_devices():
+    class Short(Task):
+        def build(self):
+            self.net = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+    trainer = trained_alike(Short, 4)  # which cannot have 4 stages
+    assert len(trainer.balance.plan.stages) == trainer.balance.plan.replicas == 2
+    assert "2 replicas of 2 stages" in str(trainer.balance)
+    with pytest.raises(MisconfigurationError, match="stages=3 does not divide the 4 devices"):
+        balanced(4, stages=3)
+
+
+def test_batch_norm_has_the_statistics_of_the_first_replica():
+    class FirstHalves(Convolutions):
+        """Of each batch the half that the first replica takes."""
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step([tensor[: len(tensor) // 2] for tensor in batch], batch_idx)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    class Still(Convolutions):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    many, one = Still(), FirstHalves()
+    balanced(4, 2, stages=2).fit(many)
+    one_device().fit(one)
+    assert max(differences(many, one).values()) < 1e-12
+
+
+def test_a_checkpoint_of_replicas_goes_on_without_them(tmp_path):
+    options = {"precision": 16, "max_epochs": 2, "gradient_clip_val": 0.1}
+    whole, resumed = Perceptron(), Perceptron()
+    balanced(2, **options).fit(whole)
+    first = balanced(4, **options, stages=2, checkpoint_every=4, checkpoint_path=tmp_path / "{step}.ckpt")
+    first.fit(Perceptron())
+    balanced(2, **options).fit(resumed, ckpt_path=tmp_path / "4.ckpt")
+    assert {name: gap for name, gap in differences(resumed, whole).items() if gap > 1e-6} == {}
 
 
 def test_the_trainer_says_what_was_planned_and_measured():

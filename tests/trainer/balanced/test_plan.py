@@ -56,6 +56,29 @@ def test_the_number_of_micro_batches_is_one_that_divides_the_batch():
     assert 12 % plan(network(), BATCH, 2).micro_batches == 0
 
 
+def test_stages_and_their_replicas_are_chosen_by_the_simulated_step_and_the_memory():
+    profiles = made(24, 0.1, seconds=(1.0, 1.0, 1.0, 1.0), state=100)
+    fastest = best_plan(profiles, 4, None, [2, 4])
+    steps = {
+        (number, count): plan_stages(one, partition(one, number, count * number // 4), count, None, 4 // number)
+        for count, one in profiles.items()
+        for number in (2, 4)
+        if count * number % 4 == 0
+    }
+    assert fastest.predicted.step_seconds == min(plan.predicted.step_seconds for plan in steps.values())
+    assert (fastest.replicas, len(fastest.stages)) == (2, 2)  # a shorter pipeline waits less
+    # Each of two stages has two blocks, of 100 bytes of state each.
+    narrow = best_plan(profiles, 4, [190] * 4, [2, 4])
+    assert (narrow.replicas, len(narrow.stages)) == (1, 4)
+    # Stage 1 of both replicas, on devices 1 and 3, has the limit of the smaller one.
+    assert best_plan(profiles, 4, [900, 800, 700, 600], [2]).memory == (700, 600)
+
+
+def test_micro_batches_are_a_multiple_of_the_replicas():
+    with pytest.raises(MisconfigurationError, match="3 micro-batches cannot be shared by 2 replicas of 2 stages"):
+        best_plan({3: made(24, 0.1)[3]}, 4, None, [2])
+
+
 @pytest.mark.parametrize("per_call", [0.0, 0.3, 2.0, 50.0])
 def test_the_best_number_of_micro_batches_is_chosen(per_call):
     profiles = made(24, per_call)
