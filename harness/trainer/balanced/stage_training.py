@@ -102,7 +102,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         weights=weights,
         pipeline=running,
     )
-    with interception.installed(), module.while_staged(held[rank]):
+    with interception.installed(), module.while_staged(held[number]):
         train(trainer, state, work)
     reports: list[Any] = [None] * trainer.world_size
     dist.all_gather_object(reports, (*pipeline.clock.report(), memory.peak_bytes()), control)
