@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import signal
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,20 @@ class ChildEnd:
     def is_bad(self) -> bool:
         """Whether a rank ended that should not have."""
         return not self.late and (self.failed or (self.evidence is None and not self.idle and self.rank is not None))
+
+    @property
+    def died(self) -> bool:
+        """Whether it ended without evidence, and not by a signal with which others end it, or it itself, after them."""
+        return self.evidence is None and self.code not in (None, -signal.SIGTERM, -signal.SIGABRT)
+
+
+def first_to_fail(children: Iterable[ChildEnd]) -> ChildEnd | None:
+    """Return the child that failed before any other: the others end because of it.
+
+    A rank that died explains those that raised, as their connections to it broke: on a busy machine their ends may be
+    seen before its own.
+    """
+    return min((one for one in children if one.is_bad), key=lambda one: (not one.died, one.at), default=None)
 
 
 class Children:

@@ -14,7 +14,7 @@ from harness.core.outcome import Outcome
 from harness.evidence.rank_file import write_rank
 from harness.evidence.read import read_rank
 from harness.evidence.trace import Exit, RankTrace
-from harness.launch.child_processes import ChildEnd
+from harness.launch.child_processes import ChildEnd, first_to_fail
 from harness.launch.exit_reason import explain
 from harness.launch.hung_ranks import take_so_far
 from harness.launch.launch_progress import RankEnd
@@ -39,7 +39,7 @@ def gather(
         unfinished.unlink()  # by a process that was ended before it had written the whole
     found = {rank.rank: rank for rank in map(read_rank, folder.glob("rank-*.safetensors"))}
     exits: dict[int, Exit] = {}
-    origin = _first_to_fail(ends)
+    origin = first_to_fail(child for end in ends for child in end.children)
     for node, end in zip(started, ends, strict=True):
         first = _take_first_process(node, end)
         if end.silent or (first is None and not end.evidence and end.code is not None and origin is None):
@@ -76,12 +76,6 @@ def _hung(
         if end.code is None and not incomplete:
             hung.setdefault(node.rank, explain(end, node, time_limit, hung=True))
     return hung
-
-
-def _first_to_fail(ends: Sequence[RankEnd]) -> ChildEnd | None:
-    """Return the child that failed before any other: the others end because of it."""
-    bad = (child for end in ends for child in end.children if child.is_bad)
-    return min(bad, key=lambda child: child.at, default=None)
 
 
 def _take_first_process(node: Assignment, end: RankEnd) -> RankTrace | None:
