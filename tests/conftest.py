@@ -64,8 +64,8 @@ COLLECTION = """
 from harness.subjects.load import load
 
 for number, locator in enumerate({locators}):
-    for one in load(locator):
-        globals()[f"{{number}}_{{one.name}}"] = one.train
+    for place, one in enumerate(load(locator)):  # of one name for several backends, too
+        globals()[f"{{number}}_{{place}}"] = one.train
 """
 
 hypothesis.settings.register_profile("ci", max_examples=15, deadline=None, derandomize=True)
