@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from harness.trainer.balanced.stages import BlockCost, Plan, Prediction, Shared, Stage
+from harness.trainer.balanced.stages import BlockCost, Prediction, Shared, Stage, StagePlan
 
 KEPT = 256
 """Of how many micro-batches, the last ones, times are kept."""
@@ -66,7 +66,7 @@ class StageClock:
 class Balance:
     """What was planned for a training, and what was measured in it; as text it is a table of the stages."""
 
-    plan: Plan
+    plan: StagePlan
     measured: Prediction | None = None
 
     def __str__(self) -> str:
@@ -94,5 +94,5 @@ class Balance:
         plan, measured = values["plan"], values["measured"]
         parts = {"blocks": BlockCost, "stages": Stage, "ties": Shared}
         nested = {name: tuple(kind(**value) for value in plan[name]) for name, kind in parts.items()}
-        whole = Plan(**{**plan, **nested, "predicted": Prediction(**plan["predicted"])})
+        whole = StagePlan(**{**plan, **nested, "predicted": Prediction(**plan["predicted"])})
         return cls(whole, None if measured is None else Prediction(**measured))

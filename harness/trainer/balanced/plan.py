@@ -14,7 +14,7 @@ from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
 from harness.trainer.balanced.profile import profile
-from harness.trainer.balanced.stages import Plan, Prediction, Profile, Stage
+from harness.trainer.balanced.stages import Prediction, Profile, Stage, StagePlan
 from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.replicas import scatter
@@ -30,7 +30,7 @@ def plan(
     step: Callable[[Any], Any] | None = None,
     optimizers: Sequence[torch.optim.Optimizer] = (),
     device: torch.device | None = None,
-) -> Plan:
+) -> StagePlan:
     """Return which blocks each device holds, and in how many micro-batches a batch passes, for the shortest step.
 
     Each number of micro-batches that divides the batch is profiled with micro-batches of its own size, since a small
@@ -84,7 +84,7 @@ def plan_chain(
     device: torch.device,
     optimizers: Sequence[torch.optim.Optimizer],
     stages: Sequence[int] | None = None,
-) -> Plan:
+) -> StagePlan:
     """Measure the blocks of a chain for each number of micro-batches in ``counts``, and return the fastest plan."""
     profiles = measure_chain(module, chain, step, batch, counts, device=device, optimizers=optimizers)
     return best_plan(profiles, devices, memory, stages)
@@ -131,7 +131,7 @@ def best_plan(
     devices: int,
     memory: Sequence[int] | None = None,
     stages: Sequence[int] | None = None,
-) -> Plan:
+) -> StagePlan:
     """Return the plan with the shortest simulated step.
 
     Args:
@@ -172,7 +172,7 @@ def plan_stages(
     micro_batches: int,
     memory: Sequence[int] | None = None,
     replicas: int = 1,
-) -> Plan:
+) -> StagePlan:
     """Return the plan for stages that are given, with what it is expected to take."""
     costs = StageCosts(measured, len(stages), micro_batches // replicas)
     unknown = Prediction(
@@ -181,7 +181,7 @@ def plan_stages(
         stage_peak_bytes=tuple(costs.peak_bytes(one.first, one.last, number) for number, one in enumerate(stages)),
         bubble_share=0.0,
     )
-    planned = Plan(
+    planned = StagePlan(
         measured.blocks,
         tuple(stages),
         micro_batches,

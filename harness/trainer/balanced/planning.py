@@ -16,7 +16,7 @@ from harness.trainer.balanced.measured import Balance
 from harness.trainer.balanced.partition import DoesNotFitError
 from harness.trainer.balanced.pipeline import split
 from harness.trainer.balanced.plan import best_plan, divisors, limits_of, measure_chain
-from harness.trainer.balanced.stages import Plan, Profile
+from harness.trainer.balanced.stages import Profile, StagePlan
 from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.data_sharding import rank_loader
 from harness.trainer.errors import MisconfigurationError
@@ -53,7 +53,7 @@ def plan_without_training(trainer: Any, module: Module, device: torch.device) ->
         torch.set_num_threads(threads)
 
 
-def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.device) -> tuple[Chain, Plan]:
+def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.device) -> tuple[Chain, StagePlan]:
     """Find the module's blocks on the first batch, measure them, and return them with the fastest plan.
 
     Raises:

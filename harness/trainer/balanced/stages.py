@@ -68,7 +68,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StagePlan:
     """Which blocks each device holds, and in how many micro-batches a batch passes through them."""
 
     blocks: tuple[BlockCost, ...]

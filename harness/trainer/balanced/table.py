@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from harness.trainer.balanced.stages import Plan, Prediction
+    from harness.trainer.balanced.stages import Prediction, StagePlan
 
 WIDTH = 100
 NAMES = 2  # the column of the blocks' names
 HEADERS = ("stage", "blocks", "time", "of slowest", "peak memory")
 
 
-def table(plan: Plan, measured: Prediction | None = None) -> str:
+def table(plan: StagePlan, measured: Prediction | None = None) -> str:
     """Return a headline and a row a stage; ``measured`` adds what was measured beside what is predicted."""
     predicted = plan.predicted
     slowest = max(predicted.stage_seconds) or 1.0
@@ -50,7 +50,7 @@ def table(plan: Plan, measured: Prediction | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def headline(plan: Plan, measured: Prediction | None = None) -> str:
+def headline(plan: StagePlan, measured: Prediction | None = None) -> str:
     """Return how the batch passes, and what a step is expected to take."""
     predicted = plan.predicted
     replicas = "" if plan.replicas == 1 else f"{count(plan.replicas, 'replica')} of "

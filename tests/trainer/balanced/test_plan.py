@@ -14,7 +14,7 @@ from torch import nn
 from harness.trainer import MisconfigurationError
 from harness.trainer.balanced.partition import partition
 from harness.trainer.balanced.plan import best_plan, divisors, plan, plan_stages
-from harness.trainer.balanced.stages import BlockCost, Plan, Profile, Stage
+from harness.trainer.balanced.stages import BlockCost, Profile, Stage, StagePlan
 
 BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
 SVG = "{http://www.w3.org/2000/svg}"
@@ -150,7 +150,7 @@ def plans(draw):
 
 @settings(max_examples=50, deadline=None)
 @given(plans())
-def test_a_table_has_a_line_a_stage_and_fits_100_columns(found: Plan):
+def test_a_table_has_a_line_a_stage_and_fits_100_columns(found: StagePlan):
     for lines in (found.table().splitlines(), found.table(found.predicted).splitlines()):
         assert max(map(len, lines)) <= 100
         assert [line.split()[0] for line in lines[3:]] == [str(number) for number in range(len(found.stages))]
@@ -158,7 +158,7 @@ def test_a_table_has_a_line_a_stage_and_fits_100_columns(found: Plan):
 
 @settings(max_examples=30, deadline=None)
 @given(plans())
-def test_a_picture_shows_each_forward_and_backward_within_its_row(found: Plan):
+def test_a_picture_shows_each_forward_and_backward_within_its_row(found: StagePlan):
     root = ElementTree.fromstring(found.picture())
     width = float(root.get("width"))
     boxes = [box for box in root.iter(f"{SVG}rect") if box.get("stroke") == "#fff"]
