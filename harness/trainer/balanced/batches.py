@@ -109,7 +109,12 @@ def possible_micro_batches(loader: Any, wanted: int | None) -> list[int]:
             "each device waits while another computes: use drop_last=True, or another batch_size.",
             stacklevel=2,
         )
-    return [count for count in range(1, common + 1) if common % count == 0]
+    return divisors(common)
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def indivisible(samples: int, micro_batches: int) -> str:

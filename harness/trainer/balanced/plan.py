@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from harness.trainer.balanced.batches import divisors
 from harness.trainer.balanced.blocks import in_training
 from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
+from harness.trainer.balanced.pipeline import split
 from harness.trainer.balanced.profile import profile
 from harness.trainer.balanced.stages import Prediction, Profile, Stage, StagePlan
 from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
-from harness.trainer.replicas import scatter
 
 
 def plan(
@@ -67,27 +68,11 @@ def plan(
     run = step or module
     declare = getattr(module, "configure_blocks", None)
     with in_training(module):
-        first = part_of(batch, counts[0])
+        first = split(batch, counts[0])[0]
         chain = find_chain(module, lambda: run(first), devices, device, declare() if callable(declare) else None)
-    return plan_chain(module, chain, run, batch, counts, limits, device=device, optimizers=optimizers, devices=devices)
-
-
-def plan_chain(
-    module: nn.Module,
-    chain: Chain,
-    step: Callable[[Any], Any],
-    batch: Any,
-    counts: Iterable[int],
-    memory: Sequence[int] | None,
-    *,
-    devices: int,
-    device: torch.device,
-    optimizers: Sequence[torch.optim.Optimizer],
-    stages: Sequence[int] | None = None,
-) -> StagePlan:
-    """Measure the blocks of a chain for each number of micro-batches in ``counts``, and return the fastest plan."""
-    profiles = measure_chain(module, chain, step, batch, counts, device=device, optimizers=optimizers)
-    return best_plan(profiles, devices, memory, stages)
+    return best_plan(
+        measure_chain(module, chain, run, batch, counts, device=device, optimizers=optimizers), devices, limits
+    )
 
 
 def measure_chain(
@@ -112,18 +97,13 @@ def measure_chain(
         blocks = chain.runnable(interception, step)
         for count in sorted(counts, reverse=True):
             try:
-                profiles[count] = profile(module, blocks, part_of(batch, count), device, state)
+                profiles[count] = profile(module, blocks, split(batch, count)[0], device, state)
             except (RuntimeError, ValueError) as error:
                 refusal = error
     if not profiles:
         assert refusal is not None
         raise refusal
     return profiles
-
-
-def part_of(batch: Any, count: int) -> Any:
-    """Return the first of ``count`` micro-batches."""
-    return scatter((batch,), count)[0][0]
 
 
 def best_plan(
@@ -193,11 +173,6 @@ def plan_stages(
     schedule = planned.schedule()
     predicted = replace(unknown, step_seconds=schedule.makespan, bubble_share=schedule.bubble_share)
     return replace(planned, predicted=predicted)
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of a number, ascending."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def limits_of(memory: int | Sequence[int] | None, devices: int) -> tuple[int, ...] | None:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.trainer.balanced.batches import first_batch, possible_micro_batches
+from harness.trainer.balanced.batches import divisors, first_batch, possible_micro_batches
 from harness.trainer.balanced.chain import Chain, find_chain
 from harness.trainer.balanced.measured import Balance
 from harness.trainer.balanced.partition import DoesNotFitError
 from harness.trainer.balanced.pipeline import split
-from harness.trainer.balanced.plan import best_plan, divisors, limits_of, measure_chain
+from harness.trainer.balanced.plan import best_plan, limits_of, measure_chain
 from harness.trainer.balanced.stages import Profile, StagePlan
 from harness.trainer.checkpoint_file import TrainingState
 from harness.trainer.data_sharding import rank_loader

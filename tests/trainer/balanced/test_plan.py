@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from harness.trainer import MisconfigurationError
+from harness.trainer.balanced.batches import divisors
 from harness.trainer.balanced.partition import partition
-from harness.trainer.balanced.plan import best_plan, divisors, plan, plan_stages
+from harness.trainer.balanced.plan import best_plan, plan, plan_stages
 from harness.trainer.balanced.stages import BlockCost, Profile, Stage, StagePlan
 
 BATCH = torch.randn(12, 6, generator=torch.Generator().manual_seed(1))
