@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from harness.check.rank.replay.autocast_state import Autocast
 from harness.check.rank.replay.random_state import RandomState
-from harness.check.rank.replay.unsharding import local_part
+from harness.check.rank.sharding import local
 
 SAMPLE = 1024
 """Entries of an output that are kept at most, to compare a replay with."""
@@ -29,12 +29,12 @@ class UsedParameter:
     @classmethod
     def of(cls, parameter: nn.Parameter) -> UsedParameter:
         """Return how ``parameter`` is now."""
-        return cls(parameter, parameter._version, local_part(parameter).data_ptr(), parameter.requires_grad)
+        return cls(parameter, parameter._version, local(parameter).data_ptr(), parameter.requires_grad)
 
     @property
     def changed(self) -> bool:
         """Whether its values were replaced or written to since."""
-        return self.parameter._version != self.version or local_part(self.parameter).data_ptr() != self.address
+        return self.parameter._version != self.version or local(self.parameter).data_ptr() != self.address
 
 
 @dataclass

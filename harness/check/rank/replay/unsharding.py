@@ -32,12 +32,6 @@ def is_distributed(parameter: Tensor) -> bool:
     return hasattr(parameter, "full_tensor")
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, another tensor as it is."""
-    part: Tensor = getattr(parameter, "_local_tensor", parameter)
-    return part
-
-
 def replace_hooks(modules: Iterable[nn.Module]) -> None:
     """Replace FSDP's hooks by ones that only cast as it does: parameters are whole, and nothing is to be reduced."""
     for module in modules:
