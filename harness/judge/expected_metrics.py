@@ -60,7 +60,7 @@ RIGHT = {TRAINING: LossMode(0, training=True), HELD_OUT: LossMode(0, training=Fa
 
 
 @dataclass(frozen=True)
-class Report:
+class ReportedValue:
     """One value that one rank reported; ``previous`` is where it last reported that name, None at the first time."""
 
     name: str
@@ -89,9 +89,9 @@ class LossTable:
         self._each: dict[tuple[Position, LossMode, bool], torch.Tensor | None] = {}
 
     @cached_property
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[ReportedValue, ...]:
         """The reported values that can be judged, by rank."""
-        reports: list[Report] = []
+        reports: list[ReportedValue] = []
         for trace in self.analysis.trace.ranks:
             last: dict[str, tuple[Position | None, Position]] = {}
             for logged in trace.logged:
@@ -102,7 +102,7 @@ class LossTable:
                 # Two reports at one position cover the same samples.
                 previous = before if latest == place else latest
                 last[logged.name] = (previous, place)
-                reports.append(Report(logged.name, logged.value, trace.rank, place, previous))
+                reports.append(ReportedValue(logged.name, logged.value, trace.rank, place, previous))
         return tuple(reports)
 
     def _is_judgeable(self, name: str, place: Position) -> bool:
@@ -219,7 +219,7 @@ class LossTable:
         except ValueError:  # a layer that needs more than one sample
             return None
 
-    def evaluated(self, report: Report, state: LossMode) -> BatchShares:
+    def evaluated(self, report: ReportedValue, state: LossMode) -> BatchShares:
         """Return the last evaluation before a report, by rank and batch, as its samples were drawn."""
         losses = self.each(report.place, state)
         if losses is None:
@@ -239,7 +239,7 @@ class LossTable:
                 shares.append(BatchShare(report.step, batch, rank, chunk, float(losses[list(chunk)].mean())))
         return tuple(sorted(shares, key=lambda share: (share.batch, share.rank)))
 
-    def windows(self, report: Report, state: LossMode) -> list[BatchShares]:
+    def windows(self, report: ReportedValue, state: LossMode) -> list[BatchShares]:
         """Return what the mean may cover: since the report before, in the last step, or in the epoch so far.
 
         For the held-out samples it is the last evaluation.
@@ -259,14 +259,14 @@ class LossTable:
         """Return everything that was trained on until a place."""
         return tuple(p for p in self.trained(state) if (p.step, p.batch) < place)
 
-    def expected_values(self, report: Report) -> list[float]:
+    def expected_values(self, report: ReportedValue) -> list[float]:
         """Return the values that are correct; several, as the window of a mean is the trainer's choice."""
         if report.name == TRAINING:
             return [mean(window) for window in self.windows(report, RIGHT[TRAINING])]
         losses = self.each(report.place, RIGHT[HELD_OUT])
         return [] if losses is None else [float(losses.mean())]
 
-    def error(self, report: Report, value: float) -> float:
+    def error(self, report: ReportedValue, value: float) -> float:
         """Return how far a report is from a value, in × noise; infinite for NaN."""
         error = abs(report.value - value)
         return in_noise(error if math.isfinite(error) else math.inf, self.noise.at(report.name, self.unit(value)))

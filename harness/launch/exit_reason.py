@@ -7,7 +7,7 @@ from pathlib import Path
 
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Exit
-from harness.launch.launch_progress import RankEnd
+from harness.launch.launch_progress import LaunchedRankEnd
 from harness.launch.stacks import calls_of, collective_of
 from harness.worker.assignment import Assignment, stack_beside
 
@@ -21,7 +21,7 @@ _HINTS = {
 }
 
 
-def explain(end: RankEnd, assignment: Assignment, time_limit: float, *, hung: bool = False) -> Exit:
+def explain(end: LaunchedRankEnd, assignment: Assignment, time_limit: float, *, hung: bool = False) -> Exit:
     """Return how a rank without evidence ended, or one that ``hung`` after it; ``time_limit`` is in seconds."""
     calls = calls_of(_tail(Path(stack_beside(assignment.log)), 1 << 16))
     late = end.code is None
@@ -41,7 +41,7 @@ def explain(end: RankEnd, assignment: Assignment, time_limit: float, *, hung: bo
     )
 
 
-def _late(end: RankEnd, time_limit: float, hung: bool) -> str:
+def _late(end: LaunchedRankEnd, time_limit: float, hung: bool) -> str:
     if not end.limit_reached:
         if hung:
             return "it had not ended some seconds after all ranks had left their evidence"
@@ -50,7 +50,7 @@ def _late(end: RankEnd, time_limit: float, hung: bool) -> str:
     return f"{missed} after {time_limit:.0f} s{', found stopped (SIGSTOP, or a debugger)' if end.stopped else ''}"
 
 
-def _died(end: RankEnd) -> str:
+def _died(end: LaunchedRankEnd) -> str:
     assert end.code is not None
     if end.code >= 0:
         return f"ended with exit code {end.code}"

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from harness.evidence.rank_file import SO_FAR
 from harness.evidence.trace import Trace
-from harness.launch.launch_progress import RankEnd
+from harness.launch.launch_progress import LaunchedRankEnd
 
 
-def take_so_far(folder: Path, ends: Sequence[RankEnd]) -> set[int]:
+def take_so_far(folder: Path, ends: Sequence[LaunchedRankEnd]) -> set[int]:
     """Keep what ranks had recorded that were ended because the launch took too long.
 
     The incomplete evidence of a process that ended by itself is removed.

@@ -26,7 +26,7 @@ KILL_RETRY_S = 300.0
 
 
 @dataclass(frozen=True)
-class RankEnd:
+class LaunchedRankEnd:
     """How one rank ended. ``code`` is negative for a signal; None if it had to be ended for being late.
 
     ``unwritten`` says why its evidence could not be written, and ``silent`` why its node stopped answering; both are
@@ -90,7 +90,7 @@ class LaunchProgress:
         self._late: dict[int, Mapping[str, Any]] = {}
         self._unwritten: dict[int, str] = {}
         self._children = Children(launch.below)
-        self._ends: dict[int, RankEnd] = {}
+        self._ends: dict[int, LaunchedRankEnd] = {}
 
     @property
     def is_complete(self) -> bool:
@@ -98,7 +98,7 @@ class LaunchProgress:
         return not self._waiting
 
     @property
-    def ends(self) -> list[RankEnd]:
+    def ends(self) -> list[LaunchedRankEnd]:
         """How each rank ended, in the launch's order of ranks."""
         return [self._ends[rank] for rank in self._launch.ranks]
 
@@ -148,9 +148,9 @@ class LaunchProgress:
     def _end_within(self, seconds: float) -> None:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
-    def _end_of(self, rank: int, event: Mapping[str, Any]) -> RankEnd:
+    def _end_of(self, rank: int, event: Mapping[str, Any]) -> LaunchedRankEnd:
         late = self._late.get(rank)
-        return RankEnd(
+        return LaunchedRankEnd(
             rank,
             evidence=rank in self._evidence,
             code=event["code"] if self._phase is Phase.TRAINING else None,

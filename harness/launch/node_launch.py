@@ -17,12 +17,12 @@ from harness.evidence.trace import Exit, RankTrace
 from harness.launch.child_processes import ChildEnd, first_to_fail
 from harness.launch.exit_reason import explain
 from harness.launch.hung_ranks import take_so_far
-from harness.launch.launch_progress import RankEnd
+from harness.launch.launch_progress import LaunchedRankEnd
 from harness.worker.assignment import Assignment, stack_beside
 
 
 def gather(
-    started: Sequence[Assignment], ends: Sequence[RankEnd], time_limit: float
+    started: Sequence[Assignment], ends: Sequence[LaunchedRankEnd], time_limit: float
 ) -> tuple[list[RankTrace], dict[int, Exit], dict[int, Exit]]:
     """Return the traces of all nodes' ranks, how those without evidence ended, and those that hung after theirs.
 
@@ -65,7 +65,11 @@ def _ranks_of(node: Assignment) -> range:
 
 
 def _hung(
-    started: Sequence[Assignment], ends: Sequence[RankEnd], late: Collection[int], incomplete: bool, time_limit: float
+    started: Sequence[Assignment],
+    ends: Sequence[LaunchedRankEnd],
+    late: Collection[int],
+    incomplete: bool,
+    time_limit: float,
 ) -> dict[int, Exit]:
     """Return how ``late`` ranks hung, and, unless ranks are missing, first processes whose ranks had all finished."""
     hung: dict[int, Exit] = {}
@@ -78,7 +82,7 @@ def _hung(
     return hung
 
 
-def _take_first_process(node: Assignment, end: RankEnd) -> RankTrace | None:
+def _take_first_process(node: Assignment, end: LaunchedRankEnd) -> RankTrace | None:
     """Read and remove what a node's first process wrote where it was no rank, None if that is nothing.
 
     An error that it raised because the launch was being ended is left out.
@@ -91,7 +95,7 @@ def _take_first_process(node: Assignment, end: RankEnd) -> RankTrace | None:
     return trace if end.raised else replace(trace, error=None, failed_at=None, stack="")
 
 
-def _is_first_rank(first: RankTrace, node: Assignment, end: RankEnd, found: Mapping[int, RankTrace]) -> bool:
+def _is_first_rank(first: RankTrace, node: Assignment, end: LaunchedRankEnd, found: Mapping[int, RankTrace]) -> bool:
     """Return whether what a node's first process wrote stands for the node's first rank."""
     if first.error is not None and not any(child.is_bad for child in end.children):
         return True
@@ -103,11 +107,11 @@ def _with_error_of(first: RankTrace, rank: RankTrace) -> RankTrace:
 
 
 def _missing(
-    own: Assignment, node: Assignment, end: RankEnd, origin: ChildEnd | None, broken: bool, time_limit: float
+    own: Assignment, node: Assignment, end: LaunchedRankEnd, origin: ChildEnd | None, broken: bool, time_limit: float
 ) -> Exit:
     """Return how one rank of ``node`` ended, whose first process ended as ``end`` says."""
     child = next((child for child in reversed(end.children) if child.rank == own.rank and not child.idle), None)
-    late = RankEnd(own.rank, evidence=False, code=None, seconds=end.seconds, limit_reached=end.limit_reached)
+    late = LaunchedRankEnd(own.rank, evidence=False, code=None, seconds=end.seconds, limit_reached=end.limit_reached)
     if child is not None:
         late = replace(late, steps=child.steps, out_of_memory=child.out_of_memory, unwritten=child.unwritten)
         if child is origin:
@@ -123,7 +127,7 @@ def _missing(
     return exit if exit.said else replace(exit, said=explain(late, node, time_limit).said)
 
 
-def _sort_stacks(started: Sequence[Assignment], ends: Sequence[RankEnd]) -> None:
+def _sort_stacks(started: Sequence[Assignment], ends: Sequence[LaunchedRankEnd]) -> None:
     """Rename the stacks of processes that were ended to those of their ranks, and remove the others."""
     for node, end in zip(started, ends, strict=True):
         for child in end.children:

@@ -17,7 +17,7 @@ import harness
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
 from harness.launch import this_machine
-from harness.launch.launch_progress import EXIT_GRACE_S, LaunchProgress, RankEnd, RunningLaunch
+from harness.launch.launch_progress import EXIT_GRACE_S, LaunchedRankEnd, LaunchProgress, RunningLaunch
 from harness.launch.process_tags import TAG, end_tagged
 from harness.launch.server_events import NoEventError, contents_of, event_of
 from harness.launch.start_wait import START_TIMEOUT_S, Notify, StartWait, ignore
@@ -182,7 +182,7 @@ class Pool:
         below = assignments[0].processes_per_node if assignments[0].whole_node else 0
         return RunningLaunch(assignments[0].launch, ranks, started, started + time_limit, below)
 
-    def finish(self, running: RunningLaunch) -> list[RankEnd]:
+    def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
         """Follow a launch to its end and return how each rank ended, soon after its deadline at the latest.
 
         Ranks that are late are asked for their stacks and for what they have recorded so far, and then killed.

@@ -17,7 +17,7 @@ _BACKWARD = ("torch/autograd/graph.py", "_engine_run_backward")
 
 
 @dataclass(frozen=True)
-class Call:
+class PendingCall:
     """One call that has not returned."""
 
     file: str
@@ -29,20 +29,20 @@ class Call:
         return f"{'/'.join(self.file.split('/')[-2:])}:{self.line} in {self.name}"
 
 
-def calls_of(text: str) -> tuple[Call, ...]:
+def calls_of(text: str) -> tuple[PendingCall, ...]:
     """Return the calls of the thread that trains, the innermost first; the harness's own are left out.
 
     Empty where there is no stack in ``text``.
     """
-    threads: list[list[Call]] = []
-    current: list[Call] = []
+    threads: list[list[PendingCall]] = []
+    current: list[PendingCall] = []
     for line in text.splitlines():
         if head := _THREAD.match(line):
             threads.append([])
             if head[1] == "Current thread":
                 current = threads[-1]
         elif (found := _CALL.match(line)) and threads:
-            threads[-1].append(Call(found["file"], int(found["line"]), found["name"]))
+            threads[-1].append(PendingCall(found["file"], int(found["line"]), found["name"]))
     for calls in threads:
         for place, call in enumerate(calls):
             if call.file.endswith(_OURS[0]) and call.name == _OURS[1]:
@@ -50,7 +50,7 @@ def calls_of(text: str) -> tuple[Call, ...]:
     return tuple(current or (threads[-1] if threads else ()))
 
 
-def collective_of(calls: tuple[Call, ...]) -> str | None:
+def collective_of(calls: tuple[PendingCall, ...]) -> str | None:
     """Return the collective in which a rank of several waits, None where it is in none.
 
     It is the function of torch.distributed that was called first. DistributedDataParallel has its collectives in C++:

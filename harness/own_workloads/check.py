@@ -17,7 +17,7 @@ from harness.core.errors import WorkloadError
 from harness.core.precision import PRECISIONS
 from harness.own_workloads.attempt import attempt
 from harness.own_workloads.content import check_data, check_model
-from harness.own_workloads.training_pass import NoNarrowing, Pass, forward_of, loss_of, pass_of
+from harness.own_workloads.training_pass import NoNarrowing, TrainingPass, forward_of, loss_of, pass_of
 from harness.subjects.declare import CAPABILITIES
 from harness.workloads import Batch, Columns, Workload
 
@@ -42,7 +42,7 @@ def refuse_unfit(workload: Workload, devices: Sequence[int]) -> None:
     _check_forward(workload, batches[0])
     for data, count in zip(every[1:], devices[1:], strict=True):
         _check_shares(workload, data, count)
-    first = Pass(workload, torch.float32)
+    first = TrainingPass(workload, torch.float32)
     gradients = [first.gradient(batch) for batch in batches]
     if not workload.unused_parameters:
         _check_every_parameter(first.model, gradients)
@@ -213,7 +213,7 @@ def _check_needs(workload: Workload, needed: dict[str, str]) -> None:
 def _check_oracle(workload: Workload, devices: int) -> None:
     """Refuse a gradient that is not computed in float64 where model and data are, or depends on the samples' order."""
     batch = workload.dataset(devices, torch.float64).batch(range(workload.global_batch_size(devices)))
-    exact = Pass(workload, torch.float64)
+    exact = TrainingPass(workload, torch.float64)
     try:
         with NoNarrowing():
             right = exact.gradient(batch)
@@ -223,7 +223,7 @@ def _check_oracle(workload: Workload, devices: int) -> None:
         return
     turned = exact.gradient({name: column.flip(0) for name, column in batch.items()})
     narrow = {name: column.float() if column.is_floating_point() else column for name, column in batch.items()}
-    moved, noise = _distance(turned, right), _distance(Pass(workload, torch.float32).gradient(narrow), right)
+    moved, noise = _distance(turned, right), _distance(TrainingPass(workload, torch.float32).gradient(narrow), right)
     if moved > _ACCURACY * noise:
         raise WorkloadError(
             f"the oracle is not stable: in float64 the gradient moves by {moved:.1e} when the samples of a batch are "
@@ -244,7 +244,7 @@ def _check_exact(workload: Workload, devices: int) -> None:
 
 
 def _trained(workload: Workload, devices: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    whole = Pass(workload, dtype)
+    whole = TrainingPass(workload, dtype)
     parameters = dict(whole.model.named_parameters())
     optimizers = workload.optimizers(whole.model.parameters())
     data, size = workload.dataset(devices, dtype), workload.global_batch_size(devices)

@@ -42,7 +42,7 @@ def pass_of(workload: Workload, model: nn.Module, batch: Batch) -> Tensor:
     return loss_of(workload, forward_of(model, batch), batch)
 
 
-class Pass:
+class TrainingPass:
     """A model of ``workload`` in training mode, at its initial weights."""
 
     def __init__(self, workload: Workload, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from _pytest._code.code import ExceptionChainRepr, ReprEntryNative, ReprFileLocation, ReprTraceback
 
-from harness.launch.stacks import Call
+from harness.launch.stacks import PendingCall
 from harness.pytest_ranks.rank_side import ChainLink, Failure
 from harness.ranks import How, RankEnd
 
@@ -50,7 +50,7 @@ def order(end: RankEnd) -> tuple[float, bool, int]:
     return math.inf if end.how is How.HUNG else end.seconds, end.waits_in is not None, end.rank
 
 
-def calls_of_test(end: RankEnd, file: str) -> tuple[Call, ...]:
+def calls_of_test(end: RankEnd, file: str) -> tuple[PendingCall, ...]:
     """Return the calls of a rank without those that lead to the test, which is in ``file``."""
     outermost = max((place for place, call in enumerate(end.calls) if call.file == file), default=-1)
     return end.calls[: outermost + 1] or end.calls

@@ -6,7 +6,7 @@ run a user's function on several ranks. Nothing here judges, and nothing here kn
 
 from __future__ import annotations
 
-from harness.ranks.rank_end import How, RankEnd, RankError
+from harness.ranks.rank_end import How, RankEnd, UnpicklableError
 from harness.ranks.run import run_on_ranks
 
-__all__ = ["How", "RankEnd", "RankError", "run_on_ranks"]
+__all__ = ["How", "RankEnd", "UnpicklableError", "run_on_ranks"]

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TextIO, cast
 import torch
 
 from harness.ranks.channel import Channel
-from harness.ranks.rank_end import RankError
+from harness.ranks.rank_end import UnpicklableError
 from harness.ranks.world import World, separate_rendezvous
 from harness.worker.processes import die_with
 from harness.worker.recording.process_groups import keep_process_groups
@@ -31,7 +31,7 @@ WITH_TERMINAL = 0
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """What a rank sends when the function has ended: two pickles, which its supervisor passes on unopened."""
 
     raised: bool
@@ -144,13 +144,13 @@ def _prepare_process(rank: int, world: World, streams: Streams) -> None:
     separate_rendezvous()
 
 
-def _call(rank: int, world: World, function: Function, describe: Describe, terminal: Terminal) -> Report:
+def _call(rank: int, world: World, function: Function, describe: Describe, terminal: Terminal) -> RankReport:
     try:
         world.join(rank)
         value = call(function, terminal)
-        return Report(False, _pickled(value), pickle.dumps(None))
+        return RankReport(False, _pickled(value), pickle.dumps(None))
     except BaseException as error:
-        return Report(True, _pickled_error(error), _pickled(_described(describe, error)))
+        return RankReport(True, _pickled_error(error), _pickled(_described(describe, error)))
 
 
 def call(function: Function, terminal: Terminal) -> Any:
@@ -170,7 +170,7 @@ def _pickled(value: Any) -> bytes:
         return pickle.dumps(value)
     except Exception as error:
         what = f"a {type(value).__name__}, which cannot be pickled ({error})"
-        raise RankError(f"a rank returned {what}: return tensors, numbers or text") from None
+        raise UnpicklableError(f"a rank returned {what}: return tensors, numbers or text") from None
 
 
 def _pickled_error(error: BaseException) -> bytes:
@@ -179,5 +179,5 @@ def _pickled_error(error: BaseException) -> bytes:
         data = pickle.dumps(error)
         pickle.loads(data)
     except Exception:
-        return pickle.dumps(RankError("".join(traceback.format_exception_only(error)).strip()))
+        return pickle.dumps(UnpicklableError("".join(traceback.format_exception_only(error)).strip()))
     return data

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
-from harness.launch.stacks import Call, collective_of
+from harness.launch.stacks import PendingCall, collective_of
 
 
 class How(enum.Enum):
@@ -22,7 +22,7 @@ class How(enum.Enum):
     """It was ended because another rank had failed."""
 
 
-class RankError(Exception):
+class UnpicklableError(Exception):
     """Stands for an exception or a value of a rank that cannot be pickled."""
 
 
@@ -43,7 +43,7 @@ class RankEnd:
     error: BaseException | None = None
     description: Any = None
     code: int | None = None
-    calls: tuple[Call, ...] = ()
+    calls: tuple[PendingCall, ...] = ()
     stdout: str = ""
     stderr: str = ""
 

@@ -9,9 +9,9 @@ import time
 from contextlib import suppress
 from typing import IO
 
-from harness.launch.stacks import Call, calls_of
+from harness.launch.stacks import PendingCall, calls_of
 from harness.ranks.channel import Channel
-from harness.ranks.rank import Report, Streams
+from harness.ranks.rank import RankReport, Streams
 from harness.ranks.rank_end import How
 from harness.worker.log import Log
 from harness.worker.processes import signal_session
@@ -39,10 +39,10 @@ class RankProcess:
     def __init__(self, rank: int, capture: bool) -> None:
         self.rank = rank
         self.pid = 0
-        self.report: Report | None = None
+        self.report: RankReport | None = None
         self.code: int | None = None
         self.how: How | None = None
-        self.calls: tuple[Call, ...] = ()
+        self.calls: tuple[PendingCall, ...] = ()
         self.at = 0.0
         self.is_debugging = False
         self.channel, self.rank_channel = Channel.pair()
@@ -108,12 +108,12 @@ class RankProcess:
         out, err = (output.text() for output in self.outputs)
         return out, err
 
-    def _read_stack(self) -> tuple[Call, ...]:
+    def _read_stack(self) -> tuple[PendingCall, ...]:
         text = os.pread(self._stack.fileno(), 1 << 18, 0).decode(errors="replace")
         calls = calls_of(text)
         own = next((place for place, one in enumerate(calls) if _is_own(one)), len(calls))
         return calls[:own]
 
 
-def _is_own(call: Call) -> bool:
+def _is_own(call: PendingCall) -> bool:
     return call.file.endswith("harness/ranks/rank.py") and call.name == "call"

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from harness.launch.stacks import Call
+from harness.launch.stacks import PendingCall
 from harness.ranks.channel import Channel
 from harness.ranks.rank import WITH_TERMINAL, Debugging, Describe, Function, run
 from harness.ranks.rank_end import How
@@ -53,7 +53,7 @@ class PickledEnd:
     outcome: bytes | None
     description: bytes | None
     code: int | None
-    calls: tuple[Call, ...]
+    calls: tuple[PendingCall, ...]
     stdout: str
     stderr: str
 

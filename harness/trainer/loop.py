@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,7 @@ from harness.trainer.checkpoint_file import TrainingState, capture, write
 from harness.trainer.data_sharding import batch_length, set_epoch
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
-from harness.trainer.optimizers import OnlyItsOwn, zeroing
+from harness.trainer.optimizers import OnlyItsOwn, parameters_of, zeroing
 from harness.trainer.precision_plugins import map_tensors
 from harness.trainer.step import end_takes_batch, loss_function
 
@@ -67,7 +67,7 @@ class Turn:
     """One optimizer's part of a step; ``parameters`` are what it steps: weights, or their masters."""
 
     optimizer: Optimizer
-    parameters: list[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
     zero_grad: Callable[[], None]
     context: Any
     arguments: tuple[int, ...]
@@ -191,7 +191,7 @@ def take_turns(state: TrainingState, work: Work) -> list[Turn]:
     for number, (optimizer, own) in enumerate(zip(state.optimizers, work.weights, strict=True)):
         mine = {id(weight) for weight in own}
         others = [weight for weights in work.weights for weight in weights if id(weight) not in mine]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         context = OnlyItsOwn(others) if several else NOTHING
         turns.append(Turn(optimizer, parameters, zeroing(optimizer), context, (number,) * takes_number))
     return turns

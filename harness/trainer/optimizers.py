@@ -68,6 +68,11 @@ def zeroing(optimizer: Optimizer) -> Callable[[], None]:
     return zero_grad
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer], list[SchedulerConfig]]:
     """Return the optimizers and schedules in what ``configure_optimizers`` returned.
 
@@ -85,7 +90,7 @@ def parse_optimizers(returned: Any, module: nn.Module) -> tuple[list[Optimizer],
             "list of optimizers, or a list of optimizers and a list of schedulers."
         )
     own = {id(parameter) for parameter in module.parameters()}
-    if any(id(p) not in own for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]):
+    if any(id(p) not in own for optimizer in optimizers for p in parameters_of(optimizer)):
         raise MisconfigurationError(
             "An optimizer has parameters that are not the module's: make it in configure_optimizers, of "
             "self.parameters()."

@@ -19,7 +19,7 @@ from harness.trainer.environments.roll_call import call_roll
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.loop import Work, share_buffers, train
 from harness.trainer.module import Module
-from harness.trainer.optimizers import parse_optimizers
+from harness.trainer.optimizers import parameters_of, parse_optimizers
 from harness.trainer.step import StepModule
 
 
@@ -71,7 +71,7 @@ def _train(trainer: Any, module: Module, devices: list[torch.device], ckpt_path:
     trainer.checkpoint = partial(checkpoints.capture, trainer, state)
     if getattr(train_loader, "batch_size", None):
         state.samples_per_batch = train_loader.batch_size * trainer.world_size
-    weights = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in state.optimizers]
+    weights = [parameters_of(optimizer) for optimizer in state.optimizers]
 
     evaluate = forward = module.configure_dp(StepModule(module, precision), devices)
     if plan.backend.synchronises:

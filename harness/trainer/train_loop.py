@@ -15,6 +15,7 @@ from harness.trainer.connector import one_of, whole
 from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.module import Module
+from harness.trainer.optimizers import parameters_of
 from harness.trainer.precision_plugins import map_tensors
 from harness.trainer.strategies import split
 from harness.trainer.trainer import Trainer
@@ -275,7 +276,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
             f"The optimizer is a {type(optimizer).__name__}: give one of torch.optim, over model.parameters()."
         )
     own = {id(parameter) for parameter in model.parameters()}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in own]
+    foreign = [p for p in parameters_of(optimizer) if id(p) not in own]
     if foreign:
         raise MisconfigurationError(
             f"The optimizer has {len(foreign)} parameters that are not the model's (the first has the shape "

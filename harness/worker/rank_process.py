@@ -15,7 +15,7 @@ from harness.worker.scratch import NODE, Scratch
 
 
 @dataclass(frozen=True)
-class RankProcess:
+class ForkedRank:
     """A rank of a launch. ``done`` is memory that it shares with the server: the number of steps it has done.
 
     ``kills`` is how often the kernel had killed for want of memory when it was forked. ``scratch`` is the folder for
@@ -31,7 +31,7 @@ class RankProcess:
     scratch: Scratch | None
 
     @classmethod
-    def prepare(cls, assignment: Mapping[str, Any]) -> RankProcess:
+    def prepare(cls, assignment: Mapping[str, Any]) -> ForkedRank:
         """Make what a rank needs before it is forked, from the JSON of its assignment."""
         Path(assignment["evidence"]).unlink(missing_ok=True)  # only this rank's evidence may be found there
         return cls(

@@ -35,7 +35,7 @@ from harness.worker.processes import (
     present,
     signal_session,
 )
-from harness.worker.rank_process import RankProcess
+from harness.worker.rank_process import ForkedRank
 from harness.worker.recording.late_evidence import REQUEST
 
 
@@ -54,7 +54,7 @@ class Server:
         self._commands = commands
         self._events = events
         self._pipe = os.fstat(events).st_ino
-        self._ranks: dict[int, RankProcess] = {}  # by pid
+        self._ranks: dict[int, ForkedRank] = {}  # by pid
         self._registry: Registry | None = None
         self._selector = selectors.DefaultSelector()
         self._spared: frozenset[int] = frozenset()
@@ -146,7 +146,7 @@ class Server:
         else:
             self._announce(self._connectivity.answer(command))
 
-    def _signal(self, pid: int, process: RankProcess, number: int) -> None:
+    def _signal(self, pid: int, process: ForkedRank, number: int) -> None:
         """Signal a rank and those below it.
 
         With any signal but SIGKILL its evidence so far is requested too, and it is continued if it was stopped: else it
@@ -168,7 +168,7 @@ class Server:
 
     def _fork(self, subject: str, values: dict[str, Any]) -> None:
         server = os.getpid()
-        process = RankProcess.prepare(values)
+        process = ForkedRank.prepare(values)
         if process.scratch and self._registry is None:
             self._registry = Registry(self._announce_child)
             self._selector.register(self._registry, selectors.EVENT_READ, self._registry)

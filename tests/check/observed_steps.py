@@ -26,7 +26,7 @@ from harness.check.evidence.training import (
     segment,
 )
 from harness.check.rank.observer import Observer
-from harness.check.rank.optimizer.clipping import Clipping
+from harness.check.rank.optimizer.clipping import ClippingObserver
 from harness.check.rank.optimizer.learning_rate import LearningRate
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.precision_used import PrecisionUsed
@@ -35,7 +35,13 @@ from harness.check.rank.parameters import parameters_of
 from harness.check.rank.sharding import local
 
 LOSS_SCALE = LossScale()
-OBSERVERS: tuple[Observer, ...] = (UpdateReplay(), LOSS_SCALE, Clipping(LOSS_SCALE), LearningRate(), PrecisionUsed())
+OBSERVERS: tuple[Observer, ...] = (
+    UpdateReplay(),
+    LOSS_SCALE,
+    ClippingObserver(LOSS_SCALE),
+    LearningRate(),
+    PrecisionUsed(),
+)
 for observer in OBSERVERS:
     observer.install()
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 from checked_commands import RIGHT, checked, training
 
-from harness.check.judge.estimate import Estimate, estimate_lines
+from harness.check.judge.estimate import CostEstimate, estimate_lines
 from harness.check.report.terminal import dry_run_screen
 from harness.cli.main import main
 
-ONE = Estimate(2, plain_s=0.5, recorded_s=0.6, replay_s=1.0, parameter_bytes=4096, extra_bytes=2**20, evidence_bytes=10)
+ONE = CostEstimate(
+    2, plain_s=0.5, recorded_s=0.6, replay_s=1.0, parameter_bytes=4096, extra_bytes=2**20, evidence_bytes=10
+)
 
 
 def test_time_memory_and_evidence_are_those_of_all_recorded_steps():

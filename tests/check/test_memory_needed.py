@@ -16,7 +16,7 @@ from harness.check.rank import memory_needed
 from harness.check.rank.memory_needed import NotEnoughMemoryError, free_bytes, needed_bytes, require_memory
 from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.replay.exact_gradients import ExactGradients
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.precision import ReplayPrecision
 from harness.cli.main import main
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -87,13 +87,12 @@ def test_the_cpu_says_how_much_is_free():
 
 
 def test_float32_truth_computes_in_float32_and_float64_stays_what_it_is():
-    assert [Precision.FLOAT32.wide(one) for one in (torch.bfloat16, torch.float32, torch.float64, torch.int64)] == [
-        torch.float32, torch.float32, torch.float64, torch.int64
-    ]  # fmt: skip
+    narrow, wide = (torch.bfloat16, torch.float32, torch.float64, torch.int64), ReplayPrecision.FLOAT32.wide
+    assert [wide(one) for one in narrow] == [torch.float32, torch.float32, torch.float64, torch.int64]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.Dropout(0.5), nn.Linear(16, 1)).bfloat16()
     exact = {}
-    for truth in (Precision.FLOAT64, Precision.FLOAT32):
+    for truth in (ReplayPrecision.FLOAT64, ReplayPrecision.FLOAT32):
         torch.manual_seed(1)
         recorded = Recording()
         recorded._exact = ExactGradients(recorded.calls, lambda gradient, dtype: gradient.clone(), truth)
@@ -104,9 +103,9 @@ def test_float32_truth_computes_in_float32_and_float64_stays_what_it_is():
         finally:
             recorded.calls.stop()
         assert not uncovered
-    for parameter, gradient in exact[Precision.FLOAT32].items():
+    for parameter, gradient in exact[ReplayPrecision.FLOAT32].items():
         assert gradient.dtype == torch.float32
-        torch.testing.assert_close(gradient.double(), exact[Precision.FLOAT64][parameter], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient.double(), exact[ReplayPrecision.FLOAT64][parameter], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [65, 5000, 300_000])

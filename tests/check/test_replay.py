@@ -12,9 +12,9 @@ from replayed_models import EXAMPLES, Casting, Checkpointed, Example, Lists
 from replaying import Recording, assert_exact, recording
 from torch import Tensor, nn
 
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.parameter_copies import ParameterCopies
+from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.replay.replay import replay
-from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import differentiable
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # more cost more than they save: the models are tiny
@@ -92,7 +92,7 @@ def test_a_native_replay_gives_the_gradient_bit_for_bit(example: Example) -> Non
 
         (call,) = recorded.calls.pending()
         with recorded.calls.paused():
-            replay(call, Precision.NATIVE, receive, Replicas(Precision.NATIVE))
+            replay(call, ReplayPrecision.NATIVE, receive, ParameterCopies(ReplayPrecision.NATIVE))
     for parameter in model.parameters():
         assert (parameter.grad is None and parameter not in found) or torch.equal(parameter.grad, found[parameter])
 

@@ -13,7 +13,7 @@ from harness.core.cell import Cell
 from harness.core.topology import Topology
 from harness.report.html.axis import Axis, positions
 from harness.report.html.charts import STYLES, curve_charts, distribution_chart, memory_chart
-from harness.report.tables.measured import Conformance, Measured
+from harness.report.tables.measured import Conformance, MeasuredCell
 from harness.report.text import between, digits, in_words
 from harness.results.records import Measurement, PlannedCell
 
@@ -84,9 +84,11 @@ def test_doublings_are_equal_steps() -> None:
     assert positions([8, 1, 2, 4]) == {1: 0.0, 2: 33.33, 4: 66.67, 8: 100.0}
 
 
-def cell_of(figures: dict[str, Measurement], backend: str = "ddp", gpus: int = 2, precision: str = "32") -> Measured:
+def cell_of(
+    figures: dict[str, Measurement], backend: str = "ddp", gpus: int = 2, precision: str = "32"
+) -> MeasuredCell:
     cell = Cell("reference", "perf-mlp", backend, Topology(1, gpus), precision, "cpu")
-    return Measured(cell.id, PlannedCell.of(cell).coordinates, figures, RIGHT)
+    return MeasuredCell(cell.id, PlannedCell.of(cell).coordinates, figures, RIGHT)
 
 
 ANY = Cell("reference", "perf-mlp", "ddp", Topology(1, 2), "32", "cpu")

@@ -18,7 +18,7 @@ _GRADIENTS_AND_WEIGHTS = 2 * 8
 
 
 @dataclass(frozen=True)
-class Estimate:
+class CostEstimate:
     """Costs of the rank that has most of them; times in seconds, for one step.
 
     ``replay_s`` is the time of a plain step multiplied by how many times longer a matrix product takes in float64.
@@ -35,12 +35,12 @@ class Estimate:
     evidence_bytes: int
 
 
-def estimate(training: RecordedTraining, folder: Path) -> Estimate | None:
+def estimate(training: RecordedTraining, folder: Path) -> CostEstimate | None:
     """Return what was measured in a dry run, whose evidence is in ``folder``; None where a rank measured nothing."""
     facts: list[dict[str, Any]] = [rank.facts["cost"] for rank in training.ranks if rank.facts.get("cost")]
     if not facts or len(facts) < len(training.ranks):
         return None
-    return Estimate(
+    return CostEstimate(
         training.world_size,
         max(one["plain_s"] for one in facts),
         max(one["recorded_s"] for one in facts),
@@ -51,7 +51,7 @@ def estimate(training: RecordedTraining, folder: Path) -> Estimate | None:
     )
 
 
-def estimate_lines(one: Estimate, steps: int) -> Iterator[str]:
+def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
     """Yield what so many steps will cost, in sentences."""
     recorded, plain = steps * (max(one.recorded_s, one.plain_s) + one.replay_s), steps * one.plain_s
     yield f"{counted(steps, 'recorded step')} will take about {in_words(recorded, 's')}, in place of " + (

@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.check.evidence.read import read_trainings
 from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.coverage import Coverage, coverage_of
-from harness.check.judge.estimate import Estimate, estimate
+from harness.check.judge.estimate import CostEstimate, estimate
 from harness.check.judge.judge import judge
 from harness.core.finding import Finding, in_reading_order
 
@@ -20,7 +20,7 @@ class CheckedTraining:
     training: RecordedTraining
     findings: list[Finding]
     coverage: Coverage
-    estimate: Estimate | None = None
+    estimate: CostEstimate | None = None
 
 
 def judged_trainings(folder: Path) -> list[CheckedTraining]:

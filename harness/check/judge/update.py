@@ -105,11 +105,11 @@ def _compared(steps: _Judged) -> Finding:
     others = [one for _, one in steps.errors if one.step.number == step.step.number and one.rank != step.rank]
     others = [one for one in others if one.step.optimizer == step.step.optimizer]
     mine = [deviation for deviation, one in steps.errors if one is step]
-    return explained(with_parameters(finding, mine), HYPOTHESES, UpdateCase(step, others))
+    return explained(with_parameters(finding, mine), HYPOTHESES, ReplayedUpdateCase(step, others))
 
 
 @dataclass(frozen=True, eq=False)
-class UpdateCase(CountedCase):
+class ReplayedUpdateCase(CountedCase):
     """A step that differs from its replay, and the same step of the other ranks."""
 
     one: Noted
@@ -147,10 +147,10 @@ class UpdateCase(CountedCase):
         return {int(row[0]) for row in one.facts["parameters"] if row[4]}
 
 
-UpdateHypothesis = Hypothesis[UpdateCase, Match]
+UpdateHypothesis = Hypothesis[ReplayedUpdateCase, Match]
 
 
-def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
+def _stepped_in_part(case: ReplayedUpdateCase) -> Iterator[Match]:
     """Match where the rank moved some of the weights, as it should, and other ranks moved the rest."""
     due = {int(row[0]) for row in case.rows if row[3]}
     own = case.moved(case.one)
@@ -159,7 +159,7 @@ def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
         yield Match(figures={"own": len(own), "all": len(due)})
 
 
-def _scaled(case: UpdateCase) -> Iterator[Match]:
+def _scaled(case: ReplayedUpdateCase) -> Iterator[Match]:
     if case.is_multiple:
         yield Match(figures={"factor": f"{case.factor:.4g}"})
 

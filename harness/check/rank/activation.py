@@ -9,7 +9,7 @@ from collections.abc import Callable
 from harness.check.evidence.options import read_options
 from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.observers.registry import training_observers
-from harness.check.rank.optimizer.clipping import Clipping
+from harness.check.rank.optimizer.clipping import ClippingObserver
 from harness.check.rank.optimizer.learning_rate import LearningRate
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.precision_used import PrecisionUsed
@@ -45,7 +45,7 @@ def make_recorder(folder: str) -> TrainingRecorder:
     """Return a recorder with every observer."""
     options = read_options(folder)
     scale, sample = LossScale(), ParameterSample(options.sample_parameters)
-    clipping = Clipping(scale)
+    clipping = ClippingObserver(scale)
     replays = RecordingCost() if options.dry_run else UpdateReplay(sample)
     others = [LearningRate(), PrecisionUsed(), *training_observers(), replays]
     return TrainingRecorder(options, EvidenceWriter(folder), scale, clipping, others, sample)

@@ -16,7 +16,7 @@ from harness.check.rank.sharding import is_flat
 
 
 @dataclass(eq=False)
-class Pass:
+class ArrivedGradients:
     """One backward pass: the segments of what arrived at each parameter, by the parameter's id."""
 
     number: int
@@ -33,14 +33,16 @@ class LocalGradients:
     of it. What ``torch.autograd.grad`` computes does not reach ``.grad``, and does not count.
     """
 
-    def __init__(self, begins: Callable[[Pass, Sequence[Tensor]], None], ends: Callable[[Pass], None]) -> None:
+    def __init__(
+        self, begins: Callable[[ArrivedGradients, Sequence[Tensor]], None], ends: Callable[[ArrivedGradients], None]
+    ) -> None:
         self._begins = begins
         self._ends = ends
         self._handles: dict[int, tuple[Tensor, Any]] = {}
         self._depth = 0
         self._apart = 0
         self._count = 0
-        self.current: Pass | None = None
+        self.current: ArrivedGradients | None = None
         self.error: Exception | None = None
 
     def install(self) -> None:
@@ -97,7 +99,7 @@ class LocalGradients:
     def _enter(self, roots: Sequence[Tensor]) -> None:
         self._depth += 1
         if self._depth == 1:
-            self.current = Pass(self._count)
+            self.current = ArrivedGradients(self._count)
             self._count += 1
             self._begins(self.current, roots)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.check.evidence.options import RecordingOptions
 from harness.check.rank.parameter_sample import ParameterSample
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.sharding import local
 
 _STATES = 6
@@ -49,7 +49,7 @@ def needed_bytes(
     every: Sequence[Tensor], parameters: Sequence[Tensor], sample: ParameterSample, options: RecordingOptions
 ) -> int:
     """Return the bytes of the replays: of the gradients first, and then, when these are freed, of the update."""
-    truth = Precision(options.truth)
+    truth = ReplayPrecision(options.truth)
     widths = [one.numel() * truth.wide(one.dtype).itemsize for one in every]
     judged = [local(one) for one in parameters if sample.has(one)]
     gradients = sum(widths) + max(widths, default=0)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import BackwardPass, as_real, length, segment
-from harness.check.rank.local_gradients import Pass
+from harness.check.rank.local_gradients import ArrivedGradients
 from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.sharding import whole
 
@@ -50,7 +50,7 @@ def unclipped_vector(
     return torch.cat([before.get(id(one), given) for one, given in zip(parameters, received, strict=True)])
 
 
-def vector(one: Pass, parameters: Sequence[Tensor], sample: ParameterSample) -> BackwardPass:
+def vector(one: ArrivedGradients, parameters: Sequence[Tensor], sample: ParameterSample) -> BackwardPass:
     """Return a pass as far as it concerns parameters, as vectors, with nothing of those that are not in the sample."""
     zeros = {id(p): torch.zeros(length(p) if sample.has(p) else 0, dtype=torch.float64) for p in parameters}
     local = torch.cat([one.local.get(name, zero) for name, zero in zeros.items()])

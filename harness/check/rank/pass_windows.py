@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from harness.check.rank.local_gradients import Pass
+from harness.check.rank.local_gradients import ArrivedGradients
 
 
 @dataclass
 class _Entry:
-    one: Pass
+    one: ArrivedGradients
     steps: set[int] = field(default_factory=set)
     closed: bool = False
 
@@ -25,13 +25,15 @@ class PassWindows:
         self._entries: list[_Entry] = []
         self._last_step: dict[int, int] = {}
 
-    def add(self, one: Pass) -> None:
+    def add(self, one: ArrivedGradients) -> None:
         """Note a backward pass: what has been stepped after belongs to others from now on."""
         for entry in self._entries:
             entry.closed = entry.closed or bool(entry.steps)
         self._entries.append(_Entry(one))
 
-    def take(self, optimizer: int, running: Pass | None = None) -> tuple[list[Pass], list[Pass]]:
+    def take(
+        self, optimizer: int, running: ArrivedGradients | None = None
+    ) -> tuple[list[ArrivedGradients], list[ArrivedGradients]]:
         """Return the passes since an optimizer's last step that belong to the step it takes now, and the others.
 
         They are those of its next step as well if this one raises, and no pass begins before it is taken again.
@@ -48,7 +50,7 @@ class PassWindows:
         passes = [entry.one for entry in own] + ([] if running is None else [running])
         return passes, [entry.one for entry in since if entry.closed]
 
-    def stepped(self, optimizer: int, running: Pass | None = None) -> None:
+    def stepped(self, optimizer: int, running: ArrivedGradients | None = None) -> None:
         """Note that an optimizer has taken its step, and forget passes that no optimizer known so far will ask for.
 
         The latest ones are kept: an optimizer that has not stepped yet may do so, after the others.

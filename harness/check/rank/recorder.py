@@ -23,10 +23,10 @@ from torch.optim.optimizer import (
 from harness.check.evidence.options import RecordingOptions
 from harness.check.evidence.training import Facts, Parameter, RecordedStep, as_real
 from harness.check.rank.evidence_writer import EvidenceWriter
-from harness.check.rank.local_gradients import LocalGradients, Pass
+from harness.check.rank.local_gradients import ArrivedGradients, LocalGradients
 from harness.check.rank.memory_needed import NotEnoughMemoryError, require_memory
 from harness.check.rank.observer import Observer
-from harness.check.rank.optimizer.clipping import Clipping
+from harness.check.rank.optimizer.clipping import ClippingObserver
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer_gradients import (
     has_own_hooks,
@@ -41,7 +41,7 @@ from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
 from harness.check.rank.replay.exact_gradients import ExactGradients, exact_segment
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
 from harness.check.rank.running_steps import RunningSteps
@@ -65,7 +65,7 @@ class TrainingRecorder:
         options: RecordingOptions,
         writer: EvidenceWriter,
         loss_scale: LossScale,
-        clipping: Clipping,
+        clipping: ClippingObserver,
         others: Sequence[Observer] = (),
         sample: ParameterSample | None = None,
     ) -> None:
@@ -79,7 +79,7 @@ class TrainingRecorder:
         clipping.on_clipping = self._on_clipping
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
         self._calls = TrackedCalls(self._current_pass, self._forward_begins)
-        self._exact = ExactGradients(self._calls, exact_segment, Precision(options.truth), self._sample.has)
+        self._exact = ExactGradients(self._calls, exact_segment, ReplayPrecision(options.truth), self._sample.has)
         self._uncovered: dict[str, str] = {}
         self._unclipped: dict[int, Tensor] = {}
         self._windows = PassWindows()
@@ -204,11 +204,11 @@ class TrainingRecorder:
         for observer in self._observers:
             observer.forward_begins(module, args, kwargs)
 
-    def _pass_begins(self, one: Pass, roots: Sequence[Tensor]) -> None:
+    def _pass_begins(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
         if self._recording:
             self._guarded(lambda: self._begin_pass(one, roots))
 
-    def _begin_pass(self, one: Pass, roots: Sequence[Tensor]) -> None:
+    def _begin_pass(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
         self._unclipped.clear()
         for optimizer in self._optimizers:
             self._sample.add(parameters_of(optimizer))
@@ -220,11 +220,11 @@ class TrainingRecorder:
         for observer in self._observers:
             observer.backward_begins(one.number)
 
-    def _pass_ends(self, one: Pass) -> None:
+    def _pass_ends(self, one: ArrivedGradients) -> None:
         if self._recording:
             self._guarded(lambda: self._end_pass(one))
 
-    def _end_pass(self, one: Pass) -> None:
+    def _end_pass(self, one: ArrivedGradients) -> None:
         if self._gradients.error is not None:
             raise self._gradients.error
         for observer in self._observers:
@@ -337,7 +337,7 @@ class TrainingRecorder:
             unclipped=unclipped_vector(self._unclipped, parameters, gradients),
         )
 
-    def _replay(self, passes: Sequence[Pass]) -> None:
+    def _replay(self, passes: Sequence[ArrivedGradients]) -> None:
         """Compute what arrived in these passes again, in float64; passes without calls to replay have no exact part."""
         if self._options.dry_run:
             self._calls.forget()

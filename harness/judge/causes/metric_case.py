@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from harness.judge.causes.hypothesis import Hypothesis
-from harness.judge.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, Report, mean
+from harness.judge.expected_metrics import HELD_OUT, RIGHT, BatchShares, LossMode, LossTable, ReportedValue, mean
 
 Values = Iterable[float]
 """What a hypothesis about a metric predicts."""
@@ -18,7 +18,7 @@ class MetricCase:
     """A report that is wrong, and the losses of which its value should have been the mean."""
 
     losses: LossTable
-    report: Report
+    report: ReportedValue
 
     @cached_property
     def windows(self) -> list[BatchShares]:

@@ -9,7 +9,7 @@ from harness.core.finding import UNEXPLAINED, Finding
 from harness.judge.causes.hypothesis import Evidence, Match
 from harness.judge.causes.metric_case import MetricCase, MetricHypothesis
 from harness.judge.causes.registry import explain
-from harness.judge.expected_metrics import TRAINING, LossTable, Report
+from harness.judge.expected_metrics import TRAINING, LossTable, ReportedValue
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class MetricEvidence(Evidence):
         return super().message(finding, description if name == TRAINING else f"{name}: {description}", hint, match)
 
 
-def explain_metrics(finding: Finding, wrong: Sequence[Report], losses: LossTable) -> Finding:
+def explain_metrics(finding: Finding, wrong: Sequence[ReportedValue], losses: LossTable) -> Finding:
     """Return the finding with the cause of the wrong values of the first metric that has one."""
     for name in dict.fromkeys(report.name for report in wrong):
         explained = explain(finding, MetricEvidence([MetricCase(losses, one) for one in wrong if one.name == name]))

@@ -7,7 +7,7 @@ import math
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes.metric_evidence import explain_metrics
-from harness.judge.expected_metrics import LossTable, Report
+from harness.judge.expected_metrics import LossTable, ReportedValue
 from harness.judge.findings import Vacuous, error_at, from_deviation, times
 from harness.judge.oracle.noise import Deviation, larger
 from harness.judge.trace_analysis import TraceAnalysis
@@ -28,7 +28,7 @@ def metrics(analysis: TraceAnalysis) -> Finding | None:
             raise Vacuous("no 'loss' and no 'val_loss' was logged after training had begun")
         return None
     worst: Deviation | None = None
-    wrong: list[Report] = []
+    wrong: list[ReportedValue] = []
     for report in table.reports:
         error = min((table.error(report, value) for value in table.expected_values(report)), default=math.inf)
         worst = larger(worst, Deviation(error, report.step, None, report.rank))
@@ -42,7 +42,7 @@ def metrics(analysis: TraceAnalysis) -> Finding | None:
     return from_deviation("metrics", Outcome.PASSED, message, worst, table.limit)
 
 
-def _failed(report: Report, count: int, table: LossTable, x_noise: float) -> Finding:
+def _failed(report: ReportedValue, count: int, table: LossTable, x_noise: float) -> Finding:
     """Return the finding for the first of ``count`` reports that are wrong; ``x_noise`` is the largest error."""
     values = table.expected_values(report)
     nearest = min(values, key=lambda value: abs(value - report.value), default=math.nan)

@@ -18,7 +18,7 @@ TRAINING_RUNS = 4
 """Whole trainings in the cell's precision that measure the noise; each costs as much as the cell itself."""
 
 
-class RecordedTraining(Protocol):
+class TracedTraining(Protocol):
     """What is needed of a trace: the job's weights, the subject's samples at each step, and oracles to train with."""
 
     workload: Problem
@@ -59,7 +59,7 @@ class RecordedTraining(Protocol):
 class FullTraining:
     """One device's trainings with the samples that the subject used; each is run once, and only if it is needed."""
 
-    def __init__(self, recorded: RecordedTraining) -> None:
+    def __init__(self, recorded: TracedTraining) -> None:
         self._recorded = recorded
         self.limit = limit(TRAINING_RUNS)
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.invocation import command, suite_command
-from harness.launch.launch_progress import RankEnd, RunningLaunch
+from harness.launch.launch_progress import LaunchedRankEnd, RunningLaunch
 from harness.launch.launchers.base import Launcher, LauncherOptions
 from harness.launch.remote.remote_pool import WORKER, RemotePool
 from harness.launch.start_wait import Notify, ignore
@@ -43,7 +43,7 @@ class SlurmPool(RemotePool):
         interpreter = python or sys.executable
         super().__init__(locator, nodes, lambda port: [srun(locator, interpreter, nodes, port)], notify=notify)
 
-    def finish(self, running: RunningLaunch) -> list[RankEnd]:
+    def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
         """Follow a launch to its end, as every pool does; a launch that SLURM ended is no finding about a trainer.
 
         Raises:

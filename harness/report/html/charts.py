@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from harness.report.html.axis import Axis, Tick, positions
-from harness.report.tables.measured import Measured, bounds, has_several_subjects
+from harness.report.tables.measured import MeasuredCell, bounds, has_several_subjects
 from harness.report.text import in_words
 from harness.results.records import Measurement
 
@@ -96,7 +96,7 @@ class BarChart:
 
 
 def curve_charts(
-    title: str, metric: str, cells: Iterable[Measured], *, ideal: float | None = None
+    title: str, metric: str, cells: Iterable[MeasuredCell], *, ideal: float | None = None
 ) -> Iterator[CurveChart]:
     """Yield ``metric`` over the number of devices, a curve a configuration; nothing where only one number was measured.
 
@@ -115,7 +115,7 @@ def curve_charts(
         yield _curve_chart(f"{title}, in {precision}", metric, own, ideal)
 
 
-def memory_chart(cells: Iterable[Measured]) -> BarChart | None:
+def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     """Return what fills the memory of the rank that uses most, a row a configuration, and the allocator's peak."""
     cells = [cell for cell in cells if any(cell.value(metric) is not None for metric in (*MEMORY_PARTS, MEMORY_PEAK))]
     if not cells:
@@ -125,7 +125,7 @@ def memory_chart(cells: Iterable[Measured]) -> BarChart | None:
     return _bar_chart("Memory of the rank that uses most", axis, [_memory_bar(cell, axis, several) for cell in cells])
 
 
-def distribution_chart(cells: Iterable[Measured]) -> BarChart | None:
+def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     """Return how long single steps took, a row a configuration.
 
     The thin line spans the 5th to the 95th percentile, the thick one the middle half, the mark is the median. The axis
@@ -139,7 +139,7 @@ def distribution_chart(cells: Iterable[Measured]) -> BarChart | None:
     return _bar_chart("Time of a step", axis, [_step_bar(cell, axis, several) for cell in cells])
 
 
-def _curve_chart(title: str, metric: str, groups: Sequence[Sequence[Measured]], ideal: float | None) -> CurveChart:
+def _curve_chart(title: str, metric: str, groups: Sequence[Sequence[MeasuredCell]], ideal: float | None) -> CurveChart:
     cells = [cell for group in groups for cell in group]
     places = positions([cell.devices for cell in cells])
     figures = [bound for cell in cells for bound in bounds(cell.figures[metric])]
@@ -167,9 +167,9 @@ def _bar_chart(title: str, axis: Axis, bars: Sequence[Bar]) -> BarChart:
     return BarChart(title, tuple(axis.ticks()), tuple(bars[:MOST_BARS]), len(bars[MOST_BARS:]))
 
 
-def _curves(cells: Sequence[Measured]) -> Iterable[list[Measured]]:
+def _curves(cells: Sequence[MeasuredCell]) -> Iterable[list[MeasuredCell]]:
     alone = {(cell.subject, cell.precision): cell for cell in cells if cell.backend == "none"}
-    groups: dict[tuple[object, ...], list[Measured]] = {}
+    groups: dict[tuple[object, ...], list[MeasuredCell]] = {}
     for cell in cells:
         if cell.backend != "none":
             key = (cell.subject, cell.precision, cell.backend, cell.topology[0] > 1 and cell.topology[0])
@@ -179,12 +179,12 @@ def _curves(cells: Sequence[Measured]) -> Iterable[list[Measured]]:
         yield [first, *group] if first and all(cell.devices > 1 for cell in group) else group
 
 
-def _series(cell: Measured, several_subjects: bool) -> str:
+def _series(cell: MeasuredCell, several_subjects: bool) -> str:
     nodes = f" on {cell.topology[0]} nodes" if cell.topology[0] > 1 else ""
     return f"{cell.series(several_subjects=several_subjects)}{nodes}"
 
 
-def _point(cell: Measured, metric: str, places: dict[int, float], axis: Axis) -> Point:
+def _point(cell: MeasuredCell, metric: str, places: dict[int, float], axis: Axis) -> Point:
     low, value, high = bounds(cell.figures[metric])
     nodes, gpus = cell.topology
     title = f"{nodes}×{gpus}: {in_words(value, axis.unit)}"
@@ -194,11 +194,11 @@ def _point(cell: Measured, metric: str, places: dict[int, float], axis: Axis) ->
     return Point(places[cell.devices], at[0], at[1], at[2], title)
 
 
-def _tensors(cell: Measured) -> float:
+def _tensors(cell: MeasuredCell) -> float:
     return sum(cell.value(metric) or 0.0 for metric in MEMORY_PARTS)
 
 
-def _memory_bar(cell: Measured, axis: Axis, several_subjects: bool) -> Bar:
+def _memory_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
     parts, end = [], 0.0
     for style, (metric, name) in enumerate(MEMORY_PARTS.items()):
         if size := cell.value(metric):
@@ -216,7 +216,7 @@ def _memory_bar(cell: Measured, axis: Axis, several_subjects: bool) -> Bar:
     )
 
 
-def _step_bar(cell: Measured, axis: Axis, several_subjects: bool) -> Bar:
+def _step_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
     figure = cell.figures["step_p50"]
     parts = []
     for style, (low, high) in enumerate((_WHISKERS, _BODY)):

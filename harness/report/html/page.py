@@ -26,7 +26,7 @@ from harness.report.tables.cells import cell_table
 from harness.report.tables.claims import claims
 from harness.report.tables.failures import failures, known_failures, nothing_went_wrong, parameter_rows, subject_causes
 from harness.report.tables.grid import GridCell, grids
-from harness.report.tables.measured import Measured, has_several_subjects, measured_cells
+from harness.report.tables.measured import MeasuredCell, has_several_subjects, measured_cells
 from harness.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side
 from harness.report.text import between, names_itself
 from harness.results.logs import log_tails
@@ -70,8 +70,8 @@ class WorkloadFigures:
     steps: BarChart | None
     memory: BarChart | None
     units: dict[str, str]
-    refusals: dict[tuple[str, str], list[Measured]]
-    cells: tuple[Measured, ...]
+    refusals: dict[tuple[str, str], list[MeasuredCell]]
+    cells: tuple[MeasuredCell, ...]
 
     @property
     def has_peaks(self) -> bool:
@@ -136,12 +136,12 @@ def _contents(has_grid: bool, has_wrong: bool, has_figures: bool) -> Iterator[tu
     yield "method", "Method and limits"
 
 
-def _workloads(measured: Sequence[Measured]) -> Iterator[WorkloadFigures]:
+def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
     for name, group in groupby(measured, key=lambda cell: cell.workload):
         cells = tuple(group)
         units = {metric: figure.unit for cell in cells for metric, figure in cell.figures.items()}
         metrics = [*(metric for metric in _METRICS if metric in units), *(m for m in units if m not in _METRICS)]
-        refusals: dict[tuple[str, str], list[Measured]] = {}
+        refusals: dict[tuple[str, str], list[MeasuredCell]] = {}
         for cell in cells:
             for metric, figure in cell.figures.items():
                 if figure.value is None:

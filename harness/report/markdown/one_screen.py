@@ -9,7 +9,7 @@ from harness.report.markdown.support_page import support_page
 from harness.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
 from harness.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
 from harness.report.tables.grid import Grid, GridRow, grids
-from harness.report.tables.measured import NOT_EXAMINED, Measured, has_several_subjects, measured_cells
+from harness.report.tables.measured import NOT_EXAMINED, MeasuredCell, has_several_subjects, measured_cells
 from harness.report.tables.run_summary import (
     SIMULATED,
     backend_in_words,
@@ -103,7 +103,7 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses]) ->
         yield f"- … and {len(groups) - shown} more causes, in report.html"
 
 
-def _speed(cells: Sequence[Measured], *, simulated: bool) -> Iterator[str]:
+def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
     """Yield the throughput of the largest configurations, examined ones first; what went wrong is struck through."""
     timed = [cell for cell in cells if cell.value("throughput") is not None]
     if not timed:
@@ -126,7 +126,7 @@ def _speed(cells: Sequence[Measured], *, simulated: bool) -> Iterator[str]:
         yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
 
 
-def _reading_order(cell: Measured) -> tuple[bool, int, float]:
+def _reading_order(cell: MeasuredCell) -> tuple[bool, int, float]:
     return cell.conformance.mark == NOT_EXAMINED, -cell.devices, -(cell.value("throughput") or 0.0)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from harness.core.precision import PRECISIONS
-from harness.report.tables.measured import Measured, bounds, measured_cells
+from harness.report.tables.measured import MeasuredCell, bounds, measured_cells
 from harness.results.run import Run
 
 NEEDS_A_GPU: Final = "needs a GPU"
@@ -66,9 +66,9 @@ class _Question:
     statement: str
     measure: str
     metric: str
-    first: Callable[[Measured], bool]
-    second: Callable[[Measured], bool]
-    same: Callable[[Measured], tuple[object, ...]]
+    first: Callable[[MeasuredCell], bool]
+    second: Callable[[MeasuredCell], bool]
+    same: Callable[[MeasuredCell], tuple[object, ...]]
     holds: Callable[[float, float], bool | None]
     tensor_cores: bool = False
 
@@ -81,15 +81,15 @@ def _below(threshold: float) -> Callable[[float, float], bool | None]:
     return lambda low, high: True if high <= threshold else False if low > threshold else None
 
 
-def _all_but_backend(cell: Measured) -> tuple[object, ...]:
+def _all_but_backend(cell: MeasuredCell) -> tuple[object, ...]:
     return cell.subject, cell.workload, cell.topology, cell.precision, cell.accelerator
 
 
-def _all_but_precision(cell: Measured) -> tuple[object, ...]:
+def _all_but_precision(cell: MeasuredCell) -> tuple[object, ...]:
     return cell.subject, cell.workload, cell.topology, cell.backend, cell.accelerator
 
 
-def _is_16_bit(cell: Measured) -> bool:
+def _is_16_bit(cell: MeasuredCell) -> bool:
     precision = PRECISIONS.get(cell.precision)
     return precision is not None and precision.is_16_bit
 
@@ -141,7 +141,7 @@ def claims(run: Run) -> list[Claim]:
     return [_claim(question, run, cells) for question in _QUESTIONS]
 
 
-def _claim(question: _Question, run: Run, cells: Sequence[Measured]) -> Claim:
+def _claim(question: _Question, run: Run, cells: Sequence[MeasuredCell]) -> Claim:
     pairs = tuple(_pairs(question, cells))
     return Claim(question.statement, question.measure, _answer(question, run, pairs), pairs)
 
@@ -168,8 +168,8 @@ def _has_tensor_cores(capability: str | None) -> bool:
     return numbers is not None and (int(numbers[1]), int(numbers[2])) >= _TENSOR_CORES_SINCE
 
 
-def _pairs(question: _Question, cells: Iterable[Measured]) -> Iterable[ClaimRatio]:
-    others: dict[tuple[object, ...], list[Measured]] = {}
+def _pairs(question: _Question, cells: Iterable[MeasuredCell]) -> Iterable[ClaimRatio]:
+    others: dict[tuple[object, ...], list[MeasuredCell]] = {}
     cells = [cell for cell in cells if cell.value(question.metric) is not None]
     for cell in cells:
         if question.second(cell):
@@ -180,7 +180,7 @@ def _pairs(question: _Question, cells: Iterable[Measured]) -> Iterable[ClaimRati
                 yield pair
 
 
-def _pair(question: _Question, cell: Measured, other: Measured) -> ClaimRatio | None:
+def _pair(question: _Question, cell: MeasuredCell, other: MeasuredCell) -> ClaimRatio | None:
     above, below = bounds(cell.figures[question.metric]), bounds(other.figures[question.metric])
     if min(*above, *below) <= 0:
         return None  # a ratio of 0 or of negative figures means nothing
@@ -189,7 +189,7 @@ def _pair(question: _Question, cell: Measured, other: Measured) -> ClaimRatio | 
     return ClaimRatio(ratio, low, high, _conditions(cell, other), question.holds(low, high), wrong)
 
 
-def _conditions(cell: Measured, other: Measured) -> str:
+def _conditions(cell: MeasuredCell, other: MeasuredCell) -> str:
     nodes, gpus = cell.topology
     precisions = " over ".join(dict.fromkeys((cell.precision, other.precision)))
     backends = " over ".join(dict.fromkeys((cell.backend, other.backend)))

@@ -46,7 +46,7 @@ class Conformance:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCell:
     """One cell that was measured, with its figures by the name of the metric.
 
     Of a metric that is measured on each rank, the figure is that of the worst rank.
@@ -119,18 +119,18 @@ def bounds(figure: Measurement) -> tuple[float, float, float]:
     return value if figure.low is None else figure.low, value, value if figure.high is None else figure.high
 
 
-def has_several_subjects(cells: Iterable[Measured]) -> bool:
+def has_several_subjects(cells: Iterable[MeasuredCell]) -> bool:
     """Return whether a table of ``cells`` has to name their subjects."""
     return len({cell.subject for cell in cells}) > 1
 
 
-def measured_cells(run: Run) -> list[Measured]:
+def measured_cells(run: Run) -> list[MeasuredCell]:
     """Return every measured cell, as planned: workloads in the order of the run, small topologies first."""
     conformance = conformance_of(run)
     cells = by_cell(run.measurements)
     workloads = list(dict.fromkeys(key.workload for key in cells))
     return [
-        Measured(cells[key][0].cell, key, _figures(cells[key]), conformance(key))
+        MeasuredCell(cells[key][0].cell, key, _figures(cells[key]), conformance(key))
         for key in sorted(cells, key=lambda key: (workloads.index(key.workload), key.devices, key.num_nodes))
     ]
 

@@ -17,21 +17,21 @@ from harness.trainer.precision_plugins import map_tensors
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module in a step, and the calls inside it."""
 
     module: nn.Module
     name: str
-    inner: list[Call] = field(default_factory=list)
+    inner: list[ModuleCall] = field(default_factory=list)
 
 
-def record_calls(module: nn.Module, step: Callable[[], Any]) -> list[Call]:
+def record_calls(module: nn.Module, step: Callable[[], Any]) -> list[ModuleCall]:
     """Run ``step`` and return the calls of modules that it made itself, in order."""
-    open_calls = [Call(module, "")]
+    open_calls = [ModuleCall(module, "")]
 
     def enter(name: str) -> Callable[..., None]:
         def note(called: nn.Module, inputs: Any) -> None:
-            call = Call(called, name)
+            call = ModuleCall(called, name)
             open_calls[-1].inner.append(call)
             open_calls.append(call)
 
@@ -51,7 +51,7 @@ def record_calls(module: nn.Module, step: Callable[[], Any]) -> list[Call]:
     return open_calls[0].inner
 
 
-def open_up(calls: Sequence[Call], largest: float) -> list[Call]:
+def open_up(calls: Sequence[ModuleCall], largest: float) -> list[ModuleCall]:
     """Replace containers by the calls inside them: each Sequential, and what has more than ``largest`` weights."""
     opened = []
     for call in calls:
@@ -63,7 +63,7 @@ def open_up(calls: Sequence[Call], largest: float) -> list[Call]:
     return opened
 
 
-def calls_of(calls: Sequence[Call], blocks: Sequence[nn.Module]) -> list[Call]:
+def calls_of(calls: Sequence[ModuleCall], blocks: Sequence[nn.Module]) -> list[ModuleCall]:
     """Return the calls of these modules, at any depth."""
     chosen = {id(block) for block in blocks}
     found = []

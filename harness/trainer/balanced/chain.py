@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from harness.trainer.balanced.blocks import Block as RunnableBlock
-from harness.trainer.balanced.blocks import held_tensors, tensors_in
-from harness.trainer.balanced.calls import Call, Interception, Part, calls_of, open_up, record_calls
+from harness.trainer.balanced.blocks import Block, held_tensors, tensors_in
+from harness.trainer.balanced.calls import Interception, ModuleCall, Part, calls_of, open_up, record_calls
 from harness.trainer.balanced.elsewhere import is_missing
 from harness.trainer.errors import MisconfigurationError
 
@@ -22,7 +21,7 @@ Step = Callable[[], Any]
 
 
 @dataclass(frozen=True)
-class Block:
+class CallRange:
     """Consecutive calls from ``first`` on, up to the next block's first.
 
     ``arriving`` numbers the tensors among the arguments of its first call that come from the block before; ``holds``
@@ -40,7 +39,7 @@ class Chain:
     """The blocks of a step; ``calls`` names the module of each call that blocks are made of."""
 
     calls: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[CallRange, ...]
 
     def part(self, first: int, last: int) -> Part:
         """Return the part of a step that is blocks ``first`` to ``last - 1``."""
@@ -53,7 +52,7 @@ class Chain:
         """Return the names of the parameters and buffers that blocks ``first`` to ``last - 1`` use."""
         return frozenset().union(*(block.holds for block in self.blocks[first:last]))
 
-    def runnable(self, interception: Interception, step: Callable[[Any], Any]) -> list[RunnableBlock]:
+    def runnable(self, interception: Interception, step: Callable[[Any], Any]) -> list[Block]:
         """Return the blocks one by one as functions of what arrives and of the inputs of ``step``."""
 
         def run(number: int, value: Any, inputs: Any) -> Any:
@@ -61,7 +60,7 @@ class Chain:
             return interception.run(self.part(number, number + 1), arrived, lambda: step(inputs))
 
         return [
-            RunnableBlock(block.name, partial(run, number), tuple(sorted(block.holds)))
+            Block(block.name, partial(run, number), tuple(sorted(block.holds)))
             for number, block in enumerate(self.blocks)
         ]
 
@@ -118,7 +117,7 @@ def find_chain(
 
 
 def _cut(
-    module: nn.Module, step: Step, calls: list[Call], device: torch.device
+    module: nn.Module, step: Step, calls: list[ModuleCall], device: torch.device
 ) -> tuple[list[_Start], Exception | None]:
     """Return where blocks can begin, and the last reason why one could not."""
     interception = Interception([(call.name, call.module) for call in calls], device, remember=False)
@@ -171,7 +170,7 @@ class Uses(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _joined(starts: list[_Start], calls: list[Call]) -> list[_Start]:
+def _joined(starts: list[_Start], calls: list[ModuleCall]) -> list[_Start]:
     """Return the starts without those that would part two calls of one module with buffers: one stage has them."""
     spans: dict[int, list[int]] = {}
     for number, call in enumerate(calls):
@@ -187,23 +186,23 @@ def _joined(starts: list[_Start], calls: list[Call]) -> list[_Start]:
     return kept
 
 
-def _blocks(module: nn.Module, starts: list[_Start], calls: list[Call]) -> Iterator[Block]:
+def _blocks(module: nn.Module, starts: list[_Start], calls: list[ModuleCall]) -> Iterator[CallRange]:
     tensors = held_tensors(module)
     in_calls = {id(tensor) for call in calls for tensor in (*call.module.parameters(), *call.module.buffers())}
     for start, last in zip(starts, _lasts(starts, calls), strict=True):
         own = [call.module for call in calls[start.first : last]]
         needed = {id(tensor) for part in own for tensor in (*part.parameters(), *part.buffers())} | start.used
         names = {name for name, tensor in tensors.items() if id(tensor) in needed or id(tensor) not in in_calls}
-        yield Block(
+        yield CallRange(
             " + ".join(call.name for call in calls[start.first : last]), start.first, start.arriving, frozenset(names)
         )
 
 
-def _lasts(starts: list[_Start], calls: list[Call]) -> list[int]:
+def _lasts(starts: list[_Start], calls: list[ModuleCall]) -> list[int]:
     return [start.first for start in starts[1:]] + [len(calls)]
 
 
-def _names(starts: list[_Start], calls: list[Call]) -> str:
+def _names(starts: list[_Start], calls: list[ModuleCall]) -> str:
     lasts = _lasts(starts, calls)
     groups = [calls[start.first : last] for start, last in zip(starts, lasts, strict=True)]
     return (

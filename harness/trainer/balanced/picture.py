@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from harness.trainer.balanced.schedule import BACKWARD, FORWARD, Box, Schedule
+from harness.trainer.balanced.schedule import BACKWARD, FORWARD, Box, StageSchedule
 from harness.trainer.balanced.table import duration
 
 WIDTH, MARGIN, LABEL, ROW, GAP, TOP = 960, 16, 190, 30, 10, 64
@@ -15,7 +15,7 @@ WAITING = "#eceff2"
 DIGIT = 5.6  # pixels of a digit at 9 px, rounded up
 
 
-def picture(schedule: Schedule, title: str, labels: Sequence[str]) -> str:
+def picture(schedule: StageSchedule, title: str, labels: Sequence[str]) -> str:
     """Return the SVG.
 
     Args:
@@ -74,7 +74,7 @@ def _box(box: Box, scale: float) -> Iterator[str]:
         )
 
 
-def _axis(schedule: Schedule, scale: float, top: float) -> Iterator[str]:
+def _axis(schedule: StageSchedule, scale: float, top: float) -> Iterator[str]:
     left = MARGIN + LABEL
     yield f'<line x1="{left}" y1="{top - 14}" x2="{WIDTH - MARGIN}" y2="{top - 14}" stroke="#888"/>'
     for part in range(5):

@@ -66,7 +66,7 @@ class Journeys:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BlockProfile:
     """One block's times and sizes, and what it returned."""
 
     forward: float
@@ -111,11 +111,11 @@ def profile(
 
             def measure(
                 value: Any = value, block: Block = block, ours: set[int] = ours, index: int = index
-            ) -> Measured:
+            ) -> BlockProfile:
                 return _measure(block, value, inputs, ours, repeats, journeys, index)
 
             named = {f"held.0.{name}": tensor for name, tensor in copies.items()}
-            measured: Measured = functional_call(Holder(module), named, (measure,))
+            measured: BlockProfile = functional_call(Holder(module), named, (measure,))
             value = measured.outputs
             costs.append(
                 BlockCost(
@@ -138,7 +138,7 @@ def profile(
 
 def _measure(
     block: Block, value: Any, inputs: Any, ours: set[int], repeats: int, journeys: Journeys, index: int
-) -> Measured:
+) -> BlockProfile:
     """Run the block: for what it keeps, for what is alive meanwhile, and ``repeats`` times for the time."""
     saved: dict[int, int] = {}
 
@@ -175,7 +175,7 @@ def _measure(
         forwards.append((start, middle))
         backwards.append((middle, clock()))
         del entering, outputs
-    return Measured(_median(forwards), _median(backwards), sum(saved.values()), live.peak - between, returned)
+    return BlockProfile(_median(forwards), _median(backwards), sum(saved.values()), live.peak - between, returned)
 
 
 def _arrived(value: Any) -> Any:

@@ -20,7 +20,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StageSchedule:
     """A step as it passes through the stages."""
 
     boxes: tuple[Box, ...]
@@ -67,7 +67,9 @@ def gpipe(stage: int, stages: int, micro_batches: int) -> list[tuple[str, int]]:
 ORDERS = {"1f1b": one_f_one_b, "gpipe": gpipe}
 
 
-def simulate(forward: Sequence[float], backward: Sequence[float], micro_batches: int, order: str = "1f1b") -> Schedule:
+def simulate(
+    forward: Sequence[float], backward: Sequence[float], micro_batches: int, order: str = "1f1b"
+) -> StageSchedule:
     """Return the schedule of one step.
 
     A stage does its work in its order, each piece as soon as what it needs is there: a forward needs that of the stage
@@ -99,7 +101,7 @@ def simulate(forward: Sequence[float], backward: Sequence[float], micro_batches:
                 boxes.append(Box(stage, kind, index, start, free[stage]))
                 work = next(waiting[stage], None)
             upcoming[stage] = work
-    return Schedule(tuple(boxes), stages)
+    return StageSchedule(tuple(boxes), stages)
 
 
 def _ready(ends: dict[tuple[str, int, int], float], kind: str, stage: int, index: int, stages: int) -> float | None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from harness.trainer.balanced.blocks import held_tensors, tensors_in
 from harness.trainer.balanced.live_bytes import LiveBytes
 from harness.trainer.errors import MisconfigurationError
+from harness.trainer.optimizers import parameters_of
 
 
 @dataclass
@@ -92,7 +93,7 @@ class StageMemory:
     def _held_bytes(self) -> int:
         weights: list[Any] = list(held_tensors(self.module).values())
         for optimizer in self.optimizers:
-            weights += [weight for group in optimizer.param_groups for weight in group["params"]]
+            weights += parameters_of(optimizer)
         states = [state for optimizer in self.optimizers for state in optimizer.state.values()]
         return storage_bytes([*weights, *(weight.grad for weight in weights if weight.grad is not None),
                               *tensors_in(states)])  # fmt: skip

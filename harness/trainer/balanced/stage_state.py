@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from harness.trainer.balanced.blocks import held_tensors
 from harness.trainer.balanced.shared_weights import Beacon
 from harness.trainer.checkpoint_file import TrainingState
+from harness.trainer.optimizers import parameters_of
 from harness.trainer.precision_plugins import map_tensors
 
 
@@ -26,7 +27,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class OptimizerPart:
+class StageOptimizer:
     """What is left of an optimizer on this stage.
 
     ``group_sizes`` are those that it had; ``dtypes`` those of all its parameters. ``beacon`` tells whether a parameter
@@ -52,7 +53,7 @@ class OptimizerPart:
         return whole
 
 
-def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, beacon: Beacon | None) -> OptimizerPart:
+def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, beacon: Beacon | None) -> StageOptimizer:
     """Take the parameters of other stages out of an optimizer; ``names`` are those of the module's weights by id."""
     everything = [group["params"] for group in optimizer.param_groups]
     flat = [weight for group in everything for weight in group]
@@ -70,7 +71,7 @@ def keep_own(optimizer: Optimizer, names: dict[int, str], state: StageState, bea
     if beacon is not None:
         beacon.add_to(optimizer)
     dtypes = tuple(weight.dtype for weight in flat)
-    return OptimizerPart(slots, tuple(map(len, everything)), dtypes, beacon is not None)
+    return StageOptimizer(slots, tuple(map(len, everything)), dtypes, beacon is not None)
 
 
 @dataclass
@@ -85,7 +86,7 @@ class StageState(TrainingState):
     owned: frozenset[str] = frozenset()
     control: Any = None
     replica: int = 0
-    parts: list[OptimizerPart] = field(default_factory=list)
+    parts: list[StageOptimizer] = field(default_factory=list)
 
     def tensors(self) -> dict[str, Any]:
         """Return module, optimizers and precision of all stages, on rank 0; all ranks must call this."""
@@ -145,9 +146,9 @@ class StageState(TrainingState):
             if id(tensor) in names:
                 tensor.data = module[names[id(tensor)]].clone()
 
-    def _states(self, part: OptimizerPart, optimizer: Optimizer) -> dict[int, Any]:
+    def _states(self, part: StageOptimizer, optimizer: Optimizer) -> dict[int, Any]:
         """Return the optimizer's state of what this stage owns, by number."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         return {
             slot.number: map_tensors(on_cpu, optimizer.state[parameter])
             for slot, parameter in zip(part.slots, parameters, strict=False)  # a beacon may follow
@@ -161,7 +162,7 @@ class StageState(TrainingState):
             for part, masters in zip(self.parts, self.precision.state_dict().get("masters", ()), strict=False)
         ]
 
-    def _half(self, part: OptimizerPart) -> list[Slot]:
+    def _half(self, part: StageOptimizer) -> list[Slot]:
         return [slot for slot in part.slots if slot.weight.dtype is self.precision.dtype]
 
     def _halves(self, dtypes: Sequence[Any]) -> list[int]:

@@ -27,7 +27,7 @@ from harness.trainer.balanced.stage_state import StageState, keep_own
 from harness.trainer.data_sharding import rank_loader
 from harness.trainer.loop import Work, train
 from harness.trainer.module import Module
-from harness.trainer.optimizers import parse_optimizers
+from harness.trainer.optimizers import parameters_of, parse_optimizers
 from harness.trainer.step import StepModule, loss_function
 
 
@@ -189,7 +189,7 @@ class RunningStage:
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:
         """Limit the norm of the optimizer's gradients over all stages."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = parameters_of(optimizer)
         clip_over_stages(parameters, self._part(optimizer).counted, largest, self.replicas.pipeline)
 
     def _part(self, optimizer: Optimizer) -> Any:

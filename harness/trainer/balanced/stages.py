@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.trainer.balanced import picture, table
-from harness.trainer.balanced.schedule import Schedule, simulate
+from harness.trainer.balanced.schedule import StageSchedule, simulate
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class StagePlan:
         names = [block.name for block in self.blocks[self.stages[number].first : self.stages[number].last]]
         return f"Stage {number} ({names[0]}{f' to {names[-1]}' if len(names) > 1 else ''})"
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> StageSchedule:
         """Return the simulated step: 1F1B with each stage's predicted times."""
         held = [self.blocks[stage.first : stage.last] for stage in self.stages]
         forward = [sum(block.seconds * block.forward_share for block in blocks) for blocks in held]

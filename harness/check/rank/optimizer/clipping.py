@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from harness.check.evidence.training import Facts
-from harness.check.rank.optimizer.clipping_call import Call, Norm, facts_of, lengths_of, number, total
+from harness.check.rank.optimizer.clipping_call import ClippingCall, Norm, facts_of, lengths_of, number, total
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer.wrapped import WrappingObserver
 from harness.check.rank.parameters import parameters_of
@@ -34,7 +34,7 @@ _NORMS = ("get_total_norm", "_get_total_norm")
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 
 
-class Clipping(WrappingObserver):
+class ClippingObserver(WrappingObserver):
     """Wraps the functions of torch.nn.utils that clip, in which the methods of Accelerate, Fabric and Lightning end.
 
     ``on_clipping`` is called with the parameters before their gradients change.
@@ -63,7 +63,7 @@ class Clipping(WrappingObserver):
         self._loss_scale = loss_scale
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
-        self._calls: dict[int, list[Call]] = {}
+        self._calls: dict[int, list[ClippingCall]] = {}
         self._lengths: dict[int, float] = {}
         self._pass = -1
         self._inside = False
@@ -190,7 +190,7 @@ class Clipping(WrappingObserver):
         given, norm_type = "total_norm" in bound, float(bound.get("norm_type", 2.0))
         if given and self._measured is not None and self._measured.is_of(parameters, bound["total_norm"]):
             given, norm_type = False, self._measured.norm_type
-        call = Call(
+        call = ClippingCall(
             kind=kind,
             limit=float(bound["max_norm"] if kind == "norm" else bound["clip_value"]),
             norm_type=norm_type,

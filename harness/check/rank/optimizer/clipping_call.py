@@ -30,7 +30,7 @@ class Norm:
 
 
 @dataclass(eq=False)
-class Call:
+class ClippingCall:
     """One clipping: lengths of the gradients before and after, by the parameter's id."""
 
     kind: str
@@ -49,7 +49,7 @@ class Call:
     kept: bool = False
 
 
-def facts_of(call: Call, own: set[int], optimizer: int) -> Facts:
+def facts_of(call: ClippingCall, own: set[int], optimizer: int) -> Facts:
     """Return a call as it concerns one optimizer."""
     before = {name: value for name, value in call.before.items() if name in own}
     after = {name: value for name, value in call.after.items() if name in own}

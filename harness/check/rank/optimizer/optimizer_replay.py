@@ -44,7 +44,7 @@ class NotReplayable(Exception):  # noqa: N818 - it is a statement about the opti
 
 
 @dataclass(frozen=True, eq=False)
-class Replayed:
+class ReplayedStep:
     """The right weights after a step, float64, and the same step in the parameter's own precision.
 
     ``traced``: that step with the arithmetic of compiled code, None where nothing is compiled.
@@ -96,7 +96,7 @@ def require_replayable(optimizer: Optimizer) -> None:
                 raise NotReplayable(f"{name}.{key} holds what cannot be copied for a replay")
 
 
-def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, guard: Guard) -> Replayed:
+def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, guard: Guard) -> ReplayedStep:
     """Return what the optimizer's next step makes of one parameter, which must have a gradient.
 
     Raises:
@@ -116,7 +116,7 @@ def replayed(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor, gua
         raise
     except Exception as error:  # what another class does with its copy is not known beforehand
         raise NotReplayable(f"a copy of {name} cannot step ({type(error).__name__}: {error})") from error
-    return Replayed(exact, native, traced)
+    return ReplayedStep(exact, native, traced)
 
 
 class Guard:

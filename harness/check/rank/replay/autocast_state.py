@@ -10,7 +10,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Autocast:
+class AutocastState:
     """Whether autocast is enabled for a type of device, to which dtype it casts, and whether casts are cached."""
 
     device_type: str
@@ -19,7 +19,7 @@ class Autocast:
     cache: bool
 
     @classmethod
-    def now(cls, device_types: Iterable[str]) -> tuple[Autocast, ...]:
+    def now(cls, device_types: Iterable[str]) -> tuple[AutocastState, ...]:
         """Return the present state for each of these types of devices."""
         cache = torch.is_autocast_cache_enabled()
         return tuple(
@@ -29,7 +29,7 @@ class Autocast:
 
 
 @contextmanager
-def autocast(states: Iterable[Autocast], *, enabled: bool = True) -> Iterator[None]:
+def autocast(states: Iterable[AutocastState], *, enabled: bool = True) -> Iterator[None]:
     """Cast inside the block as in these states; not at all where ``enabled`` is false."""
     with ExitStack() as stack:
         for one in states:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.check.rank.replay.autocast_state import Autocast
+from harness.check.rank.replay.autocast_state import AutocastState
 from harness.check.rank.replay.random_state import RandomState
 from harness.check.rank.sharding import local
 
@@ -53,7 +53,7 @@ class TrackedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random: RandomState
-    autocast: tuple[Autocast, ...]
+    autocast: tuple[AutocastState, ...]
     default_dtype: torch.dtype
     training: tuple[tuple[nn.Module, bool], ...]
     buffers: dict[int, tuple[Tensor, Tensor]]

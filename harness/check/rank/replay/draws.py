@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.precision import ReplayPrecision
 
 _IN_PLACE = frozenset({"uniform_", "normal_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"})
 _LIKE = frozenset({"rand_like", "randn_like"})
@@ -37,7 +37,11 @@ class Draws:
     """
 
     def __init__(
-        self, precision: Precision, dtypes: list[torch.dtype] | None, usual: torch.dtype | None, default: torch.dtype
+        self,
+        precision: ReplayPrecision,
+        dtypes: list[torch.dtype] | None,
+        usual: torch.dtype | None,
+        default: torch.dtype,
     ) -> None:
         self._precision = precision
         self._dtypes = None if dtypes is None else iter(dtypes)
@@ -78,7 +82,7 @@ def leading(args: tuple[Any, ...]) -> Tensor | None:
     return next((one for one in args[:2] if isinstance(one, Tensor)), None)
 
 
-def widened(result: Any, precision: Precision) -> Any:
+def widened(result: Any, precision: ReplayPrecision) -> Any:
     """Return a tensor in the precision of a replay, and everything else as it is."""
     return result.to(precision.wide(result.dtype)) if isinstance(result, Tensor) else result
 

@@ -14,9 +14,9 @@ from harness.check.evidence.training import segment
 from harness.check.rank.replay import agreement
 from harness.check.rank.replay.call import TrackedCall
 from harness.check.rank.replay.draws import UnknownDrawError
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.parameter_copies import ParameterCopies
+from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.replay.replay import CannotReplayError, Replayed, replay
-from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unsharding import is_distributed
 
@@ -70,7 +70,7 @@ class ExactGradients:
         self,
         calls: TrackedCalls,
         reduce: Reduce,
-        truth: Precision = Precision.FLOAT64,
+        truth: ReplayPrecision = ReplayPrecision.FLOAT64,
         keeps: Keeps = lambda parameter: True,
     ) -> None:
         self._calls = calls
@@ -109,7 +109,7 @@ class _Step:
         reduce: Reduce,
         passes: dict[int, ExactPass],
         noise: WeakKeyDictionary[nn.Module, float],
-        truth: Precision,
+        truth: ReplayPrecision,
         keeps: Keeps,
     ) -> None:
         self._keeps = keeps
@@ -117,8 +117,8 @@ class _Step:
         self._reduce = reduce
         self._passes = passes
         self._noise = noise
-        self._exact = Replicas(truth, keeps)
-        self._native = Replicas(Precision.NATIVE)
+        self._exact = ParameterCopies(truth, keeps)
+        self._native = ParameterCopies(ReplayPrecision.NATIVE)
         self._drawn: dict[nn.Module, list[torch.dtype] | None] = {}
 
     def gather(self, call: TrackedCall) -> None:
@@ -164,7 +164,7 @@ class _Step:
         return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:
-        return replay(call, Precision.NATIVE, None, self._native, None)
+        return replay(call, ReplayPrecision.NATIVE, None, self._native, None)
 
     def _check(self, call: TrackedCall, exact: Replayed) -> None:
         """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""

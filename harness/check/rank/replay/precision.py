@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Precision(Enum):
+class ReplayPrecision(Enum):
     """In what a replay computes: everything in at least the named precision, or as the training did."""
 
     FLOAT64 = "float64"
@@ -17,9 +17,9 @@ class Precision(Enum):
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that stands for ``dtype``; integers and 8-bit formats stay as they are."""
-        if self is Precision.NATIVE or dtype.itemsize == 1:
+        if self is ReplayPrecision.NATIVE or dtype.itemsize == 1:
             return dtype
-        if self is Precision.FLOAT64:
+        if self is ReplayPrecision.FLOAT64:
             return torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else dtype
         if dtype.is_complex:
             return torch.promote_types(dtype, torch.complex64)

@@ -19,10 +19,10 @@ from harness.check.rank.replay.call import TrackedCall, sample
 from harness.check.rank.replay.draws import Draws, UnknownDrawError
 from harness.check.rank.replay.module_state import ModuleState
 from harness.check.rank.replay.nested import map_tensors
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.parameter_copies import ParameterCopies
+from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.replay.random_state import drawn_from
 from harness.check.rank.replay.replay_modes import CommunicatesError, NativeMode, WideMode
-from harness.check.rank.replay.replicas import Replicas
 from harness.check.rank.replay.tracked_calls import differentiable
 from harness.check.rank.replay.unsharding import replace_hooks
 from harness.check.rank.replay.uses import Graph
@@ -53,15 +53,15 @@ class Replayed:
 
 def replay(
     call: TrackedCall,
-    precision: Precision,
+    precision: ReplayPrecision,
     receive: ReceiveGradient | None,
-    replicas: Replicas,
+    copies: ParameterCopies,
     drawn: list[torch.dtype] | None = None,
 ) -> Replayed:
     """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
 
     Where ``receive`` is None the call goes backward only if that may draw random numbers, as a checkpoint's does.
-    ``replicas`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
+    ``copies`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
     training's own precision found them, None where there was none yet. Module, generators, gradients and everything
     else are afterwards what they were before.
 
@@ -70,10 +70,10 @@ def replay(
         UnknownDrawError: where it has to be run in the training's own precision first.
     """
     _check(call)
-    leaves = replicas.leaves(call)
+    leaves = copies.leaves(call)
     own = list({id(leaf): (parameter, leaf) for parameter, leaf in leaves.values()}.values())
-    chosen = [leaf for parameter, leaf in own if leaf.requires_grad and replicas.keeps(parameter)]
-    state, mode = replicas.state(call.module), _mode(call, precision, drawn)
+    chosen = [leaf for parameter, leaf in own if leaf.requires_grad and copies.keeps(parameter)]
+    state, mode = copies.state(call.module), _mode(call, precision, drawn)
     try:
         with _conditions(call, precision):
             return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
@@ -100,7 +100,7 @@ def _check(call: TrackedCall) -> None:
 
 
 def _replacement(
-    call: TrackedCall, precision: Precision, leaves: dict[int, tuple[nn.Parameter, nn.Parameter]]
+    call: TrackedCall, precision: ReplayPrecision, leaves: dict[int, tuple[nn.Parameter, nn.Parameter]]
 ) -> Callable[[Tensor], Tensor]:
     """Return what a tensor is replaced by: leaves for parameters, the recorded buffers, copies of everything else."""
 
@@ -213,9 +213,9 @@ def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, rece
 
 
 @contextlib.contextmanager
-def _conditions(call: TrackedCall, precision: Precision) -> Iterator[None]:
+def _conditions(call: TrackedCall, precision: ReplayPrecision) -> Iterator[None]:
     """Provide what a forward depends on beside its module, and keep what it prints to itself."""
-    native = precision is Precision.NATIVE
+    native = precision is ReplayPrecision.NATIVE
     default = precision.wide(call.default_dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(call.random))
@@ -229,8 +229,8 @@ def _conditions(call: TrackedCall, precision: Precision) -> Iterator[None]:
         yield
 
 
-def _mode(call: TrackedCall, precision: Precision, drawn: list[torch.dtype] | None) -> NativeMode | WideMode:
-    if precision is Precision.NATIVE:
+def _mode(call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> NativeMode | WideMode:
+    if precision is ReplayPrecision.NATIVE:
         return NativeMode()
     return WideMode(precision, Draws(precision, drawn, _usual_draw(call), call.default_dtype))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.check.rank.replay.draws import DRAWING, Draws, is_drawn, leading, widened
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.precision import ReplayPrecision
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 
@@ -80,7 +80,7 @@ class NativeMode(ReplayMode):  # type: ignore[no-untyped-call]
 class WideMode(ReplayMode):  # type: ignore[no-untyped-call]
     """Lets everything that the model's code casts to a lower precision become that of the replay."""
 
-    def __init__(self, precision: Precision, random: Draws) -> None:
+    def __init__(self, precision: ReplayPrecision, random: Draws) -> None:
         super().__init__()
         self._precision = precision
         self._random = random

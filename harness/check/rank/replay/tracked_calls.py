@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from harness.check.rank.replay import unwrapping
 from harness.check.rank.replay.alias import alias
-from harness.check.rank.replay.autocast_state import Autocast
+from harness.check.rank.replay.autocast_state import AutocastState
 from harness.check.rank.replay.call import TrackedCall, UsedParameter, sample
 from harness.check.rank.replay.module_calls import ModuleCalls
 from harness.check.rank.replay.nested import map_tensors, tensors_in
@@ -165,7 +165,7 @@ class TrackedCalls:
             args=recorded_args,
             kwargs=recorded_kwargs,
             random=RandomState.now(devices),
-            autocast=Autocast.now(one.type for one in devices if one.type != "meta"),
+            autocast=AutocastState.now(one.type for one in devices if one.type != "meta"),
             default_dtype=torch.get_default_dtype(),
             training=tuple((one, one.training) for one in module.modules()),
             buffers=self._copied_buffers(module),

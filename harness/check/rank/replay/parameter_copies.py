@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from harness.check.rank.replay.call import TrackedCall
 from harness.check.rank.replay.module_state import ModuleState
-from harness.check.rank.replay.precision import Precision
+from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.replay.unsharding import computing_dtypes, is_distributed, shards
 from harness.check.rank.sharding import whole
 
 
-class Replicas:
+class ParameterCopies:
     """Leaves that stand for the parameters in replays of one precision: float64 copies, or the same memory.
 
     A sharded parameter is gathered once, when it is first asked for. ``keeps`` says whether its gradient is asked for.
     """
 
-    def __init__(self, precision: Precision, keeps: Callable[[Tensor], bool] = lambda parameter: True) -> None:
+    def __init__(self, precision: ReplayPrecision, keeps: Callable[[Tensor], bool] = lambda parameter: True) -> None:
         self.keeps = keeps
         self._precision = precision
         self._copies: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
@@ -36,7 +36,7 @@ class Replicas:
         """Return the leaf for a parameter, the same one each time; ``dtype`` is what the training computes in."""
         if id(parameter) not in self._copies:
             values = whole(parameter.detach())
-            native = self._precision is Precision.NATIVE
+            native = self._precision is ReplayPrecision.NATIVE
             values = values.to(dtype or values.dtype) if native else self._precision.copy(values)
             leaf = nn.Parameter(values, requires_grad=False)
             if not is_distributed(parameter):
