@@ -161,7 +161,7 @@ def verdict(pair: Pair, version: str, arguments: argparse.Namespace) -> Verdict:
 def examined(pair: Pair, python: Path, time_limit: float, *, excused: bool) -> Sequence[Finding]:
     """Return the findings of a pair's cell, trained by ``python``; if ``excused`` without those that were expected."""
     workload, backend, topology, precision = pair.cell.rsplit("-", 3)
-    devices = Topology(*map(int, topology.split("x")))
+    devices = Topology.parse(topology)
     pool = Pool(str(HERE / pair.subject) if ".py" in pair.subject else pair.subject, str(python))
     try:
         cell = Cell(pool.subjects[0]["name"], workload, backend, devices, precision, "cpu")

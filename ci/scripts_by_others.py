@@ -188,7 +188,7 @@ def injected(mistakes: Iterable[Mistake], time_limit: float) -> Iterable[Tried]:
 def tried_on(pool: Pool, mistake: Mistake, text: str, time_limit: float) -> Tried:
     """Train a script with a mistake in it on the cell that ``text`` names, and judge it."""
     workload, backend, topology, precision = text.split("/")
-    cell = Cell(mistake.id, workload, backend, Topology(*map(int, topology.split("x"))), precision, "cpu")
+    cell = Cell(mistake.id, workload, backend, Topology.parse(topology), precision, "cpu")
     with tempfile.TemporaryDirectory() as folder:
         findings = examine(pool, cell, Path(folder), Settings(time_limit)).findings
     return Tried(mistake, text, tuple(one for one in in_reading_order(findings) if one.outcome.is_bad))

@@ -47,13 +47,25 @@ def devices(topology: Topology) -> int:
     return topology.devices
 
 
+def innermost(topology: Topology) -> int:
+    """Return the size of the inner of two dimensions: a node's devices; on one node the smallest prime factor."""
+    if topology.num_nodes > 1:
+        return topology.gpus
+    return next((n for n in range(2, topology.gpus) if topology.gpus % n == 0), 1)
+
+
+def outermost(topology: Topology) -> int:
+    """Return the size of the outer of two dimensions: how many groups of the inner one there are."""
+    return topology.devices // innermost(topology)
+
+
 @dataclass(frozen=True)
 class Dimension:
     """One dimension of a backend's mesh.
 
-    ``size`` is its number of devices on a topology. Of what it ``splits`` the devices along it hold a part each; of
-    everything else they hold the same. Where it is ``local``, they are driven by one process, which gathers their
-    outputs and takes one loss of them.
+    ``size`` is its number of devices on a topology for which the user chose none. Of what it ``splits`` the devices
+    along it hold a part each; of everything else they hold the same. Where it is ``local``, they are driven by one
+    process, which gathers their outputs and takes one loss of them.
     """
 
     name: str
@@ -84,18 +96,20 @@ class Backend:
 
     def device_mesh(self, topology: Topology) -> Mesh:
         """Return how the devices are arranged."""
-        return Mesh(tuple((one.name, one.size(topology)) for one in self.dimensions))
+        return Mesh(tuple((one.name, size) for one, size in self._sized(topology)))
 
     def mesh(self, topology: Topology) -> Mesh:
         """Return how the ranks are arranged: the devices' mesh without its local dimensions."""
-        return Mesh(tuple((one.name, one.size(topology)) for one in self.dimensions if not one.local))
+        return Mesh(tuple((one.name, size) for one, size in self._sized(topology) if not one.local))
 
     def fits(self, topology: Topology) -> bool:
         """Say whether the backend does on this topology what no simpler backend does there.
 
         That is where each dimension has several devices, and all devices of the topology are in the mesh.
         """
-        sizes = [one.size(topology) for one in self.dimensions]
+        if topology.mesh and (self.gathers or len(topology.mesh) != len(self.dimensions)):
+            return False
+        sizes = [size for _, size in self._sized(topology)]
         return all(size > 1 for size in sizes) and math.prod(sizes) == topology.devices
 
     @property
@@ -114,6 +128,12 @@ class Backend:
     def devices_per_process(self, topology: Topology) -> int:
         """Return how many devices one rank drives."""
         return max(1, topology.devices // self.processes(topology))
+
+    @property
+    def divides_layers(self) -> bool:
+        """Whether each layer computes in parts, on several devices that see the same samples."""
+        together = (one.splits for one in self.dimensions if Held.SAMPLES not in one.splits)
+        return self.micro_batches == 1 and any(Held.PARAMETERS in splits for splits in together)
 
     @property
     def gathers(self) -> bool:
@@ -142,10 +162,19 @@ class Backend:
         """Return one rank for each set of samples of which a loss is taken: the first of those that see the same."""
         return tuple(group[0] for group in self.replicas(topology))
 
+    def holders(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of ranks that hold one model together, each with samples of its own or not."""
+        return self.mesh(topology).groups(*self._splitting(Held.PARAMETERS, Held.EXPERTS))
+
     def replicas(self, topology: Topology) -> tuple[tuple[int, ...], ...]:
         """Return the groups of ranks that see the same samples, and hold one model together."""
         same = [one.name for one in self.dimensions if Held.SAMPLES not in one.splits]
         return self.mesh(topology).groups(*same)
+
+    def _sized(self, topology: Topology) -> Iterator[tuple[Dimension, int]]:
+        """Yield each dimension with its size."""
+        sizes = topology.mesh or tuple(one.size(topology) for one in self.dimensions)
+        return zip(self.dimensions, sizes, strict=True)
 
     def _splitting(self, *held: Held) -> tuple[str, ...]:
         return tuple(one.name for one in self.dimensions if not one.splits.isdisjoint(held))
@@ -168,6 +197,26 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         Backend(
             "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
         ),
+        # Shards within a group of devices, replicas over the groups.
+        Backend(
+            "hsdp",
+            (Dimension("replicate", outermost), Dimension("shard", innermost, MODEL | {Held.SAMPLES})),
+            "HSDP",
+            rare=True,
+        ),
+        # Ranks hold a part of each layer, and all of them see the same samples.
+        Backend("tp", (Dimension("tp", devices, MODEL),), "TP", rare=True),
+        Backend("ddp+tp", (Dimension("replicate", outermost), Dimension("tp", innermost, MODEL)), "DDP+TP", rare=True),
+        Backend(
+            "fsdp+tp",
+            (Dimension("shard", outermost, MODEL | {Held.SAMPLES}), Dimension("tp", innermost, MODEL)),
+            "FSDP+TP",
+            rare=True,
+        ),
+        # Ranks have the whole model, and a part of each sample's sequence.
+        Backend("sp", (Dimension("sp", devices, frozenset({Held.SEQUENCE})),), "SP", rare=True),
+        # Ranks have their own experts, and everything else as in ddp.
+        Backend("ep", (Dimension("ep", devices, frozenset({Held.SAMPLES, Held.EXPERTS})),), "EP", rare=True),
         # Each rank holds consecutive layers, and all of them see the same samples.
         Backend(
             "balanced", (Dimension("stage", devices, MODEL),), "Balanced", rare=True, by_name=True, micro_batches=2
@@ -195,13 +244,15 @@ def columns() -> dict[str, bool]:
 
 
 def resized(topology: Topology, backend: Backend) -> Topology:
-    """Return another number of devices, as near as there is: one gpu fewer on each node, or one node fewer.
+    """Return another number of devices, as near as there is: fewer gpus on each node, or one node fewer.
 
-    Where the backend makes no sense on less, it is one gpu more.
+    Where the backend makes no sense on less, it is more gpus.
     """
-    fewer = [Topology(topology.num_nodes, topology.gpus - 1)] if topology.gpus > 1 else []
-    fewer += [Topology(topology.num_nodes - 1, topology.gpus)] if topology.num_nodes > 1 else []
-    return next(filter(backend.fits, fewer), Topology(topology.num_nodes, topology.gpus + 1))
+    nodes, gpus = topology.num_nodes, topology.gpus
+    fewer = [Topology(nodes, count) for count in range(gpus - 1, 0, -1)]
+    fewer += [Topology(nodes - 1, gpus)] if nodes > 1 else []
+    more = (Topology(nodes, gpus + count) for count in range(1, gpus + 1))
+    return next(filter(backend.fits, (*fewer, *more)), Topology(nodes, gpus + 1))
 
 
 def _by_size() -> Iterator[Topology]:

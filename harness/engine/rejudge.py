@@ -65,8 +65,8 @@ def rejudge(run: Run, workloads: Sequence[str] = ()) -> list[Rejudged]:
 def _rejudge(planned: PlannedCell, run: Run, evidence: Path, seed: int | None, missing: str | None = None) -> Rejudged:
     recorded = tuple(result for result in run.results if result.coordinates == planned.coordinates)
     cell = Cell(
-        planned.subject, planned.workload, planned.backend, Topology(planned.num_nodes, planned.gpus),
-        planned.precision, planned.accelerator, seed,
+        planned.subject, planned.workload, planned.backend, Topology.parse(planned.place), planned.precision,
+        planned.accelerator, seed,
     )  # fmt: skip
     if missing is not None:
         return Rejudged(cell.id, recorded, obstacle=missing)

@@ -1,4 +1,8 @@
-"""Ranks that see the same samples and hold one model together, such as the stages of a pipeline, judged as one rank."""
+"""Ranks that hold one model together, as the judge sees them: each with all of the model.
+
+Those that see the same samples, such as the stages of a pipeline, are judged as one rank. Others, such as those that
+have experts of their own, remain, and get what they do not hold from the ranks that do.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,33 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Tensors, Trace
+
+
+def with_whole_models(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
+    """Return a launch's trace in which each rank has what any of its group holds; groups hold one model together.
+
+    What a rank lacks is that of the first of its group that has it, gradients included.
+    """
+    held = [{name for step in rank.steps for name in step.before} for rank in trace.ranks]
+    together = [[rank for rank in group if rank < len(trace.ranks)] for group in groups]
+    if all(held[rank] == held[group[0]] for group in together for rank in group):
+        return trace
+    ranks = list(trace.ranks)
+    for group in together:
+        for rank in group:
+            ranks[rank] = _completed(trace.ranks[rank], [trace.ranks[one] for one in (rank, *group)])
+    return replace(trace, ranks=tuple(ranks))
+
+
+def _completed(rank: RankTrace, holders: Sequence[RankTrace]) -> RankTrace:
+    finals = [one.final for one in holders if one.final is not None]
+    steps = zip(*(one.steps for one in holders), strict=False)
+    return replace(
+        rank,
+        steps=tuple(map(_with_tensors_of_all, steps)),
+        final=_first_of_each(finals) if rank.final is not None else None,
+        final_buffers=_first_of_each(one.final_buffers for one in holders),
+    )
 
 
 def as_replicas(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
@@ -36,23 +67,30 @@ def _replica(place: int, ranks: Sequence[RankTrace]) -> RankTrace:
 
 def _step(parts: Sequence[Step]) -> Step:
     """Return one step of all ranks of a replica as one."""
+    return replace(
+        _with_tensors_of_all(parts),
+        micro_batches=_micro_batches(parts),
+        skipped=any(part.skipped for part in parts),
+        turns=tuple(
+            tuple(dict.fromkeys(name for names in turn for name in names))
+            for turn in zip(*(part.turns for part in parts), strict=False)
+        ),
+    )
+
+
+def _with_tensors_of_all(parts: Sequence[Step]) -> Step:
+    """Return the first of these steps with all weights, gradients and buffers, each of the first that holds it."""
     holders: dict[str, Step] = {}
     for part in parts:
         for name in part.before:
             holders.setdefault(name, part)
     return replace(
         parts[0],
-        micro_batches=_micro_batches(parts),
         before=_first_of_each(part.before for part in parts),
         # A parameter that its holder has no gradient of has none, whatever other ranks have.
         gradients={name: part.gradients[name] for name, part in holders.items() if name in part.gradients},
         after=_first_of_each(part.after for part in parts),
-        skipped=any(part.skipped for part in parts),
         buffers=_first_of_each(part.buffers for part in parts),
-        turns=tuple(
-            tuple(dict.fromkeys(name for names in turn for name in names))
-            for turn in zip(*(part.turns for part in parts), strict=False)
-        ),
     )
 
 

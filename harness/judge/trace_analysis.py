@@ -25,7 +25,7 @@ from harness.judge.oracle.layout import (
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
-from harness.judge.replicas import as_replicas
+from harness.judge.replicas import as_replicas, with_whole_models
 from harness.workloads import Problem
 
 
@@ -71,7 +71,8 @@ class TraceAnalysis:
 
     def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.recorded = trace
-        self.trace = as_replicas(trace, cell.contract.replicas(cell.topology))
+        contract, topology = cell.contract, cell.topology
+        self.trace = as_replicas(with_whole_models(trace, contract.holders(topology)), contract.replicas(topology))
         self.world = len(cell.contract.loss_ranks(cell.topology))
         self.window = workload.accumulate * cell.contract.micro_batches
         self.workload = workload

@@ -66,8 +66,8 @@ class Declaration:
             return Refusal(f"{self.name} starts its ranks by itself: they can be examined, but not timed")
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
             return Refusal(workload.gloo_only)
-        unstaged = None if cell.contract.micro_batches == 1 else _unstaged(cell, workload)
-        return None if unstaged is None else Refusal(unstaged)
+        indivisible = _unstaged(cell, workload) if cell.contract.micro_batches > 1 else _undivided(cell, workload)
+        return None if indivisible is None else Refusal(indivisible)
 
     def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
         """Yield what of ``cell`` is beyond the way in which the subject trains, each with a sentence about it."""
@@ -77,6 +77,13 @@ class Declaration:
         needs_epochs = EVERY[cell.workload].needs_epochs
         if self.behavior.by_iterations and needs_epochs:
             yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"
+
+
+def _undivided(cell: Cell, workload: Workload) -> str | None:
+    """Return why ranks that see the same samples cannot have a part of each layer, None if they can."""
+    if not cell.contract.divides_layers or workload.whole_layers is None:
+        return None
+    return f"{cell.workload} has layers that are not divided: {workload.whole_layers}"
 
 
 def _unstaged(cell: Cell, workload: Workload) -> str | None:

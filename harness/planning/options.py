@@ -14,9 +14,10 @@ from harness.launch.launchers.base import Launcher, LauncherOptions
 from harness.launch.settings import Settings
 from harness.own_workloads.load import use_workloads
 from harness.planning.expectation_files import FOLDER, ExpectationsError
+from harness.planning.meshes import parse_mesh
 from harness.planning.own_workloads import refuse_unfit_workloads, selected_workloads
 from harness.planning.plan import Matrix, check_devices, plan
-from harness.planning.topologies import DEFAULT_GPUS, topologies
+from harness.planning.topologies import DEFAULT_GPUS
 from harness.results.header_footer import WorkloadSource
 from harness.results.run_writer import check_report_dir
 from harness.subjects.locator import parse_subject
@@ -56,9 +57,14 @@ class Options:
             accelerator=accelerator,
             seed=given["seed"],
             shared=present if accelerator == "cuda" and given["oversubscribe"] else None,
+            meshes=tuple(map(parse_mesh, given["mesh"] or ())),
         )
         if given["gpus"] is not None and given["gpus"] < 1:
             raise PlanError(f"--gpus {given['gpus']}: at least one device is needed")
+        if given["mesh"] and given["gpus"] is not None:
+            raise PlanError("--mesh says how many devices there are: leave out --gpus")
+        if given["mesh"] and given["backends"]:
+            raise PlanError("--mesh chooses the backend by its dimensions: leave out --backends")
         self.launcher: Launcher = find_launcher(given["launcher"], self._asked_of_launcher(say))
         check_devices(self.matrix, present * self.launcher.machines, oversubscribe=given["oversubscribe"])
         # A misspelt name is answered at once, not when every subject's library has been imported.
@@ -67,7 +73,7 @@ class Options:
 
     def _asked_of_launcher(self, say: Callable[[str], None]) -> LauncherOptions:
         return LauncherOptions(
-            nodes=max(topology.num_nodes for topology in topologies(self.matrix.gpus, self.matrix.nodes)),
+            nodes=max(topology.num_nodes for topology in self.matrix.topologies),
             subjects=len(self.interpreters),
             rendezvous=self._given["rendezvous"],
             node_command=self._given["node_command"],
@@ -78,7 +84,7 @@ class Options:
     def recorded(self) -> dict[str, Any]:
         """The options that decide what is examined and how, for the run's header."""
         names = ("gpus", "nodes", "backends", "precisions", "workloads", "subject", "accelerator", "seed", "launcher")
-        further = ("oversubscribe", "store_above", "launches", "workload")
+        further = ("mesh", "oversubscribe", "store_above", "launches", "workload")
         return {name: self._given[name] for name in (*names, *further)}
 
     @property

@@ -13,8 +13,10 @@ from harness.core.errors import PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
+from harness.core.topology import Topology
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.planning.declaration import Declaration, Refusal
+from harness.planning.meshes import MeshChoice
 from harness.planning.selection import is_worth_a_cell
 from harness.planning.topologies import topologies
 from harness.results.records import PERFORMANCE
@@ -28,7 +30,7 @@ class Matrix:
     """The selection that the user made. None: everything there is.
 
     Without ``nodes``, ``gpus`` is a budget of devices over all nodes; with it, the gpus of each node. ``shared`` is how
-    many CUDA devices there are where ranks share them, else None.
+    many CUDA devices there are where ranks share them, else None. With ``meshes`` these are planned alone.
     """
 
     gpus: int
@@ -39,6 +41,21 @@ class Matrix:
     accelerator: str = "cpu"
     seed: int | None = None
     shared: int | None = None
+    meshes: tuple[MeshChoice, ...] = ()
+
+    @property
+    def topologies(self) -> list[Topology]:
+        """The topologies of the budget, or those of the meshes."""
+        if self.meshes:
+            return list(dict.fromkeys(mesh.topology(self.nodes or 1) for mesh in self.meshes))
+        return topologies(self.gpus, self.nodes)
+
+    def places(self, backend: Backend) -> list[Topology]:
+        """Return the topologies on which a backend is planned."""
+        if not self.meshes:
+            return list(filter(backend.fits, self.topologies))
+        chosen = (mesh for mesh in self.meshes if mesh.backend == backend.name)
+        return list(dict.fromkeys(mesh.topology(self.nodes or 1) for mesh in chosen))
 
     def refusal(self, cell: Cell) -> Refusal | None:
         """Return why ``cell`` cannot be trained on shared devices, None if it can.
@@ -58,7 +75,7 @@ class Matrix:
         """Say whether a subject is asked for a backend: one that few trainers have, only if it or the user names it."""
         if backend.by_name:
             return backend.name in (self.backends or ())
-        return not backend.rare or backend.name in declared.backends or bool(self.backends)
+        return not backend.rare or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
 
 
 @dataclass(frozen=True)
@@ -84,10 +101,11 @@ class Planned:
     @property
     def is_smoke(self) -> bool:
         """Whether the cell is in the small selection that touches every backend in a few seconds."""
+        own = self.cell.contract
         return (
             self.refusal is None
             and (self.cell.workload, self.cell.precision) == (SMOKE_WORKLOAD, SMOKE_PRECISION)
-            and any(self.cell.topology == backend.smallest for backend in BACKENDS.values())
+            and self.cell.topology in {own.smallest, *(one.smallest for one in BACKENDS.values() if not one.rare)}
         )
 
 
@@ -103,15 +121,16 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
     precisions = _known("precision", matrix.precisions, PRECISIONS)
     workloads = [EVERY[name] for name in _known("workload", matrix.workloads, EVERY) if name in among]
     _refuse_namesakes(subjects)
-    sizes = topologies(matrix.gpus, matrix.nodes)
+    sizes = matrix.topologies
     names = dict.fromkeys(declared.name for declared in subjects)
+    places = {backend.name: matrix.places(backend) for backend in backends}
     planned = []
     for topology, name, backend in product(sizes, names, backends):
         declared = declared_for(name, backend.name, subjects)
-        if not backend.fits(topology) or not matrix.asks(backend, declared):
+        if topology not in places[backend.name] or not matrix.asks(backend, declared):
             continue
         for workload, precision in product(workloads, precisions):
-            if is_worth_a_cell(workload, backend, topology, precision, sizes):
+            if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes):
                 cell = Cell(
                     name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed,
                     workload.locator,
@@ -142,7 +161,7 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
         return known
     for name in wanted:
         if name not in known:
-            close = " or ".join(map(repr, difflib.get_close_matches(name, known, 2)))
+            close = " or ".join(map(repr, difflib.get_close_matches(name, known, 3)))
             hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
             raise PlanError(f"there is no {what} {name!r}: {hint}")
     return list(dict.fromkeys(wanted))
@@ -154,7 +173,7 @@ def check_devices(matrix: Matrix, present: int, *, oversubscribe: bool) -> None:
     Raises:
         PlanError: with the ways out.
     """
-    wanted = matrix.gpus * (matrix.nodes or 1)
+    wanted = max((topology.devices for topology in matrix.topologies), default=0)
     if matrix.accelerator == "cuda" and wanted > present and not oversubscribe:
         nodes = min(matrix.nodes or 1, max(present, 1))
         fewer = f"--gpus {max(present // nodes, 1)}" + (f" --nodes {nodes}" if matrix.nodes else "")

@@ -46,6 +46,8 @@ class Reproduction:
             words += ["--subject", locator]
         if planned.cell.workload in self._own:
             words += ["--workload", self._own[planned.cell.workload]]
+        for mesh in self._matrix.meshes:
+            words += ["--mesh", mesh.text] if mesh.is_of(planned.cell) else []
         for name in self._selection(planned, declared):
             words += self._option(name)
         for name in self._further(measured=planned.cell.workload in PERFORMANCE):

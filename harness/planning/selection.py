@@ -30,10 +30,10 @@ def is_worth_a_cell(
 def _narrow(backend: Backend, small: Sequence[Topology]) -> set[Topology]:
     """Return the topologies of narrow workloads: one device, and three or as many as there are.
 
-    For a backend that needs several nodes it is also the smallest topology that it fits.
+    For a backend that fits none of these it is also the smallest topology that it fits.
     """
     found = {small[0], small[-1]}
-    return found | {backend.smallest} if backend.smallest.num_nodes > 1 else found
+    return found if backend.smallest in small else found | {backend.smallest}
 
 
 def _is_worth_timing(

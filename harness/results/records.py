@@ -33,7 +33,7 @@ PERFORMANCE: Final = "performance"
 
 
 class Coordinates(NamedTuple):
-    """A cell as a key; ``gpus`` are those of a node."""
+    """A cell as a key; ``gpus`` are those of a node, ``mesh`` is the mesh that the user chose for them, as ``4x2``."""
 
     subject: str
     workload: str
@@ -42,6 +42,7 @@ class Coordinates(NamedTuple):
     gpus: int
     precision: str
     accelerator: str
+    mesh: str = ""
 
     @property
     def topology(self) -> tuple[int, int]:
@@ -71,13 +72,20 @@ class CellRecord(Record):
     gpus: AtLeastOne
     precision: Text
     accelerator: Text
+    mesh: Text = ""
+
+    @property
+    def place(self) -> str:
+        """The topology as text."""
+        return f"{self.num_nodes}x{self.gpus}@{self.mesh}" if self.mesh else f"{self.num_nodes}x{self.gpus}"
 
     @property
     def coordinates(self) -> Coordinates:
         """The key of the cell in its run."""
         return Coordinates(
-            self.subject, self.workload, self.backend, self.num_nodes, self.gpus, self.precision, self.accelerator
-        )
+            self.subject, self.workload, self.backend, self.num_nodes, self.gpus, self.precision, self.accelerator,
+            self.mesh,
+        )  # fmt: skip
 
 
 class PlannedCell(CellRecord):
@@ -245,6 +253,7 @@ def _fields_of(cell: Cell) -> dict[str, Any]:
         "gpus": cell.topology.gpus,
         "precision": cell.precision,
         "accelerator": cell.accelerator,
+        "mesh": cell.topology.mesh_sizes,
     }
 
 

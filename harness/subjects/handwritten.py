@@ -45,9 +45,16 @@ class OneDevice:
         """Return the context of a forward and its backward, ``last`` of its window or not."""
         return nullcontext()
 
+    def before_step(self):
+        """Do what is due once the window's last backward is over; here nothing is."""
+
+    def clip(self, max_norm):
+        """Scale the gradients to at most this norm of all of them."""
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
     def val_share(self, job):
         """Return which of the held-out samples this rank evaluates; not through DDP, so shares may be unequal."""
-        return range(job.rank, len(job.val_dataset), job.world_size)
+        return range(job.data_rank, len(job.val_dataset), job.data_ranks)
 
     def states(self):
         """Return the states of model and optimizers, whole on rank 0; every rank calls it."""
@@ -79,7 +86,7 @@ class Ddp(OneDevice):
 def fit(job, trainer):
     """Train ``job`` with a loop that one can read from top to bottom."""
     model, optimizers = trainer.model, trainer.optimizers
-    sampler = DistributedSampler(job.dataset, job.world_size, job.rank, shuffle=job.shuffle, seed=job.seed)
+    sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
     val_loader = DataLoader(job.val_dataset, batch_size=job.batch_size, sampler=trainer.val_share(job))
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
@@ -103,10 +110,11 @@ def fit(job, trainer):
                 scaler.scale(loss / window).backward()
             total, count = total + float(loss) * len(batch["index"]), count + len(batch["index"])
             if last:
+                trainer.before_step()
                 if job.clip_norm is not None:
                     for optimizer in optimizers:
                         scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm)
+                    trainer.clip(job.clip_norm)
                 for optimizer in optimizers:
                     scaler.step(optimizer)
                 scale = scaler.get_scale()

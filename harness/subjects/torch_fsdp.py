@@ -1,5 +1,7 @@
 """Training with torch's fully_shard (FSDP2), as its tutorial does: each rank holds its share of weights and gradients.
 
+On a mesh of two dimensions that is HSDP: shards within each group of ranks, replicas over the groups.
+
 https://docs.pytorch.org/tutorials/intermediate/FSDP_tutorial.html. Precisions are autocast's. With the tutorial's
 MixedPrecisionPolicy weights are cast and buffers are not: BatchNorm, for one, then refuses to compute on a cpu.
 """
@@ -31,7 +33,7 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 @subject(
     name="torch",
-    backends=["fsdp"],
+    backends=["fsdp", "hsdp"],
     precisions={"cuda": PRECISIONS, "cpu": PRECISIONS if COMPUTES_ON_A_CPU else []},
     capabilities=[name for name in CAPABILITIES if name not in REFUSED],
     library="torch",
@@ -48,7 +50,8 @@ class Fsdp(OneDevice):
         if job.device.type == "cuda":
             torch.cuda.set_device(job.device)  # a mesh knows a kind of device, and which of them is said here
         torch.distributed.init_process_group(job.comm)
-        mesh = init_device_mesh(job.device.type, (job.world_size,))
+        # Of two dimensions, weights are sharded along the second, and replicated along the first.
+        mesh = init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
         self.model = self.bare = shard(job.model().to(job.device), mesh)
         self.model.register_forward_pre_hook(broadcast_buffers, prepend=True)
         self.optimizers = job.optimizers(self.model.parameters())  # the shards, which were not there before

@@ -3,6 +3,7 @@
 from harness.subjects.handwritten import train as train
 from harness.subjects.torch_dp import train as train_dp
 from harness.subjects.torch_fsdp import train as train_fsdp
+from harness.subjects.torch_tp import train as train_tp
 from harness.subjects.torch_zero import train as train_zero
 
-__all__ = ["train", "train_dp", "train_fsdp", "train_zero"]
+__all__ = ["train", "train_dp", "train_fsdp", "train_tp", "train_zero"]

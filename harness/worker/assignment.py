@@ -89,5 +89,6 @@ class Assignment:
     def from_json(cls, values: dict[str, Any]) -> Assignment:
         """Undo :meth:`to_json`."""
         cell = dict(values["cell"])
-        cell["topology"] = Topology(**cell["topology"])
+        topology = cell["topology"]
+        cell["topology"] = Topology(**{**topology, "mesh": tuple(topology["mesh"])})
         return cls(**{**values, "cell": Cell(**cell), "devices": tuple(values["devices"])})

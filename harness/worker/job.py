@@ -37,6 +37,10 @@ class Job:
         batch_size: samples a loader of this process draws at once.
         micro_batches: how many parts of equal size a batch passes through the stages of a pipeline in; 1 elsewhere.
         global_batch_size: samples drawn at once over all processes.
+        mesh: the sizes of the backend's mesh by the names of its dimensions, outermost first, as
+            ``init_device_mesh`` takes them; empty on one device.
+        data_rank, data_ranks: which share of each batch is this process's, and how many shares there are. Processes
+            that hold parts of one replica have the same share.
         backend, precision, gpus, num_nodes: the cell; ``gpus`` is per node.
         rank, local_rank, node_rank, world_size: processes: one a device for ddp, one a node for dp and ddp2. A subject
             of ``launch="node"`` starts ``gpus`` processes a node by itself, for ddp: it reads here of the node's first
@@ -74,8 +78,10 @@ class Job:
         self.dataset: Columns = workload.dataset(devices, self._dtype)
         self.val_dataset: Columns = workload.val_dataset(devices, self._dtype)
         self.global_batch_size = workload.global_batch_size(devices)
-        # Ranks that hold parts of one replica draw the same samples.
-        self.batch_size = self.global_batch_size // len(cell.contract.loss_ranks(cell.topology))
+        self.mesh = dict(cell.contract.mesh(cell.topology).dimensions)
+        share = cell.contract.part(self.rank, cell.topology)
+        self.data_rank, self.data_ranks = share.index, share.count
+        self.batch_size = self.global_batch_size // self.data_ranks
         self.micro_batches = cell.contract.micro_batches
         self.epochs, self.max_steps = workload.epochs, workload.max_steps
         self.steps = workload.steps(devices)

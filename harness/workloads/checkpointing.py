@@ -53,6 +53,7 @@ class CheckpointResume(Mlp):
     name = "checkpoint"
     exposes = "momentum, rate, loss scale, buffers, the epoch or the place in it lost where training is resumed"
     whole_batches = "its model counts forwards, and there is one for each micro-batch of a batch"
+    whole_layers = "its model reads a layer's biases beside the layer's forward"
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"checkpoint", "scheduler"})
     narrow = True

@@ -66,6 +66,7 @@ class NestedOutputs(Mlp):
     name = "nested-outputs"
     exposes = "outputs gathered in part, without a gradient, or in another order; scalars that get lost or are summed"
     blocks = 2
+    whole_layers = "its penalty reads a layer's weights beside the layer's forward"
     needs: ClassVar[frozenset[str]] = frozenset({"nested-outputs"})
     narrow = True
 

@@ -22,7 +22,8 @@ class Workload:
     suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
     ``needs_epochs`` says what a trainer that knows no epoch cannot be asked, None where the workload can be asked.
     ``blocks`` is how many modules of its model can be computed one after the other, on a device each, None where that
-    is not known. ``whole_batches`` says why a batch must not pass in several micro-batches, None where it may.
+    is not known. ``whole_batches`` says why a batch must not pass in several micro-batches, None where it may, and
+    ``whole_layers`` why a layer must not be divided among devices.
     ``unused_parameters`` says that a step may leave parameters unused, everywhere or on some ranks.
     ``validate_every`` counts training batches.
 
@@ -42,6 +43,7 @@ class Workload:
     needs_epochs: ClassVar[str | None] = None
     blocks: ClassVar[int | None] = None
     whole_batches: ClassVar[str | None] = None
+    whole_layers: ClassVar[str | None] = None
     unused_parameters: ClassVar[bool] = False
 
     batch_size: ClassVar[int] = 24

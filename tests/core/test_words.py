@@ -43,13 +43,19 @@ def test_one_device_is_for_no_backend_alone(topology):
         assert fitting == {"none"}
 
 
+ONE_DIMENSION = {"ddp", "fsdp", "zero", "tp", "sp", "ep", "balanced"}
+TWO_DIMENSIONS = {"hsdp", "ddp+tp", "fsdp+tp"}
+
+
 @pytest.mark.parametrize(
     ("topology", "fitting"),
     [
         (Topology(1, 1), {"none"}),
-        (Topology(1, 4), {"auto", "dp", "ddp", "fsdp", "zero", "balanced"}),
-        (Topology(2, 1), {"ddp", "fsdp", "zero", "balanced"}),
-        (Topology(2, 4), {"ddp", "ddp2", "fsdp", "zero", "balanced"}),
+        (Topology(1, 4), {"auto", "dp", *ONE_DIMENSION, *TWO_DIMENSIONS}),
+        (Topology(2, 1), ONE_DIMENSION),
+        (Topology(2, 4), {"ddp2", *ONE_DIMENSION, *TWO_DIMENSIONS}),
+        (Topology(1, 3), {"auto", "dp", *ONE_DIMENSION}),
+        (Topology(1, 8, (2, 4)), TWO_DIMENSIONS),
     ],
 )
 def test_a_backend_is_tried_where_it_means_something(topology, fitting):

@@ -26,7 +26,7 @@ def test_a_node_sees_its_own_devices(monkeypatch, visible, topology, backend, se
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    cell = Cell("any", "mlp", backend, Topology(*map(int, topology.split("x"))), "32", "cuda")
+    cell = Cell("any", "mlp", backend, Topology.parse(topology), "32", "cuda")
     told = {rank: own_devices(cell, rank, oversubscribe=False) for rank in range(cell.processes)}
     assert {rank: variables["CUDA_VISIBLE_DEVICES"] for rank, variables in told.items()} == seen
     # Numbers are those of nvidia-smi, unless the user has given some.

@@ -141,7 +141,7 @@ def _words(place: tuple[str | None, ...]) -> str:
 def _place(cell: CellRecord, several: bool) -> tuple[str | None, ...]:
     """Return a cell's place in the matrix; its subject only where there are several."""
     subject = cell.subject if several else None
-    return subject, cell.workload, cell.backend, f"{cell.num_nodes}x{cell.gpus}", cell.precision
+    return subject, cell.workload, cell.backend, cell.place, cell.precision
 
 
 def _without(cell: CellRecord, by: str, several: bool) -> tuple[str | None, ...]:

@@ -40,6 +40,7 @@ CELL_COLUMNS: Final = (
     "gpus",
     "precision",
     "accelerator",
+    "mesh",
     "outcome",
     "has_failed",
     "error_x_noise",

@@ -11,7 +11,6 @@ from typing import Any, Final
 from harness.core.finding import in_reading_order
 from harness.core.outcome import Outcome
 from harness.report.tables.cells import (
-    CELL_COLUMNS,
     cached_per_run,
     cell_table,
     counts_in_words,
@@ -192,7 +191,7 @@ def _mark(cells: Sequence[GridCell]) -> str:
 
 
 def _cell(row: Mapping[Hashable, Any], anchor: str, every: Mapping[Coordinates, Sequence[Result]]) -> GridCell:
-    coordinates = Coordinates._make(row[name] for name in CELL_COLUMNS[1:8])
+    coordinates = Coordinates._make(row[name] for name in Coordinates._fields)
     findings = every.get(coordinates, ())
     kinds: dict[str, list[Result]] = {name: [] for name in ("bad", "known", "deviating", "others", "passed")}
     for finding in findings:

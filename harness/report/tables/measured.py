@@ -24,7 +24,7 @@ MEMORY: Final = ("memory_allocated_peak", "memory_private_peak")
 
 NOT_EXAMINED: Final = "not examined"
 
-_CELL: Final = list(CELL_COLUMNS[:8])
+_CELL: Final = list(CELL_COLUMNS[:9])
 _OF_A_MEASUREMENT: Final = ["metric", "value", "unit", "rank", "low", "high", "better", "refusal"]
 
 METRIC_COLUMNS: Final = ("run", *_CELL, "check", *_OF_A_MEASUREMENT, "conformance")

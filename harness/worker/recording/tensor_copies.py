@@ -16,7 +16,7 @@ from harness.evidence.trace import Shard, StoredTensor
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are known to hold no DTensor."""
 
-BLOCKS = ("Shard", "Replicate")
+BLOCKS = ("Shard", "_StridedShard", "Replicate")
 """Placements, by the names of their classes, under which a rank holds a block of a DTensor."""
 
 
@@ -82,15 +82,18 @@ def _placed(tensor: Any) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], tupl
     """Return this rank's part of a DTensor, where in it that begins, the whole's shape, and whose parts make it up.
 
     Along each dimension of its mesh a DTensor is replicated, or sharded along one of its own as ``torch.chunk`` would.
+    What is strided is divided after everything else, outer dimensions last: fully_shard divides the blocks of tensor
+    parallelism, whose dimension of the mesh is an inner one.
     """
     with torch.no_grad():  # else autograd would note it down
         values: Tensor = tensor.to_local()
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     begin, size = [0] * len(shape), list(shape)
-    copy: list[int | slice] = []
-    for dimension, (place, placement) in enumerate(zip(mesh.get_coordinate() or (), tensor.placements, strict=False)):
-        copy.append(slice(None) if placement.is_shard() else place)
-        if placement.is_shard():
+    placed = list(enumerate(zip(mesh.get_coordinate() or (), tensor.placements, strict=False)))
+    copy = [slice(None) if _divides(placement) else place for _, (place, placement) in placed]
+    strided = [one for one in placed if _is_strided(one[1][1])]
+    for dimension, (place, placement) in [one for one in placed if one not in strided] + strided[::-1]:
+        if _divides(placement):
             chunk = -(-size[placement.dim] // mesh.size(dimension))
             first = min(place * chunk, size[placement.dim])
             begin[placement.dim] += first
@@ -98,3 +101,11 @@ def _placed(tensor: Any) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], tupl
     known = all(type(placement).__name__ in BLOCKS for placement in tensor.placements)
     is_block = known and len(copy) == mesh.ndim and tuple(values.shape) == tuple(size)
     return values, tuple(begin), shape, tuple(mesh.mesh[tuple(copy)].flatten().tolist()) if is_block else ()
+
+
+def _is_strided(placement: Any) -> bool:
+    return type(placement).__name__ == "_StridedShard"
+
+
+def _divides(placement: Any) -> bool:
+    return placement.is_shard() or _is_strided(placement)

@@ -1,0 +1,57 @@
+"""A mesh of the user's own chooses a backend by its dimensions, and is planned as it was written."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.core.backend import BACKENDS
+from harness.core.errors import PlanError
+from harness.core.topology import Topology
+from harness.planning.meshes import parse_mesh
+from harness.planning.plan import Matrix, plan
+from tests.plan.test_plan import EVERYTHING
+
+
+@pytest.mark.parametrize(
+    ("text", "backend", "sizes"),
+    [
+        ("tp=3", "tp", (3,)),
+        ("shard=2,tp=4", "fsdp+tp", (2, 4)),
+        ("tp=4, shard=2", "fsdp+tp", (2, 4)),
+        ("dp=2,tp=2", "ddp+tp", (2, 2)),
+        ("replicate=3,shard=2", "hsdp", (3, 2)),
+        ("dp=4", "ddp", (4,)),
+    ],
+)
+def test_a_mesh_is_a_backend_with_sizes(text, backend, sizes):
+    chosen = parse_mesh(text)
+    assert (chosen.backend, chosen.sizes) == (backend, sizes)
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp=1", "tp=x", "tp=2,tp=2", "tp=2,shard", "=2", "tp=-2", "pq=2"])
+def test_what_is_no_mesh_is_refused_in_a_sentence(text):
+    with pytest.raises(PlanError, match=r"^--mesh .*: (write each dimension once|no backend has these dimensions)"):
+        parse_mesh(text)
+
+
+def test_nothing_but_the_mesh_is_planned():
+    matrix = Matrix(gpus=4, workloads=("mlp",), precisions=("32",), meshes=(parse_mesh("shard=2,tp=4"),))
+    (cell,) = [planned.cell for planned in plan(matrix, [EVERYTHING])]
+    assert (cell.backend, cell.topology) == ("fsdp+tp", Topology(1, 8, (2, 4)))
+    assert cell.id == "able-mlp-fsdp+tp-1x8@2x4-32"
+    assert Topology.parse(str(cell.topology)) == cell.topology
+
+
+def test_a_mesh_is_divided_among_nodes():
+    matrix = Matrix(gpus=4, nodes=2, workloads=("mlp",), precisions=("32",), meshes=(parse_mesh("tp=4"),))
+    (cell,) = [planned.cell for planned in plan(matrix, [EVERYTHING])]
+    assert cell.topology == Topology(2, 2, (4,))
+    with pytest.raises(PlanError, match="4 devices do not divide into 3 nodes"):
+        plan(Matrix(gpus=4, nodes=3, meshes=(parse_mesh("tp=4"),)), [EVERYTHING])
+
+
+def test_ranks_of_a_chosen_mesh_have_its_coordinates():
+    asked, topology = BACKENDS["fsdp+tp"], Topology(1, 8, (2, 4))
+    assert asked.mesh(topology).coordinates(5) == {"shard": 1, "tp": 1}
+    assert asked.replicas(topology) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert asked.part(5, topology).index == 1
