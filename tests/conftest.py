@@ -154,8 +154,7 @@ def cell_of():
     """Return a cell from words: ``cell_of("mlp", "ddp", "2x2", "32", subject="torch")``."""
 
     def cell(workload: str, backend: str, topology: str, precision: str = "32", subject: str = "simulated") -> Cell:
-        nodes, gpus = map(int, topology.split("x"))
-        return Cell(subject, workload, backend, Topology(nodes, gpus), precision, "cpu")
+        return Cell(subject, workload, backend, Topology.parse(topology), precision, "cpu")
 
     return cell
 

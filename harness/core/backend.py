@@ -136,6 +136,11 @@ class Backend:
         return self.micro_batches == 1 and any(Held.PARAMETERS in splits for splits in together)
 
     @property
+    def divides_experts(self) -> bool:
+        """Whether ranks have experts of their own."""
+        return any(Held.EXPERTS in one.splits for one in self.dimensions)
+
+    @property
     def gathers(self) -> bool:
         """Whether a process drives several devices and gathers their outputs."""
         return any(one.local for one in self.dimensions)

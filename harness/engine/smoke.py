@@ -20,6 +20,7 @@ from harness.core.exit_codes import ADAPTER_WRONG
 from harness.core.invocation import command
 from harness.core.precision import PRECISIONS
 from harness.launch.pool import Pool
+from harness.planning.plan import smoke_workload
 from harness.report.text import printable, printable_lines
 from harness.subjects.locator import parse_subject
 
@@ -95,7 +96,7 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
     return [
-        Cell(declared["name"], "mlp", backend.name, backend.smallest, precision, accelerator)
+        Cell(declared["name"], smoke_workload(backend), backend.name, backend.smallest, precision, accelerator)
         for backend, precision in pairs
     ]
 

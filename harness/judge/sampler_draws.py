@@ -38,6 +38,23 @@ def drawn(step: Step) -> tuple[int, ...]:
     return tuple(i for micro in step.micro_batches for i in micro.samples)
 
 
+def unlike_members(analysis: TraceAnalysis) -> tuple[int, int, int] | None:
+    """Return a step and two ranks that hold one replica together and used other samples in it, None if all agree.
+
+    A rank that calls the model with no batch of its own, as the stages of a pipeline may, agrees with every other.
+    """
+    groups = analysis.cell.contract.replicas(analysis.cell.topology)
+    for each in analysis.recorded_steps:
+        for group in groups:
+            used = {rank: sorted(drawn(each.ranks[rank])) for rank in group if rank < len(each.ranks)}
+            used = {rank: samples for rank, samples in used.items() if samples}
+            first = min(used, default=0)
+            for rank, samples in used.items():
+                if samples != used[first]:
+                    return each.index, first, rank
+    return None
+
+
 def repeated(analysis: TraceAnalysis) -> tuple[int, int] | None:
     """Return the step and the rank at which a batch, or a step, has the very draws of the one before it."""
     size, world = len(analysis.oracle.data), analysis.world

@@ -66,6 +66,8 @@ class Declaration:
             return Refusal(f"{self.name} starts its ranks by itself: they can be examined, but not timed")
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
             return Refusal(workload.gloo_only)
+        if cell.contract.divides_experts and workload.experts < cell.processes:
+            return Refusal(f"the model of {cell.workload} has {workload.experts} experts for {cell.processes} ranks")
         indivisible = _unstaged(cell, workload) if cell.contract.micro_batches > 1 else _undivided(cell, workload)
         return None if indivisible is None else Refusal(indivisible)
 

@@ -22,7 +22,12 @@ from harness.planning.topologies import topologies
 from harness.results.records import PERFORMANCE
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
-SMOKE_WORKLOAD, SMOKE_PRECISION = "mlp", "32"
+SMOKE_PRECISION = "32"
+
+
+def smoke_workload(backend: Backend) -> str:
+    """Return the workload with which a backend is tried first."""
+    return "experts" if backend.divides_experts else "mlp"
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Planned:
         own = self.cell.contract
         return (
             self.refusal is None
-            and (self.cell.workload, self.cell.precision) == (SMOKE_WORKLOAD, SMOKE_PRECISION)
+            and (self.cell.workload, self.cell.precision) == (smoke_workload(own), SMOKE_PRECISION)
             and self.cell.topology in {own.smallest, *(one.smallest for one in BACKENDS.values() if not one.rare)}
         )
 

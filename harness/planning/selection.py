@@ -19,12 +19,19 @@ def is_worth_a_cell(
     """
     if isinstance(workload, PerformanceWorkload):
         return _is_worth_timing(workload, backend, topology, precision, planned)
+    if not _suits_experts(workload, backend):
+        return False
     small = [t for t in planned if t.num_nodes == 1 and t.gpus <= 3]
     if backend.chosen_by_trainer:
         return topology == small[1] and not workload.narrow
     if workload.elastic and not backend.fits(resized(topology, backend)):
         return False
     return not workload.narrow or (precision in workload.precisions and topology in _narrow(backend, small))
+
+
+def _suits_experts(workload: Workload, backend: Backend) -> bool:
+    """Say whether a workload has experts where the backend divides them; with experts, whether it divides anything."""
+    return backend.rare if workload.experts else not backend.divides_experts
 
 
 def _narrow(backend: Backend, small: Sequence[Topology]) -> set[Topology]:

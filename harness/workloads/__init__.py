@@ -15,6 +15,7 @@ from harness.workloads.basics import LinearExact, Mlp, Sequential, Uneven
 from harness.workloads.checkpointing import CheckpointElastic, CheckpointResume, CheckpointWindows
 from harness.workloads.coupling import CnnBatchNorm, Contrastive
 from harness.workloads.dataset import Batch, Columns
+from harness.workloads.experts import MixtureOfExperts
 from harness.workloads.overflow import Overflow, OverflowSchedule
 from harness.workloads.parameter_use import Frozen, Thawed, UnusedAtTheEnd, UnusedParameters
 from harness.workloads.performance import PERFORMANCE, PerformanceWorkload
@@ -59,6 +60,7 @@ WORKLOADS: dict[str, Workload] = {
         Transformer(),
         EmbeddingSparse(),
         NestedOutputs(),
+        MixtureOfExperts(),
         Frozen(),
         UnusedParameters(),
         UnusedAtTheEnd(),

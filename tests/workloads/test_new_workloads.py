@@ -10,6 +10,7 @@ import torch
 from harness.core.accelerator import ACCELERATORS
 from harness.core.backend import BACKENDS
 from harness.core.precision import PRECISIONS
+from harness.core.topology import Topology
 from harness.judge.oracle.oracle import Oracle, gather, mean_gradient
 from harness.planning.declaration import Declaration
 from harness.planning.plan import Matrix, plan
@@ -38,6 +39,10 @@ def cells(**options):
     return [planned.cell for planned in plan(Matrix(**options), [ABLE])]
 
 
+SEVERAL = [one for one in BACKENDS.values() if one.dimensions and not one.chosen_by_trainer and not one.by_name]
+"""Backends of several devices of which cells are planned though nobody named them."""
+
+
 def test_the_needs_of_every_workload_can_be_declared():
     assert all(workload.needs <= CAPABILITIES for workload in WORKLOADS.values())
 
@@ -47,15 +52,17 @@ def test_a_narrow_workload_has_few_cells_whether_or_not_it_is_asked_for(name):
     asked = cells(gpus=8, workloads=(name,))
     assert asked == [cell for cell in cells(gpus=8) if cell.workload == name]
     places = {(cell.backend, str(cell.topology)) for cell in asked}
-    alone = set() if WORKLOADS[name].elastic else {("none", "1x1")}  # an elastic one comes from other devices
-    several = {(backend, "1x3") for backend in ("dp", "ddp", "fsdp", "zero")}
-    assert places == {*alone, *several, ("ddp2", "2x2")}
+    asks_one = not WORKLOADS[name].elastic and not WORKLOADS[name].experts  # an elastic one comes from other devices
+    alone = {("none", "1x1")} if asks_one else set()
+    suited = [one for one in SEVERAL if (one.rare if WORKLOADS[name].experts else not one.divides_experts)]
+    assert places == alone | {(one.name, "1x3" if one.fits(Topology(1, 3)) else str(one.smallest)) for one in suited}
     assert {cell.precision for cell in asked} == set(WORKLOADS[name].precisions)
 
 
 def test_a_small_budget_still_has_several_devices():
     places = {(cell.backend, str(cell.topology)) for cell in cells(gpus=2, workloads=("adam",))}
-    assert places == {("none", "1x1")} | {(backend, "1x2") for backend in ("dp", "ddp", "fsdp", "zero")}
+    fitting = {(one.name, "1x2") for one in SEVERAL if one.fits(Topology(1, 2)) and not one.divides_experts}
+    assert places == {("none", "1x1")} | fitting
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
@@ -64,7 +71,8 @@ def test_what_nccl_cannot_average_is_refused_where_there_is_nccl(accelerator):
         p.cell.backend for p in plan(Matrix(4, workloads=("embedding-sparse",), accelerator=accelerator), [ABLE])
         if p.refusal
     }  # fmt: skip
-    assert refused == ({"ddp", "ddp2", "fsdp", "zero"} if accelerator == "cuda" else set())
+    several = {one.name for one in SEVERAL if one.name != "dp" and not one.divides_experts}
+    assert refused == (several if accelerator == "cuda" else set())
 
 
 @pytest.mark.parametrize("name", [name for name in NARROW if WORKLOADS[name].accumulate > 1])

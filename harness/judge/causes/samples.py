@@ -74,6 +74,12 @@ def _flat(draws: Iterable[Iterable[int]]) -> list[int]:
     return [i for step in draws for i in step]
 
 
+def _members_draw_apart(case: SampleCase) -> Iterator[Match]:
+    if (found := sampler_draws.unlike_members(case.analysis)) is not None:
+        step, first, second = found
+        yield Match(step, second, {"first": first, "second": second})
+
+
 def _of_another_dataset(case: SampleCase) -> Iterator[Match]:
     for rank, draws in enumerate(case.ranks):
         for step, ids in enumerate(draws):
@@ -224,6 +230,9 @@ def _never_seen(case: SampleCase) -> Iterator[Match]:
 
 _ALWAYS: Sequence[SampleHypothesis] = (
     *BATCHES_PER_STEP,
+    SampleHypothesis("replica-of-different-samples", "data", _members_draw_apart,
+        "ranks {first} and {second} hold parts of one replica, and use different samples",
+        "does the sampler count ranks where it should count replicas (data_rank, data_ranks)?", 200),
     SampleHypothesis("samples-of-another-dataset", "data", _of_another_dataset,
         "sample {sample} was used, but the training set has {count} samples",
         "is it the training set that is trained on?", 190),

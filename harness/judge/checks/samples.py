@@ -27,7 +27,8 @@ def samples(analysis: TraceAnalysis) -> Finding:
         raise Vacuous("the model was never called with a batch that has an 'index'")
     by_iterations = analysis.behavior.by_iterations
     problem = (
-        _wrong_batch_size(analysis)
+        _unlike_members(analysis)
+        or _wrong_batch_size(analysis)
         or _loss_of_other_samples(analysis)
         or _unknown_sample(used, expected)
         or (_dependent_draws(analysis) if by_iterations else _epochs(analysis, used, expected))
@@ -42,6 +43,14 @@ def samples(analysis: TraceAnalysis) -> Finding:
     shuffle = analysis.behavior.shuffle
     declared = "" if shuffle == "job" else f"; the order is that of shuffle={shuffle!r}, which the subject declares"
     return passed("samples", f"each of {expected} samples once an epoch, over {world} ranks{declared}")
+
+
+def _unlike_members(analysis: TraceAnalysis) -> str | None:
+    """Return what is wrong where ranks that hold parts of one replica use other samples than one another."""
+    if (found := sampler_draws.unlike_members(analysis)) is None:
+        return None
+    step, first, second = found
+    return f"ranks {first} and {second} hold parts of one replica, and use different samples at step {step}"
 
 
 def _epochs(analysis: TraceAnalysis, used: Used, expected: int) -> str | None:

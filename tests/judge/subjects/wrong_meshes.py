@@ -1,0 +1,29 @@
+"""Trainers on meshes with one mistake each; every rank is a process of its own."""
+
+from __future__ import annotations
+
+from harness.subjects.declare import subject
+from harness.subjects.handwritten import CAPABILITIES, fit
+from harness.subjects.torch_ep import Ep
+from harness.subjects.torch_tp import Tp
+
+
+@subject(name="tp-by-rank", backends=["tp", "ddp+tp"], capabilities=CAPABILITIES)
+def tp_by_rank(job):
+    """The sampler counts ranks, not replicas: those of one tensor-parallel group draw different samples."""
+    trainer = Tp(job)
+    job.data_rank, job.data_ranks = job.rank, job.world_size
+    fit(job, trainer)
+
+
+@subject(name="experts-not-divided", backends=["ep"], capabilities=CAPABILITIES)
+def experts_not_divided(job):
+    """The gradients of experts are the sums over all ranks' losses, not their means."""
+
+    class Mistaken(Ep):
+        def before_step(self):
+            super().before_step()
+            for parameter in self.model.experts.parameters():
+                parameter.grad *= job.world_size
+
+    fit(job, Mistaken(job))
