@@ -2,6 +2,7 @@
 
     python ci/false_alarms.py                      # 200 seeds, a handful of random cells each
     python ci/false_alarms.py --seeds 20 --cells 3 --subject torch
+    python ci/false_alarms.py --seeds 100 --subject torch --backends hsdp,tp,ddp+tp,fsdp+tp,ep
 
 Every seed gives the workloads other weights, data and order; every cell is trained by real ranks and judged. Prints
 each accusation with the command that repeats it and, for each precision and check, how near right trainers came to
@@ -35,12 +36,14 @@ def main() -> int:
     parser.add_argument("--cells", type=int, default=5, help="cells drawn for each seed (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=4)
     parser.add_argument("--subject", action="append")
+    parser.add_argument("--backends", metavar="A,B", help="draw cells of these backends alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     pools = {locator: Pool(locator) for locator in arguments.subject or ["reference", "torch"]}
     declarations = [Declaration.of(locator, values) for locator, pool in pools.items() for values in pool.subjects]
     locators = {declared.name: declared.locator for declared in declarations}
-    cells = [planned.cell for planned in plan(Matrix(gpus=arguments.gpus), declarations) if planned.refusal is None]
+    matrix = Matrix(gpus=arguments.gpus, backends=arguments.backends and tuple(arguments.backends.split(",")))
+    cells = [planned.cell for planned in plan(matrix, declarations) if planned.refusal is None]
     worst: dict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
     tried = 0
     accused: list[str] = []
