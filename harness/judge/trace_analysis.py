@@ -23,7 +23,7 @@ from harness.judge.oracle.layout import (
     single_batch_layout,
     with_unique_draws,
 )
-from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm
+from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 from harness.judge.replicas import as_replicas, with_whole_models
 from harness.workloads import Problem
@@ -190,8 +190,13 @@ class TraceAnalysis:
 
     @cached_property
     def noise(self) -> NoiseScale:
-        """Noise of the gradient: the contract in the cell's precision on one device, in several orders."""
+        """Noise of the gradient: the contract in the cell's precision on one device, in several orders.
+
+        Float64 is measured against itself. Then nothing shows what rounding does inside a layer, whose sums a trainer
+        may divide or order otherwise; so the weights are nudged by one rounding.
+        """
         noise = NoiseScale()
+        generator = torch.Generator().manual_seed(self.workload.seed)
         rng = random.Random(self.workload.seed)
         orders = -(-NOISE_RUNS // max(len(self.steps_taken), 1))
         for step in self.steps_taken:
@@ -200,6 +205,8 @@ class TraceAnalysis:
             self.load_step(self.cell_oracle, step)
             noise.add_rounding(expected.contract, expected.units, expected.largest_units)
             for _ in range(orders):
+                if self.cell_oracle.dtype is torch.float64:
+                    self.cell_oracle.load(nudged(step.ranks[0].before, generator))
                 measured = self.cell_oracle.gradient(shuffled(self.layouts[step.index], rng), scale)
                 noise.add(measured, expected.contract, expected.units)
         return noise

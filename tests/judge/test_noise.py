@@ -9,7 +9,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.judge.oracle.noise import FALSE_ALARM, NoiseScale, distance, in_noise, limit, norm, rounding_unit
+from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.oracle.noise import (
+    FALSE_ALARM,
+    NoiseScale,
+    distance,
+    in_noise,
+    limit,
+    norm,
+    nudged,
+    rounding_unit,
+)
+from harness.judge.oracle.oracle import Oracle
+from harness.judge.trace_analysis import TraceAnalysis
+from harness.workloads import WORKLOADS
 
 
 def test_more_measurements_allow_a_tighter_limit():
@@ -76,3 +89,30 @@ def test_one_rounding_of_each_addend_is_within_the_unit(values):
     unit = rounding_unit(exact, torch.finfo(torch.bfloat16).eps)
     rounded = [value.bfloat16().double() for value in exact]
     assert sum(distance(a, b) for a, b in zip(rounded, exact, strict=True)) <= unit * (1 + 1e-9) + 1e-30
+
+
+@given(st.lists(st.floats(1e-300, 1e300) | st.floats(-1e300, -1e-300), min_size=1, max_size=8))
+def test_a_nudge_is_one_rounding_of_every_weight(values):
+    weight = torch.tensor(values, dtype=torch.float64)
+    moved = nudged({"w": weight}, torch.Generator().manual_seed(0))["w"]
+    relative = ((moved - weight) / weight).abs()
+    assert (moved != weight).all()
+    assert relative.max() <= 2 * torch.finfo(torch.float64).eps
+
+
+def test_in_float64_another_order_inside_a_layer_is_noise(cell_of):
+    """Another order of a router's sums moves the gradient behind an all but closed gate by many roundings."""
+    workload, cell = WORKLOADS["experts"], cell_of("experts", "tp", "1x2", "64")
+    oracle = Oracle(workload, cell.topology.devices)
+    before = {name: parameter.detach().clone() for name, parameter in oracle.parameters.items()}
+    hidden = oracle.model.first(oracle.data.columns["x"]).tanh()
+    gates = oracle.model.router(hidden).relu()
+    sample, expert = divmod(int(gates.where(gates > 0, torch.inf).argmin()), gates.shape[1])
+    oracle.load(nudged(before, torch.Generator().manual_seed(1)))
+    gradient = oracle.gradient(((((sample,),),),))
+    step = Step((MicroBatch(((sample,),), (sample,)),), before, gradient, before, (0.1,))
+    analysis = TraceAnalysis(Trace((RankTrace(0, 2, (step,)), RankTrace(1, 2, (step,)))), workload, cell)
+    exact, name = analysis.expected[0], f"experts.{expert}.0.weight"
+    error = distance(gradient[name], exact.contract[name])
+    assert error > 20 * exact.units[name]
+    assert error < analysis.limit * analysis.noise.at(name, exact.units[name])

@@ -114,6 +114,18 @@ def error_along(measured: Tensors, exact: Tensors) -> float:
     return abs(off - absent) / size if size else 0.0
 
 
+def nudged(weights: Tensors, generator: torch.Generator) -> Tensors:
+    """Return float64 weights that are each one rounding larger or smaller.
+
+    The sums in a layer then differ as they do in another order.
+    """
+    epsilon = torch.finfo(torch.float64).eps
+    return {
+        name: weight.double() * (1 + epsilon * torch.randn(weight.shape, generator=generator).sign().double())
+        for name, weight in weights.items()
+    }
+
+
 class NoiseScale:
     """Collects measured errors by tensor, and returns the noise of a tensor.
 
