@@ -47,19 +47,30 @@ def devices(topology: Topology) -> int:
     return topology.devices
 
 
+def stages(topology: Topology) -> int:
+    """Return how many stages a pipeline has: one for each device of a node; where a node has one, for each node."""
+    return topology.gpus if topology.gpus > 1 else topology.num_nodes
+
+
+def pipelines(topology: Topology) -> int:
+    """Return how many replicas of a pipeline there are: one on each node that holds all stages."""
+    return topology.devices // stages(topology)
+
+
 @dataclass(frozen=True)
 class Dimension:
     """One dimension of a backend's mesh.
 
     ``size`` is its number of devices on a topology. Of what it ``splits`` the devices along it hold a part each; of
     everything else they hold the same. Where it is ``local``, they are driven by one process, which gathers their
-    outputs and takes one loss of them.
+    outputs and takes one loss of them. Where it is ``optional``, its size may be 1.
     """
 
     name: str
     size: Callable[[Topology], int]
     splits: frozenset[Held] = frozenset({Held.SAMPLES})
     local: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,8 +81,9 @@ class Backend:
     column in the support table, None for none; several backends may share one. The mean of the losses of
     :meth:`loss_ranks` is what is differentiated. ``rare``: few trainers have it, so one that does not is not asked for
     it, unless the user does. ``by_name``: nobody is asked for it unless the user names it. ``chosen_by_trainer``: the
-    trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each batch passes in
-    ``micro_batches`` of equal size, whose losses count as those of accumulation do.
+    trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each of
+    :meth:`loss_ranks` has its batch pass in ``micro_batches`` of equal size, whose losses count as those of
+    accumulation do.
     """
 
     name: str
@@ -93,10 +105,11 @@ class Backend:
     def fits(self, topology: Topology) -> bool:
         """Say whether the backend does on this topology what no simpler backend does there.
 
-        That is where each dimension has several devices, and all devices of the topology are in the mesh.
+        That is where each dimension that is not optional has several devices, and all devices of the topology are in
+        the mesh.
         """
-        sizes = [one.size(topology) for one in self.dimensions]
-        return all(size > 1 for size in sizes) and math.prod(sizes) == topology.devices
+        several = all(one.optional or one.size(topology) > 1 for one in self.dimensions)
+        return several and self.device_mesh(topology).size == topology.devices
 
     @property
     def smallest(self) -> Topology:
@@ -168,9 +181,10 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         Backend(
             "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
         ),
-        # Each rank holds consecutive layers, and all of them see the same samples.
+        # Each rank holds consecutive layers, and all ranks of a pipeline see the same samples.
         Backend(
-            "balanced", (Dimension("stage", devices, MODEL),), "Balanced", rare=True, by_name=True, micro_batches=2
+            "balanced", (Dimension("replicate", pipelines, optional=True), Dimension("stage", stages, MODEL)),
+            "Balanced", rare=True, by_name=True, micro_batches=2,
         ),
     ),
 )

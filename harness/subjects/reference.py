@@ -25,6 +25,8 @@ class _Adapter(Module):
     def __init__(self, job: Any) -> None:
         super().__init__()
         self.job = job
+        # Stages and their replicas all see the whole batch, which the trainer divides.
+        self.batch_size = job.global_batch_size if job.backend == "balanced" else job.batch_size
         self.model: nn.Module = job.model()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -58,12 +60,12 @@ class _Adapter(Module):
         return self.job.holding({name.removeprefix("model.") for name in held})
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.job.dataset, batch_size=self.job.batch_size, shuffle=self.job.shuffle)
+        return DataLoader(self.job.dataset, batch_size=self.batch_size, shuffle=self.job.shuffle)
 
     def val_dataloader(self) -> DataLoader[Any] | None:
         if self.job.validate_every is None:
             return None
-        return DataLoader(self.job.val_dataset, batch_size=self.job.batch_size)
+        return DataLoader(self.job.val_dataset, batch_size=self.batch_size)
 
 
 @subject(
@@ -86,7 +88,8 @@ def train(job: Any) -> None:
 def train_balanced(job: Any) -> None:
     """Train ``job`` with its model's layers distributed over the devices."""
     # Given, so that the contract does not depend on measured times.
-    fit(job, micro_batches=job.micro_batches, stages=job.gpus * job.num_nodes)
+    pipelines = job.global_batch_size // job.batch_size
+    fit(job, micro_batches=job.micro_batches * pipelines, stages=job.world_size // pipelines)
 
 
 def fit(job: Any, **options: Any) -> None:
