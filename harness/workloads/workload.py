@@ -22,9 +22,9 @@ class Workload:
     suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
     ``needs_epochs`` says what a trainer that knows no epoch cannot be asked, None where the workload can be asked.
     ``blocks`` is how many modules of its model can be computed one after the other, on a device each, None where that
-    is not known. ``whole_batches`` says why a batch must not pass in several micro-batches, None where it may.
-    ``unused_parameters`` says that a step may leave parameters unused, everywhere or on some ranks.
-    ``validate_every`` counts training batches.
+    is not known. ``couples_stages`` says that devices with parts of the model each must agree on more than what these
+    pass on: a norm, a tied weight, random numbers, a checkpoint. ``unused_parameters`` says that a step may leave
+    parameters unused, everywhere or on some ranks. ``validate_every`` counts training batches.
 
     Where there is an ``interrupt_after``, training is also stopped after so many optimizer steps and resumed by new
     processes; by another number of them where it is ``elastic``.
@@ -41,7 +41,7 @@ class Workload:
     gloo_only: ClassVar[str | None] = None
     needs_epochs: ClassVar[str | None] = None
     blocks: ClassVar[int | None] = None
-    whole_batches: ClassVar[str | None] = None
+    couples_stages: ClassVar[bool] = False
     unused_parameters: ClassVar[bool] = False
 
     batch_size: ClassVar[int] = 24
