@@ -6,7 +6,6 @@ one is an entry of ``BACKENDS``, here or by ``BACKENDS.register`` elsewhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -80,7 +79,7 @@ class Backend:
     ``dimensions`` of its mesh come outermost first, local ones last; without any it is one device. ``column`` is its
     column in the support table, None for none; several backends may share one. The mean of the losses of
     :meth:`loss_ranks` is what is differentiated. ``rare``: few trainers have it, so one that does not is not asked for
-    it, unless the user does. ``by_name``: nobody is asked for it unless the user names it. ``chosen_by_trainer``: the
+    it, unless the user does. ``narrow``: unless the user names it, a few cells are planned. ``chosen_by_trainer``: the
     trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each of
     :meth:`loss_ranks` has its batch pass in ``micro_batches`` of equal size, whose losses count as those of
     accumulation do.
@@ -91,7 +90,7 @@ class Backend:
     column: str | None = None
     rare: bool = False
     chosen_by_trainer: bool = False
-    by_name: bool = False
+    narrow: bool = False
     micro_batches: int = 1
 
     def device_mesh(self, topology: Topology) -> Mesh:
@@ -115,6 +114,12 @@ class Backend:
     def smallest(self) -> Topology:
         """The topology with the fewest devices, and nodes, that it fits: where it is tried first."""
         return next(filter(self.fits, _by_size()))
+
+    @property
+    def smallest_whole(self) -> Topology:
+        """The smallest topology on which each dimension has several devices, optional ones too."""
+        required = replace(self, dimensions=tuple(replace(one, optional=False) for one in self.dimensions))
+        return required.smallest
 
     def processes(self, topology: Topology) -> int:
         """Return the world size: ranks over all nodes."""
@@ -183,8 +188,12 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         ),
         # Each rank holds consecutive layers, and all ranks of a pipeline see the same samples.
         Backend(
-            "balanced", (Dimension("replicate", pipelines, optional=True), Dimension("stage", stages, MODEL)),
-            "Balanced", rare=True, by_name=True, micro_batches=2,
+            "balanced",
+            (Dimension("replicate", pipelines, optional=True), Dimension("stage", stages, MODEL)),
+            "Balanced",
+            rare=True,
+            narrow=True,
+            micro_batches=2,
         ),
     ),
 )

@@ -58,7 +58,12 @@ def add_options(add: Callable[..., object]) -> None:
         help="number of devices, with --nodes of each node (default: those of this machine, or 4 simulated ones)",
     )
     add("--nodes", type=int, metavar="N", help="largest number of nodes (default: the splits of --gpus into nodes)")
-    add("--backends", metavar="A,B", help=f"backends, of {', '.join(BACKENDS)} (default: all but balanced)")
+    narrow = ", ".join(backend.name for backend in BACKENDS.values() if backend.narrow)
+    add(
+        "--backends",
+        metavar="A,B",
+        help=f"backends, of {', '.join(BACKENDS)} (default: all, but a few cells of {narrow})",
+    )
     add("--precisions", metavar="A,B", help="precisions, of 64, 32, 16, bf16 (default: all)")
     add(
         "--workloads",

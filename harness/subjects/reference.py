@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from harness.subjects.declare import subject
 from harness.trainer import Module, Trainer
+from harness.trainer.balanced import stage_training  # noqa: F401 - here once, and not in each rank that is forked
 
 CAPABILITIES = [
     "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint",
