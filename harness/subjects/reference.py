@@ -88,6 +88,11 @@ def train(job: Any) -> None:
 )
 def train_balanced(job: Any) -> None:
     """Train ``job`` with its model's layers distributed over the devices."""
+    fit_stages(job)
+
+
+def fit_stages(job: Any) -> None:
+    """Fit with the numbers of stages and micro-batches that the backend's contract has."""
     # Given, so that the contract does not depend on measured times.
     pipelines = job.global_batch_size // job.batch_size
     fit(job, micro_batches=job.micro_batches * pipelines, stages=job.world_size // pipelines)
