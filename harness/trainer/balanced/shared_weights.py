@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,13 +22,17 @@ class SharedWeights:
             ranks.
         weights: The module's weights by name.
         place: This rank's.
+        limit: Seconds that nobody waits longer than.
 
     """
 
-    def __init__(self, holders: dict[str, tuple[int, ...]], weights: dict[str, nn.Parameter], place: Place) -> None:
+    def __init__(
+        self, holders: dict[str, tuple[int, ...]], weights: dict[str, nn.Parameter], place: Place, limit: float
+    ) -> None:
         self.groups: list[tuple[Any, list[nn.Parameter]]] = []
         for stages in sorted(set(holders.values())):
-            group = own_group([[first + s for s in stages] for first in range(0, dist.get_world_size(), place.count)])
+            pipelines = range(0, dist.get_world_size(), place.count)
+            group = own_group([[first + stage for stage in stages] for first in pipelines], limit)
             if place.number in stages:
                 self.groups.append((group, [weights[name] for name in sorted(holders) if holders[name] == stages]))
 
@@ -55,9 +60,12 @@ def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
         one.wait()
 
 
-def own_group(members: Sequence[Sequence[int]], backend: str | None = None) -> Any:
-    """Make a group of each of these lists of ranks, and return this rank's; all ranks must call this."""
-    groups = [dist.new_group(list(ranks), backend=backend) for ranks in members]
+def own_group(members: Sequence[Sequence[int]], limit: float, backend: str | None = None) -> Any:
+    """Make a group of each of these lists of ranks, and return this rank's; all ranks must call this.
+
+    Nobody waits longer than ``limit`` seconds on it.
+    """
+    groups = [dist.new_group(list(ranks), timedelta(seconds=limit), backend) for ranks in members]
     return next((group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks), None)
 
 
