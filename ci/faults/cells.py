@@ -54,10 +54,12 @@ class Ended:
         return next(finding.message for finding in self.findings if finding.outcome is self.outcome)
 
 
-def train(pool: Pool, subject: str, folder: Path, topology: str = "1x2", limit: float = LIMIT) -> Ended:
-    """Train and judge a cell of the smallest problem."""
+def train(
+    pool: Pool, subject: str, folder: Path, topology: str = "1x2", limit: float = LIMIT, backend: str = "ddp"
+) -> Ended:
+    """Train and judge a cell of the smallest problem; on one device there is no backend."""
     nodes, gpus = map(int, topology.split("x"))
-    backend = "none" if topology == "1x1" else "ddp"
+    backend = "none" if topology == "1x1" else backend
     cell = Cell(subject, "mlp", backend, Topology(nodes, gpus), "32", "cpu")
     trace = launch(pool, cell, folder, Settings(limit))
     return Ended(trace, judge(trace, find("mlp", None), cell), folder)
@@ -100,7 +102,15 @@ class Must:
 
 
 def cell_fault(
-    row: int, file: str, subject: str, must: Must, *, topology: str = "1x2", limit: float = LIMIT, quick: bool = False
+    row: int,
+    file: str,
+    subject: str,
+    must: Must,
+    *,
+    topology: str = "1x2",
+    limit: float = LIMIT,
+    backend: str = "ddp",
+    quick: bool = False,
 ) -> Fault:
     """Return a fault that is a subject of one of the files here."""
 
@@ -108,7 +118,7 @@ def cell_fault(
         if subject == "fills-the-memory" and not os.environ[GROUP]:
             raise ImpossibleHereError("no memory control group can be made here")
         pool = bench.pool(SUBJECTS / file)
-        ended = train(pool, subject, folder / "fault", topology, limit)
+        ended = train(pool, subject, folder / "fault", topology, limit, backend)
         wrong = must.wrong(ended) or _too_large(ended) or _too_late(ended, limit)
         # The next cell on the same pool is not touched by it: its weights are those of an untouched pool, bit for bit.
         after = train(bench.pool(SUBJECTS / file), "trains", folder / "after", "1x2")

@@ -101,6 +101,12 @@ HANGS = [
     cell_fault(3, "hanging.py", "hangs-on-its-way-out", Must(P)),
 ]
 
+STAGES = [
+    cell_fault(1, "staged.py", "a-stage-raises", Must(E, ("a gradient is broken",), 1, 2), backend="balanced"),
+    cell_fault(2, "staged.py", "a-stage-is-killed", Must(C, ("SIGKILL",), 1, 2), backend="balanced"),
+    cell_fault(3, "staged.py", "a-stage-hangs", Must(T, ("in for_ever",), 1, 2), limit=HANGING, backend="balanced"),
+]
+
 LEAVES = [
     cell_fault(4, "leaving.py", "ignores-sigterm", Must(T, ("in ignores_term",), 1, 2), limit=HANGING),
     cell_fault(4, "leaving.py", "leaves-a-child", Must(P), quick=True),
@@ -139,4 +145,4 @@ POLLUTES = [
     cell_fault(6, "polluting.py", "pollutes-group", Must(P)),
 ]  # fmt: skip
 
-OF_RANKS = [*RAISES, *DIES, *HANGS, *LEAVES, *FLOODS, *POLLUTES]
+OF_RANKS = [*RAISES, *DIES, *HANGS, *STAGES, *LEAVES, *FLOODS, *POLLUTES]

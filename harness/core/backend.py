@@ -6,7 +6,6 @@ one is an entry of ``BACKENDS``, here or by ``BACKENDS.register`` elsewhere.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -59,19 +58,30 @@ def outermost(topology: Topology) -> int:
     return topology.devices // innermost(topology)
 
 
+def stages(topology: Topology) -> int:
+    """Return how many stages a pipeline has: one for each device of a node; where a node has one, for each node."""
+    return topology.gpus if topology.gpus > 1 else topology.num_nodes
+
+
+def pipelines(topology: Topology) -> int:
+    """Return how many replicas of a pipeline there are: one on each node that holds all stages."""
+    return topology.devices // stages(topology)
+
+
 @dataclass(frozen=True)
 class Dimension:
     """One dimension of a backend's mesh.
 
     ``size`` is its number of devices on a topology for which the user chose none. Of what it ``splits`` the devices
     along it hold a part each; of everything else they hold the same. Where it is ``local``, they are driven by one
-    process, which gathers their outputs and takes one loss of them.
+    process, which gathers their outputs and takes one loss of them. Where it is ``optional``, its size may be 1.
     """
 
     name: str
     size: Callable[[Topology], int]
     splits: frozenset[Held] = frozenset({Held.SAMPLES})
     local: bool = False
+    optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,9 +91,10 @@ class Backend:
     ``dimensions`` of its mesh come outermost first, local ones last; without any it is one device. ``column`` is its
     column in the support table, None for none; several backends may share one. The mean of the losses of
     :meth:`loss_ranks` is what is differentiated. ``rare``: few trainers have it, so one that does not is not asked for
-    it, unless the user does. ``by_name``: nobody is asked for it unless the user names it. ``chosen_by_trainer``: the
-    trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each batch passes in
-    ``micro_batches`` of equal size, whose losses count as those of accumulation do.
+    it, unless the user does. ``narrow``: unless the user names it, a few cells are planned. ``chosen_by_trainer``: the
+    trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each of
+    :meth:`loss_ranks` has its batch pass in ``micro_batches`` of equal size, whose losses count as those of
+    accumulation do.
     """
 
     name: str
@@ -91,7 +102,7 @@ class Backend:
     column: str | None = None
     rare: bool = False
     chosen_by_trainer: bool = False
-    by_name: bool = False
+    narrow: bool = False
     micro_batches: int = 1
 
     def device_mesh(self, topology: Topology) -> Mesh:
@@ -105,17 +116,24 @@ class Backend:
     def fits(self, topology: Topology) -> bool:
         """Say whether the backend does on this topology what no simpler backend does there.
 
-        That is where each dimension has several devices, and all devices of the topology are in the mesh.
+        That is where each dimension that is not optional has several devices, and all devices of the topology are in
+        the mesh.
         """
         if topology.mesh and (self.gathers or len(topology.mesh) != len(self.dimensions)):
             return False
-        sizes = [size for _, size in self._sized(topology)]
-        return all(size > 1 for size in sizes) and math.prod(sizes) == topology.devices
+        several = all(one.optional or size > 1 for one, size in self._sized(topology))
+        return several and self.device_mesh(topology).size == topology.devices
 
     @property
     def smallest(self) -> Topology:
         """The topology with the fewest devices, and nodes, that it fits: where it is tried first."""
         return next(filter(self.fits, _by_size()))
+
+    @property
+    def smallest_whole(self) -> Topology:
+        """The smallest topology on which each dimension has several devices, optional ones too."""
+        required = replace(self, dimensions=tuple(replace(one, optional=False) for one in self.dimensions))
+        return required.smallest
 
     def processes(self, topology: Topology) -> int:
         """Return the world size: ranks over all nodes."""
@@ -222,9 +240,14 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         Backend("sp", (Dimension("sp", devices, frozenset({Held.SEQUENCE})),), "SP", rare=True),
         # Ranks have their own experts, and everything else as in ddp.
         Backend("ep", (Dimension("ep", devices, frozenset({Held.SAMPLES, Held.EXPERTS})),), "EP", rare=True),
-        # Each rank holds consecutive layers, and all of them see the same samples.
+        # Each rank holds consecutive layers, and all ranks of a pipeline see the same samples.
         Backend(
-            "balanced", (Dimension("stage", devices, MODEL),), "Balanced", rare=True, by_name=True, micro_batches=2
+            "balanced",
+            (Dimension("replicate", pipelines, optional=True), Dimension("stage", stages, MODEL)),
+            "Balanced",
+            rare=True,
+            narrow=True,
+            micro_batches=2,
         ),
     ),
 )

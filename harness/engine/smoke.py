@@ -88,7 +88,7 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
     more of these is left out.
     """
     most = declared.get("conduct", {}).get("max_nodes", math.inf)
-    asked = [one for one in smoke_order() if one.name in declared["backends"] and not one.by_name]
+    asked = [one for one in smoke_order() if one.name in declared["backends"]]
     backends = [one for one in asked if one.smallest.num_nodes <= most]
     if accelerator == "cuda":
         backends = [one for one in backends if one.devices_per_process(one.smallest) <= present]

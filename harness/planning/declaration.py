@@ -90,11 +90,10 @@ def _undivided(cell: Cell, workload: Workload) -> str | None:
 
 def _unstaged(cell: Cell, workload: Workload) -> str | None:
     """Return why the stages of a pipeline cannot train a workload on micro-batches of equal size, None if they can."""
-    stages, parts = len(cell.contract.replicas(cell.topology)[0]), cell.contract.micro_batches
+    pipelines = cell.contract.replicas(cell.topology)
+    stages, parts = len(pipelines[0]), len(pipelines) * cell.contract.micro_batches
     if workload.blocks is not None and workload.blocks < stages:
         return f"the model of {cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
-    if workload.whole_batches:
-        return f"{cell.workload} has batches that are not divided: {workload.whole_batches}"
     batch = workload.global_batch_size(cell.topology.devices)
     for size in (batch, workload.samples(cell.topology.devices) % batch):
         if size % parts:

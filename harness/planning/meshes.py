@@ -66,9 +66,10 @@ def _sizes_for(backend: Backend, sizes: dict[str, int]) -> tuple[int, ...] | Non
         return None
     data = [one.name for one in backend.dimensions if Held.SAMPLES in one.splits]
     own = {data[0] if name == DATA and len(data) == 1 else name: size for name, size in sizes.items()}
-    if {one.name for one in backend.dimensions} != own.keys():
+    required = {one.name for one in backend.dimensions if not one.optional}
+    if not required <= own.keys() <= {one.name for one in backend.dimensions}:
         return None
-    return tuple(own[one.name] for one in backend.dimensions)
+    return tuple(own.get(one.name, 1) for one in backend.dimensions)
 
 
 def _names(backend: Backend) -> str:

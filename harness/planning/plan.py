@@ -17,7 +17,7 @@ from harness.core.topology import Topology
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.planning.declaration import Declaration, Refusal
 from harness.planning.meshes import MeshChoice
-from harness.planning.selection import is_worth_a_cell
+from harness.planning.selection import is_among_few, is_worth_a_cell
 from harness.planning.topologies import topologies
 from harness.results.records import PERFORMANCE
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
@@ -78,8 +78,6 @@ class Matrix:
 
     def asks(self, backend: Backend, declared: Declaration) -> bool:
         """Say whether a subject is asked for a backend: one that few trainers have, only if it or the user names it."""
-        if backend.by_name:
-            return backend.name in (self.backends or ())
         return not backend.rare or backend.name in declared.backends or bool(self.backends) or bool(self.meshes)
 
 
@@ -134,13 +132,19 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
         declared = declared_for(name, backend.name, subjects)
         if topology not in places[backend.name] or not matrix.asks(backend, declared):
             continue
+        few = backend.narrow and not matrix.meshes and backend.name not in (matrix.backends or ())
         for workload, precision in product(workloads, precisions):
+            if few and not is_among_few(workload, backend, topology, precision):
+                continue
             if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes):
                 cell = Cell(
                     name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed,
                     workload.locator,
                 )  # fmt: skip
-                planned.append(_planned(cell, matrix, declared))
+                one = _planned(cell, matrix, declared)
+                # A few cells are of what can be asked; what the workload itself rules out says nothing of a subject.
+                if not few or one.refusal is None or one.undeclared:
+                    planned.append(one)
     return planned
 
 

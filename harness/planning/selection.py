@@ -34,13 +34,28 @@ def _suits_experts(workload: Workload, backend: Backend) -> bool:
     return backend.rare if workload.experts else not backend.divides_experts
 
 
+def is_among_few(workload: Workload, backend: Backend, topology: Topology, precision: str) -> bool:
+    """Say whether a cell is one of the few that are planned of a narrow backend, unless the user names it.
+
+    These are in float32, on the smallest topology and on the smallest where each dimension has several devices. Of
+    narrow workloads they are those that couple stages.
+    """
+    if isinstance(workload, PerformanceWorkload) or (workload.narrow and not workload.couples_stages):
+        return False
+    return precision == "32" and topology in (backend.smallest, backend.smallest_whole)
+
+
 def _narrow(backend: Backend, small: Sequence[Topology]) -> set[Topology]:
     """Return the topologies of narrow workloads: one device, and three or as many as there are.
 
-    For a backend that fits none of these it is also the smallest topology that it fits.
+    For a backend that fits none of these it is also the smallest topology that it fits, and for a narrow one that
+    alone: more stages, for example, need more blocks than most models have.
     """
+    if backend.narrow:
+        return {backend.smallest}
     found = {small[0], small[-1]}
-    return found if backend.smallest in small else found | {backend.smallest}
+    tried_with = backend.divides_experts  # no other workloads are
+    return found | {backend.smallest} if tried_with or backend.smallest not in small else found
 
 
 def _is_worth_timing(

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from harness.subjects.declare import subject
 from harness.trainer import Module, Trainer
+from harness.trainer.balanced import stage_training  # noqa: F401 - here once, and not in each rank that is forked
 
 CAPABILITIES = [
     "accumulation", "clipping", "scheduler", "several-optimizers", "validation", "checkpoint",
@@ -25,6 +26,8 @@ class _Adapter(Module):
     def __init__(self, job: Any) -> None:
         super().__init__()
         self.job = job
+        # Stages and their replicas all see the whole batch, which the trainer divides.
+        self.batch_size = job.global_batch_size if job.backend == "balanced" else job.batch_size
         self.model: nn.Module = job.model()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
@@ -58,12 +61,12 @@ class _Adapter(Module):
         return self.job.holding({name.removeprefix("model.") for name in held})
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.job.dataset, batch_size=self.job.batch_size, shuffle=self.job.shuffle)
+        return DataLoader(self.job.dataset, batch_size=self.batch_size, shuffle=self.job.shuffle)
 
     def val_dataloader(self) -> DataLoader[Any] | None:
         if self.job.validate_every is None:
             return None
-        return DataLoader(self.job.val_dataset, batch_size=self.job.batch_size)
+        return DataLoader(self.job.val_dataset, batch_size=self.batch_size)
 
 
 @subject(
@@ -85,8 +88,14 @@ def train(job: Any) -> None:
 )
 def train_balanced(job: Any) -> None:
     """Train ``job`` with its model's layers distributed over the devices."""
+    fit_stages(job)
+
+
+def fit_stages(job: Any) -> None:
+    """Fit with the numbers of stages and micro-batches that the backend's contract has."""
     # Given, so that the contract does not depend on measured times.
-    fit(job, micro_batches=job.micro_batches, stages=job.gpus * job.num_nodes)
+    pipelines = job.global_batch_size // job.batch_size
+    fit(job, micro_batches=job.micro_batches * pipelines, stages=job.world_size // pipelines)
 
 
 def fit(job: Any, **options: Any) -> None:

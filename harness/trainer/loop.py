@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -34,7 +34,8 @@ class Work:
 
     ``forward`` synchronises; ``evaluate`` does not, as ranks may have unequal numbers of validation batches.
     ``devices`` are this rank's; ``weights`` holds for each optimizer the module's parameters that it trains. With a
-    ``pipeline`` this rank computes one stage of each batch.
+    ``pipeline`` this rank computes one stage of each batch. ``waiting`` is entered where ranks wait for one another to
+    report something, with what that is.
     """
 
     forward: nn.Module
@@ -44,6 +45,7 @@ class Work:
     val_loader: Any
     weights: list[list[nn.Parameter]]
     pipeline: StagedBackward | None = None
+    waiting: Callable[..., AbstractContextManager[None]] = field(default=nullcontext)
 
 
 class StagedBackward(Protocol):
@@ -110,7 +112,7 @@ def train_epoch(trainer: Any, state: TrainingState, work: Work) -> bool:
     batches = itertools.islice(work.train_loader, state.batches, None)
     for window in windows(batches, plan.accumulate, uneven(work.train_loader, plan.data_ranks)):
         if trainer.global_step >= max_steps:  # asked here, with a batch at hand, so that a whole epoch ends as one
-            report_loss(trainer, state.module, losses, pipeline)
+            report_loss(trainer, state.module, losses, work)
             return False
         share, losses = len(window), []
         for place, batch in enumerate(window, start=1):
@@ -150,7 +152,7 @@ def train_epoch(trainer: Any, state: TrainingState, work: Work) -> bool:
             checkpoint = capture(trainer, state)
             if trainer.rank == 0:
                 write(checkpoint, plan.checkpoint_path.format(step=trainer.global_step))
-    report_loss(trainer, state.module, losses, pipeline)
+    report_loss(trainer, state.module, losses, work)
     return True
 
 
@@ -240,7 +242,9 @@ def validate(trainer: Any, module: Module, work: Work) -> None:
     for layer, mode in modes:
         layer.training = mode
     sums = {name: tuple(total.tolist()) for name, total in totals.items()}
-    report(trainer, module, means_over_ranks(sums, trainer.world_size))
+    with work.waiting("metrics"):
+        means = means_over_ranks(sums, trainer.world_size)
+    report(trainer, module, means)
 
 
 def share_buffers(module: nn.Module) -> None:
@@ -249,18 +253,17 @@ def share_buffers(module: nn.Module) -> None:
         dist.broadcast(buffer, src=0)
 
 
-def report_loss(
-    trainer: Any, module: Module, losses: list[tuple[torch.Tensor, Any]], pipeline: StagedBackward | None
-) -> None:
+def report_loss(trainer: Any, module: Module, losses: list[tuple[torch.Tensor, Any]], work: Work) -> None:
     """Set the metric ``loss`` to the last step's: the mean over the samples of all its micro-batches and ranks."""
     if losses:
         counts = [batch_length(batch) or 1 for _, batch in losses]
         total = torch.stack([loss.double() * count for (loss, _), count in zip(losses, counts, strict=True)]).sum()
         sums = torch.stack([total, total.new_tensor(sum(counts))])
-        if pipeline is not None and not pipeline.takes_loss:
+        if work.pipeline is not None and not work.pipeline.takes_loss:
             sums.zero_()
         if trainer.world_size > 1:
-            dist.all_reduce(sums)
+            with work.waiting("the last loss"):
+                dist.all_reduce(sums)
         report(trainer, module, {"loss": float(sums[0] / sums[1])})
 
 

@@ -51,10 +51,14 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
         except ProcessRaisedException as error:
             trace = str(error).partition("error:\n")[2].strip()
             rank = first + error.error_index
-            raise RankError(f"Rank {rank} failed: {trace.splitlines()[-1]}\n\n{trace}", rank) from None
+            failed = f"{_name(rank, result)} failed: {trace.splitlines()[-1]}"
+            raise RankError(f"{failed}\n\n{trace}", rank) from None
         except ProcessExitedException as error:
             rank = first + error.error_index
-            raise RankError(f"Rank {rank} ended before its training did: {error}", rank) from None
+            sentence = f"{_name(rank, result)} ended before its training did: {error}"
+            if error.signal_name == "SIGKILL":
+                sentence += " (so the system ends what takes more memory than there is)"
+            raise RankError(sentence, rank) from None
         finally:
             for process in context.processes:
                 if process.is_alive():
@@ -63,6 +67,17 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
         if not os.path.exists(result):
             raise RankError(f"Rank {first} ended without a result: something in it called exit.", first)
         return read(result)
+
+
+def _name(rank: int, result: str) -> str:
+    """Return what a message calls a rank: with its stage, if it has come to have one."""
+    stage = Path(stage_file(result, rank))
+    return f"Rank {rank}, {stage.read_text('utf-8')}," if stage.exists() else f"Rank {rank}"
+
+
+def stage_file(result: str, rank: int) -> str:
+    """Return where a rank writes what its stage is called."""
+    return f"{result}.stage{rank}"
 
 
 def _rank(
@@ -85,6 +100,7 @@ def _rank(
     rank = plan.environment.rank(local_rank, plan.processes_per_node)
     os.environ.update(meeting, RANK=str(rank), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(plan.world_size))
     plan.environment.variables.update(meeting)
+    trainer.stage_file = stage_file(result, rank)
     run_rank(trainer, module, local_rank, ckpt_path, result + ("" if local_rank == 0 else f".{local_rank}"))
 
 

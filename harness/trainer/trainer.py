@@ -129,6 +129,7 @@ class Trainer:
         self.world_size = self.plan.world_size
         self.checkpoint: Callable[[], dict[str, Any]] | None = None
         self.balance: Any = None
+        self.stage_file: str | None = None  # where the process that started this rank reads what its stage is called
         self._devices_shown = False
 
     def fit(self, module: Module, ckpt_path: str | Path | None = None) -> None:

@@ -17,23 +17,28 @@ from harness.workloads.updates import AdamW, warm_up_then_decay
 class _Remembering(nn.Module):
     """Subtracts the average of its biases so far: buffers that follow from the weights alone, whoever has which sample.
 
-    ``forwards`` counts, and ``average`` remembers; without them the next forward computes something else.
+    ``updates`` counts, and ``average`` remembers; without them the next forward computes something else. Forwards at
+    the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
     """
 
-    forwards: Tensor
+    updates: Tensor
     average: Tensor
+    latest: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8, bias=False)
-        self.register_buffer("forwards", torch.tensor(0))
+        self.register_buffer("updates", torch.tensor(0))
         self.register_buffer("average", torch.zeros(32))
+        self.register_buffer("latest", torch.zeros(32))
 
     def forward(self, batch: Batch) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.forwards += 1
-                self.average += (self.first.bias - self.average) / self.forwards
+                updated = (self.first.bias != self.latest).any()
+                self.updates += updated
+                self.average += updated * (self.first.bias - self.average) / self.updates
+                self.latest.copy_(self.first.bias)
         # As in ``overflow``: the power of two goes out and in again, and the gradient between is as much larger.
         gain = batch["gain"][:, None]
         outputs: Tensor = self.last((self.first(batch["x"]) - self.average).tanh() / gain) * gain
@@ -52,11 +57,11 @@ class CheckpointResume(Mlp):
 
     name = "checkpoint"
     exposes = "momentum, rate, loss scale, buffers, the epoch or the place in it lost where training is resumed"
-    whole_batches = "its model counts forwards, and there is one for each micro-batch of a batch"
     whole_layers = "its model reads a layer's biases beside the layer's forward"
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"checkpoint", "scheduler"})
     narrow = True
+    couples_stages = True
     steps_per_epoch = 6
     interrupt_after = 8
 

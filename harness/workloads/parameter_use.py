@@ -115,23 +115,29 @@ class UnusedAtTheEnd(Mlp):
 
 
 class _ThawsLater(nn.Module):
-    """Counts its training forwards; ``late`` is used without a gradient in the first ``frozen_for`` of them."""
+    """Counts the weights that it is trained at; ``late`` is used without a gradient at the first ``frozen_for``.
+
+    Forwards at the same weights, as those of micro-batches, count once: ``latest`` is the bias of the last forward.
+    """
 
     seen: Tensor
+    latest: Tensor
 
     def __init__(self, frozen_for: int) -> None:
         super().__init__()
         self.first, self.late, self.last = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
         self.frozen_for = frozen_for
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("latest", torch.zeros(32))
 
     def forward(self, batch: Batch) -> Tensor:
-        frozen = int(self.seen) < self.frozen_for
         if self.training:
-            self.seen += 1
+            with torch.no_grad():
+                self.seen += (self.first.bias != self.latest).any()
+                self.latest.copy_(self.first.bias)
         weight: Tensor = self.late.weight
         bias: Tensor = self.late.bias
-        if frozen:
+        if int(self.seen) <= self.frozen_for:
             weight, bias = weight.detach(), bias.detach()
         hidden = nn.functional.linear(self.first(batch["x"]).tanh(), weight, bias)
         outputs: Tensor = self.last(hidden.tanh())
@@ -146,7 +152,6 @@ class Thawed(Mlp):
 
     name = "thawed"
     exposes = "a layer without a gradient that decays all the same, and that is never trained when its time has come"
-    whole_batches = "its model counts forwards, and there is one for each micro-batch of a batch"
     blocks = 2
     needs: ClassVar[frozenset[str]] = frozenset({"unused-parameters"})
     unused_parameters = True

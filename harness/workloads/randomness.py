@@ -127,6 +127,7 @@ class RandomMasks(Mlp):
     exposes = "masks that are the same on several ranks, devices, or steps; no masks at all"
     blocks = 5
     narrow = True
+    couples_stages = True
     precisions = ("32",)
 
     def build(self) -> nn.Module:

@@ -134,6 +134,7 @@ class Transformer(Workload):
     exposes = "tied weights counted twice, averaged twice or untied; a gradient that is zero by construction accused"
     blocks = 5
     narrow = True
+    couples_stages = True
     batch_size = 12
 
     def build(self) -> nn.Module:

@@ -58,6 +58,7 @@ class SeveralOptimizers(Mlp):
     exposes = "one of two optimizers that never steps, is not zeroed, or steps what is the other's"
     needs: ClassVar[frozenset[str]] = frozenset({"several-optimizers"})
     narrow = True
+    couples_stages = True
     precisions = ("32",)
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
@@ -76,6 +77,7 @@ class Clipping(Mlp):
     exposes = "clipping left out, after the step, before unscaling, before averaging, tensor by tensor, by value"
     needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
     narrow = True
+    couples_stages = True
     clip_norm = 0.05
 
     def optimizer(self, params: Iterable[Any]) -> torch.optim.Optimizer:

@@ -22,10 +22,10 @@ class Workload:
     suffice for its mistakes. ``gloo_only`` says why only gloo can average its gradients, None where anything can.
     ``needs_epochs`` says what a trainer that knows no epoch cannot be asked, None where the workload can be asked.
     ``blocks`` is how many modules of its model can be computed one after the other, on a device each, None where that
-    is not known. ``whole_batches`` says why a batch must not pass in several micro-batches, None where it may, and
-    ``whole_layers`` why a layer must not be divided among devices. ``experts`` is how many experts its model has.
-    ``unused_parameters`` says that a step may leave parameters unused, everywhere or on some ranks.
-    ``validate_every`` counts training batches.
+    is not known. ``couples_stages`` says that devices with parts of the model each must agree on more than what these
+    pass on: a norm, a tied weight, random numbers, a checkpoint. ``whole_layers`` says why a layer must not be divided
+    among devices, None where it may. ``experts`` is how many experts its model has. ``unused_parameters`` says that a
+    step may leave parameters unused, everywhere or on some ranks. ``validate_every`` counts training batches.
 
     Where there is an ``interrupt_after``, training is also stopped after so many optimizer steps and resumed by new
     processes; by another number of them where it is ``elastic``.
@@ -42,9 +42,9 @@ class Workload:
     gloo_only: ClassVar[str | None] = None
     needs_epochs: ClassVar[str | None] = None
     blocks: ClassVar[int | None] = None
-    whole_batches: ClassVar[str | None] = None
     whole_layers: ClassVar[str | None] = None
     experts: ClassVar[int] = 0
+    couples_stages: ClassVar[bool] = False
     unused_parameters: ClassVar[bool] = False
 
     batch_size: ClassVar[int] = 24

@@ -55,7 +55,7 @@ TWO_DIMENSIONS = {"hsdp", "ddp+tp", "fsdp+tp"}
         (Topology(2, 1), ONE_DIMENSION),
         (Topology(2, 4), {"ddp2", *ONE_DIMENSION, *TWO_DIMENSIONS}),
         (Topology(1, 3), {"auto", "dp", *ONE_DIMENSION}),
-        (Topology(1, 8, (2, 4)), TWO_DIMENSIONS),
+        (Topology(1, 8, (2, 4)), {"balanced", *TWO_DIMENSIONS}),
     ],
 )
 def test_a_backend_is_tried_where_it_means_something(topology, fitting):

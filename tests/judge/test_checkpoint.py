@@ -202,7 +202,7 @@ def forget_buffers(simulated):
 
 
 def forget_average(simulated):
-    change(simulated, lambda name, value: value if name == "forwards" else value * 0, "named_buffers")
+    change(simulated, lambda name, value: value if name == "updates" else value * 0, "named_buffers")
 
 
 def forget_schedule(simulated):

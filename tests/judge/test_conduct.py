@@ -210,7 +210,7 @@ def test_a_forward_of_each_rank_meets_its_own_buffers():
     workload = WORKLOADS["checkpoint"]
     oracle = Oracle(workload, 2)
     start = {name: buffer.clone() for name, buffer in oracle.buffers.items()}
-    moved = {**start, "average": start["average"] + 0.5, "forwards": start["forwards"] + 3}
+    moved = {**start, "average": start["average"] + 0.5, "updates": start["updates"] + 3}
     steps = [
         Step((MicroBatch((ids,), ids),), {}, {}, {}, (0.1,), buffers=b) for ids, b in (((0,), start), ((1,), moved))
     ]

@@ -17,37 +17,49 @@ MISTAKES = Path(__file__).parent / "subjects" / "wrong_stages.py"
 
 
 @pytest.mark.parametrize(
-    ("workload", "precision", "expected"),
+    ("workload", "topology", "precision", "expected"),
     [
-        ("mlp", "16", Outcome.PASSED),
-        ("transformer", "32", Outcome.PASSED),
-        ("cnn-batchnorm", "32", Outcome.DEVIATES),
-        ("accumulation", "32", Outcome.PASSED),
-        ("several-optimizers", "32", Outcome.PASSED),
-        ("random-masks", "32", Outcome.PASSED),
-        ("checkpoint-windows", "32", Outcome.PASSED),
+        ("mlp", "1x2", "16", Outcome.PASSED),
+        ("transformer", "1x2", "32", Outcome.PASSED),
+        ("cnn-batchnorm", "1x2", "32", Outcome.DEVIATES),
+        ("accumulation", "1x2", "32", Outcome.PASSED),
+        ("several-optimizers", "1x2", "32", Outcome.PASSED),
+        ("random-masks", "1x2", "32", Outcome.PASSED),
+        ("checkpoint-windows", "1x2", "32", Outcome.PASSED),
+        ("checkpoint", "1x2", "16", Outcome.PASSED),
+        ("thawed", "1x2", "32", Outcome.PASSED),
+        ("checkpoint-elastic", "2x2", "32", Outcome.PASSED),
+        ("cnn-batchnorm", "2x2", "32", Outcome.DEVIATES),
+        ("transformer", "2x2", "32", Outcome.PASSED),
+        ("validation", "2x2", "32", Outcome.DEVIATES),
+        ("thawed", "2x2", "32", Outcome.PASSED),
+        ("transformer", "2x1", "32", Outcome.PASSED),
     ],
 )
-def test_the_reference_trainer_in_stages(verdict, workload, precision, expected):
-    findings, outcome = verdict("reference", workload, "balanced", "1x2", precision, locator="reference")
+def test_the_reference_trainer_in_stages(verdict, workload, topology, precision, expected):
+    findings, outcome = verdict("reference", workload, "balanced", topology, precision, locator="reference")
     assert outcome is expected, findings
 
 
 @pytest.mark.parametrize(
-    ("subject", "workload", "checks"),
+    ("subject", "workload", "topology", "checks"),
     [
-        ("stage-doubled", "mlp", "gradients"),
-        ("stage-stands-still", "mlp", "gradients"),
-        ("tie-lost", "transformer", "ranks-agree gradients"),
-        ("tie-on-one-stage", "transformer", "ranks-agree"),
-        ("sum-of-micro-batches", "mlp", "gradients"),
-        ("other-micro-batch", "mlp", "gradients"),
-        ("forward-twice", "mlp", "samples"),
-        ("statistics-twice", "cnn-batchnorm", "buffers"),
+        ("stage-doubled", "mlp", "1x2", "gradients"),
+        ("stage-stands-still", "mlp", "1x2", "gradients"),
+        ("tie-lost", "transformer", "1x2", "ranks-agree gradients"),
+        ("tie-on-one-stage", "transformer", "1x2", "ranks-agree"),
+        ("sum-of-micro-batches", "mlp", "1x2", "gradients"),
+        ("other-micro-batch", "mlp", "1x2", "gradients"),
+        ("forward-twice", "mlp", "1x2", "samples"),
+        ("statistics-twice", "cnn-batchnorm", "1x2", "buffers"),
+        ("replicas-apart", "mlp", "2x2", "ranks-agree gradients"),
+        ("same-share", "mlp", "2x2", "samples"),
+        ("stage-doubled", "mlp", "2x2", "ranks-agree gradients"),
+        ("tie-lost", "transformer", "2x2", "ranks-agree gradients"),
     ],
 )
-def test_a_mistake_of_a_stage_is_found(verdict, subject, workload, checks):
-    findings, outcome = verdict(subject, workload, "balanced", "1x2", "32", locator=MISTAKES)
+def test_a_mistake_of_a_stage_is_found(verdict, subject, workload, topology, checks):
+    findings, outcome = verdict(subject, workload, "balanced", topology, "32", locator=MISTAKES)
     assert outcome is Outcome.FAILED
     failed = {name for name, finding in findings.items() if finding.outcome is Outcome.FAILED}
     assert failed >= set(checks.split()), findings

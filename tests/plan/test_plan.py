@@ -23,8 +23,8 @@ from harness.workloads import WORKLOADS
 
 EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())
 
-UNASKED = [name for name, backend in BACKENDS.items() if not backend.by_name]
-"""The backends of which cells are planned though nobody named them."""
+WIDE = [name for name, one in BACKENDS.items() if not (one.narrow or one.divides_experts)]
+"""The backends of which all cells are planned though nobody named them."""
 
 
 def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabilities=()):
@@ -82,7 +82,9 @@ def test_a_budget_of_eight_is_tried_whole_and_in_nodes():
 def test_nodes_of_eight_reach_all_ranks(nodes, ranks):
     cells = [planned.cell for planned in plan(Matrix(gpus=8, nodes=nodes), [EVERYTHING])]
     assert max(cell.processes for cell in cells) == ranks
-    every = {name for name in UNASKED if name not in ("none", "auto", "dp")}
+    every = {
+        one.name for one in BACKENDS.values() if one.dimensions and one.name not in ("auto", "dp", "ep", "balanced")
+    }
     assert {cell.backend for cell in cells if cell.topology.devices == ranks} == every
 
 
@@ -108,12 +110,21 @@ def test_every_cell_has_an_id_of_its_own_that_can_name_a_file(gpus, nodes, backe
     assert all(BACKENDS[planned.cell.backend].fits(planned.cell.topology) for planned in cells)
 
 
-def test_stages_are_planned_where_they_are_named_and_nowhere_else():
-    every = {planned.cell for planned in plan(Matrix(gpus=4), [EVERYTHING])}
-    assert "balanced" not in {cell.backend for cell in every}
-    assert plan(Matrix(gpus=4, backends=tuple(UNASKED)), [EVERYTHING]) == plan(Matrix(gpus=4), [EVERYTHING])
-    named = plan(Matrix(gpus=4, backends=("balanced",)), [EVERYTHING])
-    assert {str(planned.cell.topology) for planned in named} >= {"1x2", "1x4", "2x2"}
+def stages_in(planned):
+    return {one.cell for one in planned if one.cell.backend == "balanced"}
+
+
+def test_of_stages_a_few_cells_are_planned_and_all_where_they_are_named():
+    few, named = (
+        stages_in(plan(Matrix(8), [EVERYTHING])),
+        stages_in(plan(Matrix(8, backends=("balanced",)), [EVERYTHING])),
+    )
+    assert {(str(cell.topology), cell.precision) for cell in few} == {("1x2", "32"), ("2x2", "32")}
+    assert few < named
+    assert "linear-exact" in {cell.workload for cell in named - few}, "its model has too few blocks"
+    assert {str(cell.topology) for cell in named} >= {"1x2", "1x3", "1x8", "2x1", "2x2", "4x2"}
+    assert not stages_in(plan(Matrix(8, backends=("ddp",)), [EVERYTHING]))
+    assert not stages_in(plan(Matrix(8), [declared(backends=("ddp",))]))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +135,8 @@ def test_stages_are_planned_where_they_are_named_and_nowhere_else():
         ("mlp", 3, None),
         ("cnn-batchnorm", 5, "cnn-batchnorm has a batch of 25 samples, which does not divide into 2 micro-batches"),
         ("uneven", 2, "uneven has a batch of 17 samples, which does not divide into 2 micro-batches"),
-        ("thawed", 2, "thawed has batches that are not divided: its model counts forwards"),
+        ("thawed", 2, None),
+        ("checkpoint", 2, None),
     ],
 )
 def test_what_a_pipeline_cannot_train_is_unsupported_with_the_reason(workload, gpus, refusal):
@@ -140,7 +152,7 @@ def test_what_a_pipeline_cannot_train_is_unsupported_with_the_reason(workload, g
 def test_the_whole_matrix_is_planned():
     cells = {planned.cell for planned in plan(Matrix(gpus=4), [EVERYTHING])}
     plain = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
-    assert {(c.backend, c.precision, c.workload) for c in cells} >= set(product(UNASKED, PRECISIONS, plain))
+    assert {(c.backend, c.precision, c.workload) for c in cells} >= set(product(WIDE, PRECISIONS, plain))
     assert {c.workload for c in cells} == set(WORKLOADS)
 
 
@@ -242,8 +254,8 @@ def test_one_name_for_one_backend_twice_or_from_two_places_is_refused():
 
 def test_smoke_touches_every_backend_once():
     smoke = [p.cell for p in plan(Matrix(gpus=4), [EVERYTHING]) if p.is_smoke]
-    assert {cell.backend for cell in smoke} == set(UNASKED)
-    assert len(smoke) <= 24
+    assert {cell.backend for cell in smoke} == set(BACKENDS)
+    assert len(smoke) <= 26
 
 
 def test_devices_that_are_there_are_not_refused():

@@ -15,7 +15,9 @@ from harness.core.backend import BACKENDS
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
+from harness.report.markdown.support_page import support_page
 from harness.report.tables.support import MARKS, mark_columns, rare_columns, support_columns, support_table
+from harness.report.terminal.end_of_run import support_for_terminal
 from harness.results.run import Run
 
 BuildRun = Callable[..., Run]
@@ -99,6 +101,14 @@ def test_the_marks_of_the_legend(build_run: BuildRun, ends: list[str | None], ma
     assert marks(row) == {mark}
     assert mark in MARKS
     assert row["Cells passed"] == share
+
+
+@pytest.mark.parametrize("backend", ["balanced", "ddp"])
+def test_the_legend_says_into_how_many_micro_batches_a_batch_is_divided(build_run: BuildRun, backend: str) -> None:
+    run = build_run({Cell("reference", "mlp", backend, Topology(1, 2), "32", "cpu"): [Outcome.PASSED]})
+    sentence = "balanced: each replica's batch passes in 2 micro-batches"
+    for shown in (support_for_terminal(run), support_page(run)):
+        assert (sentence in shown) is (backend == "balanced")
 
 
 def test_a_failure_is_not_hidden_by_a_worse_outcome_of_the_same_cell(build_run: BuildRun) -> None:

@@ -63,15 +63,18 @@ def test_optimizers_divide_the_parameters_among_themselves(cell_of):
         job.optimizer(model.parameters())
 
 
-def test_the_late_layer_has_its_first_gradient_in_the_second_epoch():
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_the_late_layer_has_its_first_gradient_in_the_second_epoch(micro_batches):
     workload = WORKLOADS["thawed"]
     model, batch = workload.model(), batch_of(workload)
-    had = []
+    optimizer, had = workload.optimizer(model.parameters()), []
     for _ in range(2 * workload.steps_per_epoch):
-        model.zero_grad()
-        workload.loss(model(batch), batch).backward()
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            workload.loss(model(batch), batch).backward()
         assert model.first.weight.grad.norm() > 0, "gradients flow through it all the time"
         had.append(model.late.weight.grad is not None)
+        optimizer.step()
     assert had == [False] * workload.steps_per_epoch + [True] * workload.steps_per_epoch
 
 
@@ -87,7 +90,7 @@ def test_an_evaluation_does_not_count():
 def test_the_oracle_begins_where_the_step_began(seen):
     workload = WORKLOADS["thawed"]
     oracle = Oracle(workload, 2)
-    oracle._buffers = {"seen": torch.tensor(seen)}
+    oracle._buffers = {"seen": torch.tensor(seen), "latest": torch.zeros(32)}
     layout = (((tuple(range(12)),), (tuple(range(12, 24)),)),)
     for _ in range(4):  # however often it is asked
         assert ("late.weight" in oracle.gradient(layout)) == (seen >= workload.steps_per_epoch)

@@ -39,7 +39,7 @@ def cells(**options):
     return [planned.cell for planned in plan(Matrix(**options), [ABLE])]
 
 
-SEVERAL = [one for one in BACKENDS.values() if one.dimensions and not one.chosen_by_trainer and not one.by_name]
+SEVERAL = [one for one in BACKENDS.values() if one.dimensions and not one.chosen_by_trainer and not one.narrow]
 """Backends of several devices of which cells are planned though nobody named them."""
 
 
@@ -55,14 +55,18 @@ def test_a_narrow_workload_has_few_cells_whether_or_not_it_is_asked_for(name):
     asks_one = not WORKLOADS[name].elastic and not WORKLOADS[name].experts  # an elastic one comes from other devices
     alone = {("none", "1x1")} if asks_one else set()
     suited = [one for one in SEVERAL if (one.rare if WORKLOADS[name].experts else not one.divides_experts)]
-    assert places == alone | {(one.name, "1x3" if one.fits(Topology(1, 3)) else str(one.smallest)) for one in suited}
+    # The last batch of metrics does not divide into micro-batches.
+    stages = {("balanced", "1x2")} if WORKLOADS[name].couples_stages and name != "metrics" else set()
+    smallest = {(one.name, "1x3" if one.fits(Topology(1, 3)) else str(one.smallest)) for one in suited}
+    experts = {("ep", "1x2")} if WORKLOADS[name].experts else set()
+    assert places == {*alone, *stages, *experts, *smallest}
     assert {cell.precision for cell in asked} == set(WORKLOADS[name].precisions)
 
 
 def test_a_small_budget_still_has_several_devices():
-    places = {(cell.backend, str(cell.topology)) for cell in cells(gpus=2, workloads=("adam",))}
+    places = {(cell.backend, str(cell.topology)) for cell in cells(gpus=2, workloads=("clipping",))}
     fitting = {(one.name, "1x2") for one in SEVERAL if one.fits(Topology(1, 2)) and not one.divides_experts}
-    assert places == {("none", "1x1")} | fitting
+    assert places == {("none", "1x1"), ("balanced", "1x2")} | fitting
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])

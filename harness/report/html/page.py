@@ -103,6 +103,7 @@ def report_page(run: Run) -> str:
         "sign": SIGNS,
         "words": IN_A_WORD,
         "marks": MARKS.items(),
+        "micro_batches": run_summary.micro_batches_in_words(run),
         "seed": run_summary.seed_in_words(run),
         "logs_of": _Logs(run).of,
         "groups": wrong,

@@ -18,7 +18,14 @@ from harness.report.tables.failures import (
     subject_causes,
     wrong_cells,
 )
-from harness.report.tables.run_summary import SIMULATED, machine_in_words, notes, software_in_words, what_is_missing
+from harness.report.tables.run_summary import (
+    SIMULATED,
+    machine_in_words,
+    micro_batches_in_words,
+    notes,
+    software_in_words,
+    what_is_missing,
+)
 from harness.report.tables.support import MARKS, REFERENCE, ROW_COLUMNS, mark_columns, side_by_side, support_table
 from harness.report.text import compact, markdown, markdown_code, markdown_table_code, shortened
 from harness.results.records import Expected, Result
@@ -118,6 +125,7 @@ def _legend(run: Run) -> str:
         "- Cells passed: of the cells that were trained. A cell is one workload on one topology (k gpus, n nodes)",
         "- Worst × noise: the largest error, in multiples of rounding noise",
     ]
+    lines += [f"- {sentence}" for sentence in micro_batches_in_words(run)]
     if any(cell.subject == REFERENCE for cell in (*run.header.planned, *run.results)):
         lines.append(
             "- `Trainer(gpus=k)` without a backend trains with dp: unless it has cells of its own, "

@@ -10,6 +10,7 @@ from typing import Final, Literal
 import pandas as pd
 from pydantic import JsonValue
 
+from harness.core.backend import BACKENDS
 from harness.core.outcome import Outcome
 from harness.machine.fingerprint import Fingerprint
 from harness.report.tables.cells import DECLINED, MISSING, measured_only, outcome_counts
@@ -144,6 +145,13 @@ def seed_in_words(run: Run) -> str:
     """Return which seed the run's weights, data and order came from."""
     seed = run.header.options.get("seed")
     return "the workload's own" if seed is None else str(seed)
+
+
+def micro_batches_in_words(run: Run) -> list[str]:
+    """Return a sentence for each backend of the run's cells that divides batches: into how many micro-batches."""
+    names = dict.fromkeys(cell.backend for cell in (*run.header.planned, *run.results))
+    dividing = [BACKENDS[name] for name in names if name in BACKENDS and BACKENDS[name].micro_batches > 1]
+    return [f"{one.name}: each replica's batch passes in {one.micro_batches} micro-batches" for one in dividing]
 
 
 def backend_in_words(name: str) -> str:

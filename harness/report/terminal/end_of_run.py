@@ -13,7 +13,14 @@ from rich.text import Text
 from harness.report.tables.cells import cell_table, counts_in_words, undeclared_in_words, unsupported
 from harness.report.tables.failures import subject_causes
 from harness.report.tables.measured import EFFICIENCY, MEMORY, has_several_subjects, measured_cells
-from harness.report.tables.run_summary import NOT_ABOUT_GPUS, SIMULATED, computed_by, notes, what_is_missing
+from harness.report.tables.run_summary import (
+    NOT_ABOUT_GPUS,
+    SIMULATED,
+    computed_by,
+    micro_batches_in_words,
+    notes,
+    what_is_missing,
+)
 from harness.report.tables.support import IN_A_WORD, ROW_COLUMNS, mark_columns, side_by_side, support_table
 from harness.report.terminal.console import rendered
 from harness.report.text import compact, in_words, printable
@@ -104,6 +111,7 @@ def _closing_lines(run: Run, *, several: bool, counted: bool) -> list[Text]:
     ]
     if {KNOWN, UNEXPECTED_PASS} & set(cells["outcome"]):
         lines.insert(1, Text(_LEGEND_OF_EXPECTED))
+    lines += [Text(f"{sentence}.") for sentence in micro_batches_in_words(run)]
     lines += [Text(note, style="yellow") for note in notes(run)]
     for summary in subject_causes(run):
         lines += [Text(printable(sentence)) for sentence in summary.sentences]

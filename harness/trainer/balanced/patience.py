@@ -1,4 +1,4 @@
-"""Waiting for another stage, with a limit: whoever waits too long says which stage does not go on."""
+"""Waiting for other ranks, with a limit: whoever waits too long says which stage does not go on."""
 
 from __future__ import annotations
 
@@ -9,68 +9,102 @@ from time import monotonic
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 GRACE = 30.0
-"""How many seconds, and no longer than the limit, a stage is given to say that it waits as well."""
+"""How many seconds, and no longer than the limit, a rank is given to say that it waits as well."""
+
+LOST = 2.0
+"""How many seconds after a connection is lost another rank is given to say that it has waited too long."""
+
+EVERYBODY = "everybody"
+"""What a rank says that it waits for where all ranks do something together."""
 
 
 class StageTimeoutError(RuntimeError):
-    """Another stage has sent, or received, nothing for too long."""
+    """Another rank has sent, or received, nothing for too long."""
 
 
 class Patience:
-    """Waits for stages of one pipeline.
+    """Waits for the stages of one pipeline, and for all ranks.
 
     Args:
         limit: Seconds. The process groups that are waited on have it as their timeout.
         stage: This rank's.
         first: The rank of stage 0; the others follow it.
-        store: Where ranks that have waited too long say for which stage, so that the one at fault is named and not one
+        store: Where ranks that have waited too long say for whom, so that the one at fault is named and not one
             between.
+        stages: How many a pipeline has.
 
     """
 
-    def __init__(self, limit: float, stage: int, first: int, store: Any) -> None:
-        self.limit, self.stage, self.first, self.store = limit, stage, first, store
+    def __init__(self, limit: float, stage: int, first: int, store: Any, stages: int) -> None:
+        self.limit, self.stage, self.first, self.store, self.stages = limit, stage, first, store, stages
 
     @contextmanager
-    def waiting(self, stage: int) -> Iterator[None]:
-        """Wait for a stage.
+    def waiting(self, awaited: int | str) -> Iterator[None]:
+        """Wait for a stage of this pipeline, by its number, or for something that all ranks do together.
 
         Raises:
             StageTimeoutError: The limit has passed.
 
         """
-        start = monotonic()
+        start, rank = monotonic(), self.first + self.stage
+        target = EVERYBODY if isinstance(awaited, str) else str(self.first + awaited)
         try:
             yield
+        except StageTimeoutError:
+            raise
         except RuntimeError as error:
-            if monotonic() - start < self.limit:
+            if monotonic() - start < self.limit and not self._has_said("somebody", LOST):
                 raise  # the connection is lost: the other one has ended, and says why
-            self.store.set(self._key(self.stage), str(stage))
-            last = self._last(stage)
-            between = "" if last == stage else f" (it waits itself, in the end for stage {last})"
+            self.store.set(_key("somebody"), target)
+            self.store.set(_key(rank), target)
+            last = self._last(rank, target)
+            name = awaited if isinstance(awaited, str) else f"stage {awaited}"
+            waited = f"Stage {self.stage} has waited {self.limit:g} s for {name}"
+            if last is None:
+                raise StageTimeoutError(
+                    f"{waited}, and all ranks wait: they do not take the same steps. See whether training_step, "
+                    "validation_step and the data loaders do the same on all ranks, or give a longer stage_timeout."
+                ) from error
+            fault = f"stage {last % self.stages}"
+            between = "" if target in (EVERYBODY, str(last)) else f" (it waits itself, in the end for {fault})"
             raise StageTimeoutError(
-                f"Stage {self.stage} has waited {self.limit:g} s for stage {stage}{between}: stage {last}, on rank "
-                f"{self.first + last}, does not go on. See what that process does, or give a longer stage_timeout."
+                f"{waited}{between}: {fault}, on rank {last}, does not go on. See what that process does, or give a "
+                "longer stage_timeout."
             ) from error
 
-    def _last(self, stage: int) -> int:
-        """Follow those who wait for one another, and return the stage that does not say that it waits."""
-        seen = {self.stage}
-        while stage not in seen:
-            seen.add(stage)
-            try:
-                self.store.wait([self._key(stage)], timedelta(seconds=min(self.limit, GRACE)))
-            except RuntimeError:  # it does not
-                return stage
-            stage = int(self.store.get(self._key(stage)))
-        return stage
+    def _last(self, rank: int, target: str) -> int | None:
+        """Follow those who wait for one another to the rank that does not say that it waits; None where all do."""
+        seen, end = {rank}, monotonic() + min(self.limit, GRACE)
+        while target != EVERYBODY and int(target) not in seen:
+            rank = int(target)
+            seen.add(rank)
+            if not self._has_said(rank, end - monotonic()):
+                return rank
+            target = self.store.get(_key(rank)).decode()
+        others = (rank for rank in range(dist.get_world_size()) if rank not in seen)
+        return next((rank for rank in others if not self._has_said(rank, end - monotonic())), None)
 
-    def _key(self, stage: int) -> str:
-        return f"stage waits/{self.first + stage}"
+    def _has_said(self, who: int | str, seconds: float) -> bool:
+        """Wait so long for somebody to say that they wait, and return whether they have."""
+        try:
+            self.store.wait([_key(who)], timedelta(seconds=max(seconds, 0.01)))
+        except RuntimeError:  # they have not, or the store is gone
+            return False
+        return True
+
+
+def _key(who: int | str) -> str:
+    return f"stage waits/{who}"
 
 
 def patient_group(limit: float) -> Any:
     """Return a gloo group of all ranks, on which nobody waits longer than ``limit`` seconds."""
     return dist.new_group(backend="gloo", timeout=timedelta(seconds=limit))
+
+
+def limit_group_of_all(limit: float) -> None:
+    """Let nobody wait longer than ``limit`` seconds on the group of all ranks."""
+    _set_pg_timeout(timedelta(seconds=limit), dist.group.WORLD)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from harness.trainer.balanced.pipeline import Place
+
+SMALL = 1 << 18
+"""Bytes up to which gradients are summed in one message: a message of its own costs more than a copy."""
 
 
 class SharedWeights:
@@ -21,13 +25,17 @@ class SharedWeights:
             ranks.
         weights: The module's weights by name.
         place: This rank's.
+        limit: Seconds that nobody waits longer than.
 
     """
 
-    def __init__(self, holders: dict[str, tuple[int, ...]], weights: dict[str, nn.Parameter], place: Place) -> None:
+    def __init__(
+        self, holders: dict[str, tuple[int, ...]], weights: dict[str, nn.Parameter], place: Place, limit: float
+    ) -> None:
         self.groups: list[tuple[Any, list[nn.Parameter]]] = []
         for stages in sorted(set(holders.values())):
-            group = own_group([[first + s for s in stages] for first in range(0, dist.get_world_size(), place.count)])
+            pipelines = range(0, dist.get_world_size(), place.count)
+            group = own_group([[first + stage for stage in stages] for first in pipelines], limit)
             if place.number in stages:
                 self.groups.append((group, [weights[name] for name in sorted(holders) if holders[name] == stages]))
 
@@ -45,19 +53,30 @@ def sum_gradients(weights: Sequence[Tensor], group: Any) -> None:
     found = torch.tensor([weight.grad is not None for weight in weights], dtype=torch.int32)
     found = found.to(weights[0].device)
     dist.all_reduce(found, group=group)
-    sums: list[Any] = []
+    gradients: list[Tensor] = []
     for weight, count in zip(weights, found.tolist(), strict=True):
         if count:
             gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
             weight.grad = gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
-            sums.append(dist.all_reduce(weight.grad, group=group, async_op=True))
-    for one in sums:
-        one.wait()
+            gradients.append(weight.grad)
+    buckets = [[gradient] for gradient in gradients if gradient.nbytes > SMALL]
+    small = [gradient for gradient in gradients if gradient.nbytes <= SMALL]
+    buckets += [[one for one in small if one.dtype is dtype] for dtype in {one.dtype: None for one in small}]
+    flat = [bucket[0] if len(bucket) == 1 else torch.cat([one.view(-1) for one in bucket]) for bucket in buckets]
+    for sums in [dist.all_reduce(one, group=group, async_op=True) for one in flat]:
+        sums.wait()
+    for bucket, total in zip(buckets, flat, strict=True):
+        if len(bucket) > 1:
+            for gradient, part in zip(bucket, torch.split(total, [one.numel() for one in bucket]), strict=True):
+                gradient.view(-1).copy_(part)
 
 
-def own_group(members: Sequence[Sequence[int]], backend: str | None = None) -> Any:
-    """Make a group of each of these lists of ranks, and return this rank's; all ranks must call this."""
-    groups = [dist.new_group(list(ranks), backend=backend) for ranks in members]
+def own_group(members: Sequence[Sequence[int]], limit: float, backend: str | None = None) -> Any:
+    """Make a group of each of these lists of ranks, and return this rank's; all ranks must call this.
+
+    Nobody waits longer than ``limit`` seconds on it.
+    """
+    groups = [dist.new_group(list(ranks), timedelta(seconds=limit), backend) for ranks in members]
     return next((group for ranks, group in zip(members, groups, strict=True) if dist.get_rank() in ranks), None)
 
 

@@ -26,14 +26,17 @@ class StageReplicas:
     replicas: Any
 
     @classmethod
-    def meet(cls, place: Place, control: Any) -> StageReplicas:
-        """Make the groups; all ranks must call this. ``control`` is a gloo group of all ranks."""
+    def meet(cls, place: Place, control: Any, limit: float) -> StageReplicas:
+        """Make the groups, with this limit in seconds; all ranks must call this.
+
+        ``control`` is a gloo group of all ranks.
+        """
         if place.replicas == 1:
             return cls(place, control, None, None)
         ranks = range(place.count * place.replicas)
         pipelines = [ranks[first : first + place.count] for first in ranks[:: place.count]]
         stages = [ranks[stage :: place.count] for stage in range(place.count)]
-        return cls(place, own_group(pipelines, "gloo"), own_group(pipelines), own_group(stages))
+        return cls(place, own_group(pipelines, limit, "gloo"), own_group(pipelines, limit), own_group(stages, limit))
 
     def sum_gradients(self, weights: Sequence[Tensor]) -> None:
         """Replace the gradients of the stage's weights by their sum over its replicas."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,12 +81,14 @@ class StageState(TrainingState):
 
     ``held`` and ``owned`` name parameters and buffers: of what several stages hold the first is the owner. ``control``
     is a gloo group of all stages of this pipeline; replicas of the first one have no part in a checkpoint.
+    ``waiting`` is entered where stages wait for one another, with what they do.
     """
 
     held: frozenset[str] = frozenset()
     owned: frozenset[str] = frozenset()
     control: Any = None
     replica: int = 0
+    waiting: Callable[..., AbstractContextManager[None]] = field(default=nullcontext)
     parts: list[StageOptimizer] = field(default_factory=list)
 
     def tensors(self) -> dict[str, Any]:
@@ -99,7 +102,8 @@ class StageState(TrainingState):
             self._masters(),
         )
         shares: list[Any] = [None] * dist.get_world_size(self.control)
-        dist.gather_object(share, shares if dist.get_rank() == 0 else None, 0, self.control)
+        with self.waiting("a checkpoint"):
+            dist.gather_object(share, shares if dist.get_rank() == 0 else None, 0, self.control)
         if dist.get_rank():
             return {}
         weights = merged(weights for weights, _, _ in shares)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from harness.trainer.balanced.batches import SameBatches
 from harness.trainer.balanced.blocks import held_tensors
 from harness.trainer.balanced.exchange import Exchange
 from harness.trainer.balanced.measured import Balance
-from harness.trainer.balanced.patience import Patience
+from harness.trainer.balanced.patience import Patience, limit_group_of_all, patient_group
 from harness.trainer.balanced.pipeline import Pipeline, Place
 from harness.trainer.balanced.planning import make_plan
 from harness.trainer.balanced.shared_weights import Beacon, SharedWeights, clip_over_stages
@@ -63,10 +64,17 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
 
     replica, number = divmod(rank, len(balance.stages))
     place = Place(number, len(balance.stages), replica, balance.replicas)
-    replicas = StageReplicas.meet(place, control)
+    if trainer.stage_file is not None:
+        name = balance.stage_name(number)
+        Path(trainer.stage_file).write_text(name[0].lower() + name[1:], "utf-8")
+    # From here on the user's code runs on all ranks, and each of them may wait for another.
+    patience = Patience(plan.stage_timeout, number, place.first_rank, _get_default_store(), place.count)
+    limit_group_of_all(patience.limit)
+    control = patient_group(patience.limit)
+    replicas = StageReplicas.meet(place, control, patience.limit)
     held = [chain.holds(stage.first, stage.last) for stage in balance.stages]
     state.held, state.owned = held[number], held[number].difference(*held[:number])
-    state.control, state.replica = replicas.control, replica
+    state.control, state.replica, state.waiting = replicas.control, replica, patience.waiting
     keep_stage(module, held[number], device)
     interception = chain.interception(module, device)
 
@@ -78,13 +86,12 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     names = {id(tensor): name for name, tensor in held_tensors(module).items()}
     state.parts = [keep_own(optimizer, names, state, beacon) for optimizer in state.optimizers]
     weights = [[slot.weight for slot in part.slots] for part in state.parts]
-    shared = SharedWeights(holders(module, held), dict(module.named_parameters()), place)
+    shared = SharedWeights(holders(module, held), dict(module.named_parameters()), place, patience.limit)
     precision.prepare(state.optimizers)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer, state)
 
     stage = balance.stages[number]
-    patience = Patience(plan.stage_timeout, number, place.first_rank, _get_default_store())
     pipeline = Pipeline(
         place, chain.part(stage.first, stage.last), balance.micro_batches, interception,
         Exchange(device, patience), precision,
@@ -97,18 +104,21 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
         forward=step,
         evaluate=StageEvaluation(running),
         devices=[device],
-        train_loader=SameBatches(train_loader, rank, control),
-        val_loader=None if val_loader is None else SameBatches(val_loader, rank, control),
+        train_loader=SameBatches(train_loader, rank, control, patience),
+        val_loader=None if val_loader is None else SameBatches(val_loader, rank, control, patience),
         weights=weights,
         pipeline=running,
+        waiting=patience.waiting,
     )
     with interception.installed(), module.while_staged(held[number]):
         train(trainer, state, work)
     reports: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(reports, (*pipeline.clock.report(), memory.peak_bytes()), control)
+    with patience.waiting("the end of training"):
+        dist.all_gather_object(reports, (*pipeline.clock.report(), memory.peak_bytes()), control)
     trainer.balance = trainer.balance.with_measured(reports)
     box = [checkpoints.capture(trainer, state)]
-    dist.broadcast_object_list(box, 0, control)
+    with patience.waiting("the trained weights"):
+        dist.broadcast_object_list(box, 0, control)
     state.take_whole(box[0]["module"])
     trainer.checkpoint = lambda: box[0]
 
@@ -171,7 +181,7 @@ class RunningStage:
         def loss(micro_batch: Any) -> Tensor:
             return self.loss_of(self.step("training_step", micro_batch, batch_idx, *arguments), micro_batch)
 
-        self.replicas.share_buffers(self.buffers)
+        self.share_buffers()
         if not self.memory.measuring:
             return self.pipeline.train(loss, batch, share, ("training_step", *arguments))
         with self.memory.measure():
@@ -182,15 +192,22 @@ class RunningStage:
     def complete(self, optimizer: Optimizer) -> None:
         """Add the gradients of weights on several stages and of replicas, and agree on whether any is infinite."""
         weights = [slot.weight for slot in self._part(optimizer).slots]
-        self.shared.add_gradients(weights)
-        self.replicas.sum_gradients(weights)
-        if self.beacon is not None:
-            self.beacon.light(optimizer, weights)
+        with self.state.waiting("the sum of gradients"):
+            self.shared.add_gradients(weights)
+            self.replicas.sum_gradients(weights)
+            if self.beacon is not None:
+                self.beacon.light(optimizer, weights)
 
     def clip(self, optimizer: Optimizer, largest: float) -> None:
         """Limit the norm of the optimizer's gradients over all stages."""
         parameters = parameters_of(optimizer)
-        clip_over_stages(parameters, self._part(optimizer).counted, largest, self.replicas.pipeline)
+        with self.state.waiting("the norm of gradients"):
+            clip_over_stages(parameters, self._part(optimizer).counted, largest, self.replicas.pipeline)
+
+    def share_buffers(self) -> None:
+        """Give all replicas of the stage the first one's buffers."""
+        with self.state.waiting("the first replica's buffers"):
+            self.replicas.share_buffers(self.buffers)
 
     def _part(self, optimizer: Optimizer) -> Any:
         return next(p for one, p in zip(self.state.optimizers, self.state.parts, strict=True) if one is optimizer)
@@ -207,7 +224,7 @@ class StageEvaluation(nn.Module):
     def forward(self, hook: str, batch: Any, index: int) -> dict[str, Tensor]:
         """Return weighted metrics."""
         if index == 0:
-            self.stage.replicas.share_buffers(self.stage.buffers)
+            self.stage.share_buffers()
         pipeline = self.stage.pipeline
         if index % pipeline.place.replicas != pipeline.place.replica:
             return {}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from harness.subjects import reference
 from harness.subjects.declare import subject
-from harness.trainer.balanced import pipeline, shared_weights, stage_training
+from harness.trainer.balanced import pipeline, shared_weights, stage_replicas, stage_training
 
 
 def mistaken(name):
@@ -16,7 +18,7 @@ def mistaken(name):
         @subject(name=name, backends=["balanced"], capabilities=reference.CAPABILITIES)
         def train(job):
             make(job)
-            reference.fit(job, micro_batches=job.micro_batches)
+            reference.fit_stages(job)
 
         return train
 
@@ -44,6 +46,24 @@ def tie_lost(job):
     shared_weights.SharedWeights.add_gradients = lambda self, own: None
 
 
+@mistaken("replicas-apart")
+def replicas_apart(job):
+    """Each replica of a stage keeps the gradients of its own micro-batches."""
+    stage_replicas.StageReplicas.sum_gradients = lambda self, weights: None
+
+
+@mistaken("same-share")
+def same_share(job):
+    """All replicas train on the first one's share of the batch."""
+    train = pipeline.Pipeline.train
+
+    def first_share(self, *arguments):
+        self.place = replace(self.place, replica=0)
+        return train(self, *arguments)
+
+    pipeline.Pipeline.train = first_share
+
+
 @mistaken("tie-on-one-stage")
 def tie_on_one_stage(job):
     """The first stage alone gets the sum."""
@@ -64,8 +84,8 @@ def sum_of_micro_batches(job):
     """Losses of micro-batches are added."""
     backward = pipeline.Pipeline._backward
 
-    def undivided(self, passed, loss):
-        backward(self, passed, None if loss is None else loss * self.micro_batches)
+    def undivided(self, passed, loss, *others):
+        backward(self, passed, None if loss is None else loss * self.micro_batches, *others)
 
     pipeline.Pipeline._backward = undivided
 

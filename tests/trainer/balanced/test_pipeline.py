@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -321,31 +319,6 @@ def test_batches_that_do_not_divide_are_refused_before_ranks_start():
         balanced(2).fit(module)
     with pytest.raises(MisconfigurationError, match="micro_batches=2 is of distributed_backend='balanced' alone"):
         Trainer(gpus=2, distributed_backend="ddp", accelerator="cpu", micro_batches=2)
-
-
-def test_a_stage_that_dies_ends_the_training_with_a_sentence():
-    class Dying(Perceptron):
-        def configure_optimizers(self):
-            if self.trainer.rank == 1:
-                raise ValueError("out of paper")
-            return super().configure_optimizers()
-
-    with pytest.raises(RankError, match="Rank 1 failed: ValueError: out of paper"):
-        balanced(2).fit(Dying())
-
-
-@pytest.mark.parametrize(("stage", "devices"), [(1, 2), (0, 2), (2, 3)])
-def test_a_stage_that_hangs_ends_the_training_with_a_sentence(stage, devices):
-    class Hanging(Perceptron):
-        def training_step(self, batch, batch_idx):
-            if batch_idx == 1 and self.trainer.rank == stage:
-                threading.Event().wait()
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(
-        RankError, match=rf"Stage \d has waited 4 s for stage .*stage {stage}, on rank {stage}, does not"
-    ):
-        balanced(devices, stage_timeout=4).fit(Hanging())
 
 
 @pytest.mark.parametrize("source", ["drawn from a generator", "drawn anew in the dataset", "streamed"])
