@@ -23,6 +23,7 @@ from harness.trainer.balanced.blocks import (
     tensors_in,
 )
 from harness.trainer.balanced.live_bytes import LiveBytes
+from harness.trainer.balanced.optimizer_state import time_steps
 from harness.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
 from harness.trainer.precision_plugins import map_tensors
 
@@ -82,6 +83,7 @@ def profile(
     inputs: Any,
     device: torch.device,
     optimizer_state: Mapping[str, int] | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     repeats: int = REPEATS,
 ) -> Profile:
     """Run each block forward and backward and return what it costs.
@@ -97,6 +99,7 @@ def profile(
         inputs: What the module is given, of one micro-batch. Each device has the batch: it is not counted.
         device: Where to run.
         optimizer_state: Bytes by the name of the parameter, see ``optimizer_state.py``. None: no state.
+        optimizers: Of the module's parameters; copies of them are stepped.
         repeats: Of the measurement of each block.
 
     """
@@ -117,6 +120,8 @@ def profile(
             named = {f"held.0.{name}": tensor for name, tensor in copies.items()}
             measured: BlockProfile = functional_call(Holder(module), named, (measure,))
             value = measured.outputs
+            parameters = {id(held[name]): tensor for name, tensor in copies.items()}
+            steps = time_steps(optimizers, parameters, _clock(list(copies.values())), (repeats + 1) // 2)
             costs.append(
                 BlockCost(
                     name=block.name,
@@ -126,10 +131,16 @@ def profile(
                     output_bytes=sum(bytes_of(tensor) for tensor in tensors_in(value)),
                     forward_share=measured.forward / ((measured.forward + measured.backward) or 1.0),
                     transient_bytes=measured.transient_bytes,
+                    optimizer_seconds=_median(steps) if steps else 0.0,
                 )
             )
     ties = tuple(
-        Shared(name, holders, _state_bytes(name, held[name], optimizer_state or {}))
+        Shared(
+            name,
+            holders,
+            _state_bytes(name, held[name], optimizer_state or {}),
+            min(_step_seconds(held[name], blocks[holder], costs[holder], held) for holder in holders),
+        )
         for name, holders in _holders(blocks).items()
         if len(holders) > 1
     )
@@ -228,6 +239,12 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 def _state_bytes(name: str, tensor: Tensor, optimizer_state: Mapping[str, int]) -> int:
     """Return the bytes of a parameter, its gradient and its optimizer state, or of a buffer."""
     return bytes_of(tensor) * (1 + tensor.requires_grad) + optimizer_state.get(name, 0)
+
+
+def _step_seconds(tensor: Tensor, block: Block, cost: BlockCost, held: Mapping[str, Tensor]) -> float:
+    """Return the part of a block's optimizer step that is one parameter's, by its elements."""
+    trained = sum(held[name].numel() for name in block.holds if held[name].requires_grad)
+    return cost.optimizer_seconds * tensor.numel() / trained if tensor.requires_grad else 0.0
 
 
 def _holders(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:
