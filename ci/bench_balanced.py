@@ -21,6 +21,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,9 +96,7 @@ def measure(problem: Problem, rounds: int, steps: int) -> Measured:
                 training.go([core])
             turns.setdefault("beside another", []).append(one.wait())
             turns.setdefault("the other", []).append(other.wait())
-        return Measured(
-            problem, steps, turns, Balance.from_dict(balanced.end()), Balance.from_dict(equal.end())
-        )
+        return Measured(problem, steps, turns, Balance.from_dict(balanced.end()), Balance.from_dict(equal.end()))
 
 
 def layers_of(planned: StagePlan) -> list[list[int]]:
@@ -137,7 +136,7 @@ def train_with_equal_counts(problem: Problem, steps: int, paces: list[Pace]) -> 
 def equal_counts(profile: Profile, stages: int, *_: Any) -> tuple[Stage, ...]:
     """Return stages of equally many blocks, as far as that goes."""
     bounds = [len(profile.blocks) * stage // stages for stage in range(stages + 1)]
-    return tuple(Stage(first, last) for first, last in zip(bounds, bounds[1:], strict=False))
+    return tuple(Stage(first, last) for first, last in pairwise(bounds))
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class Stage:
         if not self.is_last:
             gradient = torch.empty_like(outputs)
             dist.recv(gradient, self.rank + 1)
-        outputs.backward(gradient)
+        torch.autograd.backward(outputs, gradient)
         if self.rank:
             assert inputs.grad is not None
             self.send(inputs.grad, self.rank - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class TransformerBlock(nn.Module):
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return activations of the same shape."""
         batch, length, width = x.shape
         split = (batch, length, 3, self.heads, width // self.heads)
         query, key, value = self.project(self.norm_1(x)).view(split).permute(2, 0, 3, 1, 4)
@@ -44,6 +46,7 @@ class Tokens(nn.Module):
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return (batch, length, width) for (batch, length)."""
         outputs: Tensor = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
         return outputs
 
@@ -62,6 +65,7 @@ class ResidualBlock(nn.Module):
             self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return activations."""
         outputs: Tensor = (self.way(x) + self.around(x)).relu()
         return outputs
 
@@ -131,7 +135,7 @@ class Task(Module):
         return self.problem.loader(self.steps)
 
 
-def gpt(width: int = 192, heads: int = 6, layers: int = 12, vocabulary: int = 4096, length: int = 128, batch: int = 16,
+def gpt(width: int = 192, heads: int = 6, layers: int = 12, vocabulary: int = 4096, length: int = 128, batch: int = 24,
         ) -> Problem:  # fmt: skip
     """Return a language model in the shape of GPT-2: equal blocks between an embedding and a head."""
 
@@ -148,7 +152,7 @@ def gpt(width: int = 192, heads: int = 6, layers: int = 12, vocabulary: int = 40
     return Problem("GPT", description, network, draw, torch.optim.AdamW, batch)
 
 
-def resnet(width: int = 32, blocks: int = 3, image: int = 32, batch: int = 32) -> Problem:
+def resnet(width: int = 32, blocks: int = 3, image: int = 32, batch: int = 64) -> Problem:
     """Return a residual network for small images: early blocks take longer, late ones have the weights."""
 
     def network() -> nn.Sequential:
@@ -175,7 +179,7 @@ def embedding(rows: int = 250_000, columns: int = 64, fields: int = 8, width: in
 
     def network() -> nn.Sequential:
         sizes = [fields * columns] + [width] * layers
-        hidden = [part for ends in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(*ends), nn.ReLU())]
+        hidden = [part for ends in pairwise(sizes) for part in (nn.Linear(*ends), nn.ReLU())]
         return nn.Sequential(nn.Embedding(rows, columns), nn.Flatten(), *hidden, nn.Linear(width, 10))
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
@@ -188,6 +192,8 @@ def embedding(rows: int = 250_000, columns: int = 64, fields: int = 8, width: in
 SIZES: dict[str, Callable[[], list[Problem]]] = {
     "real": lambda: [gpt(), resnet(), embedding()],
     "tiny": lambda: [
-        gpt(16, 2, 3, 20, 6, batch=4), resnet(4, 1, 8, batch=4), embedding(50, 4, 2, 8, 3, batch=4),
-    ],  # fmt: skip
+        gpt(16, 2, 3, 20, 6, batch=4),
+        resnet(4, 1, 8, batch=4),
+        embedding(50, 4, 2, 8, 3, batch=4),
+    ],
 }
