@@ -17,7 +17,7 @@ def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Op
     """Return the bytes of optimizer state of each parameter, by its name.
 
     A copy of the optimizer, without state, steps one parameter after the other on the meta device, where nothing is
-    allocated. An optimizer that cannot do this steps a copy of the parameter, with a gradient of zeros.
+    allocated. An optimizer that cannot do this steps a copy of the parameter; its gradient is zeros, dense or sparse.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     sizes: dict[str, int] = {}
@@ -32,18 +32,20 @@ def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Op
 
 
 def _stepped_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    for device in (torch.device("meta"), parameter.device):
-        values = torch.empty_like(parameter, device=device) if device.type == "meta" else parameter.detach().clone()
-        values.requires_grad_().grad = torch.zeros_like(values)
+    refusal: Exception | None = None
+    for kind in ("meta", "dense", "sparse"):
+        values = torch.empty_like(parameter, device="meta") if kind == "meta" else parameter.detach().clone()
+        gradient = torch.zeros_like(values)
+        values.requires_grad_().grad = gradient.to_sparse(1) if kind == "sparse" and values.dim() else gradient
         copied = _without_state(optimizer, [{**group, "params": [values]}])
         try:
             copied.step()
-        except (RuntimeError, NotImplementedError):
-            if device.type != "meta":
-                raise
+        except (RuntimeError, NotImplementedError) as error:
+            refusal = refusal if kind == "sparse" else error
             continue
         return sum(bytes_of(tensor) for tensor in tensors_in(list(copied.state.values())))
-    return 0
+    assert refusal is not None
+    raise refusal
 
 
 def time_steps(

@@ -144,6 +144,14 @@ def test_state_bytes_are_parameters_gradients_and_optimizer_state(kind):
     ]
 
 
+def test_an_optimizer_of_sparse_gradients_has_state_bytes():
+    module = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 2))
+    optimizer = torch.optim.SparseAdam(module[0].parameters())
+    first, _ = measure(module, torch.arange(8), [optimizer]).blocks
+    assert first.state_bytes == 20 * 6 * 4 * 4
+    assert first.optimizer_seconds > 0
+
+
 def test_a_frozen_parameter_has_no_gradient_and_no_state():
     module = nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10, affine=False))
     module[0].requires_grad_(False)
