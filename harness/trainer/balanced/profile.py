@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from harness.trainer.balanced.blocks import (
     same_random_numbers,
     tensors_in,
 )
+from harness.trainer.balanced.clock import computing_clock, median_seconds
 from harness.trainer.balanced.live_bytes import LiveBytes
 from harness.trainer.balanced.optimizer_state import time_steps
 from harness.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
@@ -115,13 +114,13 @@ def profile(
             def measure(
                 value: Any = value, block: Block = block, ours: set[int] = ours, index: int = index
             ) -> BlockProfile:
-                return _measure(block, value, inputs, ours, repeats, journeys, index)
+                return _measure(block, value, inputs, ours, device, repeats, journeys, index)
 
             named = {f"held.0.{name}": tensor for name, tensor in copies.items()}
             measured: BlockProfile = functional_call(Holder(module), named, (measure,))
             value = measured.outputs
             parameters = {id(held[name]): tensor for name, tensor in copies.items()}
-            steps = time_steps(optimizers, parameters, _clock(list(copies.values())), (repeats + 1) // 2)
+            steps = time_steps(optimizers, parameters, computing_clock(device), (repeats + 1) // 2)
             costs.append(
                 BlockCost(
                     name=block.name,
@@ -131,7 +130,7 @@ def profile(
                     output_bytes=sum(bytes_of(tensor) for tensor in tensors_in(value)),
                     forward_share=measured.forward / ((measured.forward + measured.backward) or 1.0),
                     transient_bytes=measured.transient_bytes,
-                    optimizer_seconds=_median(steps) if steps else 0.0,
+                    optimizer_seconds=median_seconds(steps),
                 )
             )
     ties = tuple(
@@ -148,7 +147,14 @@ def profile(
 
 
 def _measure(
-    block: Block, value: Any, inputs: Any, ours: set[int], repeats: int, journeys: Journeys, index: int
+    block: Block,
+    value: Any,
+    inputs: Any,
+    ours: set[int],
+    device: torch.device,
+    repeats: int,
+    journeys: Journeys,
+    index: int,
 ) -> BlockProfile:
     """Run the block: for what it keeps, for what is alive meanwhile, and ``repeats`` times for the time."""
     saved: dict[int, int] = {}
@@ -173,7 +179,7 @@ def _measure(
         _backward(outputs)
     del entering, outputs
 
-    clock = _clock(tensors_in(returned))
+    clock = computing_clock(device)
     forwards, backwards = [], []
     for _ in range(repeats):
         torch.clear_autocast_cache()  # each micro-batch casts the weights anew
@@ -186,7 +192,9 @@ def _measure(
         forwards.append((start, middle))
         backwards.append((middle, clock()))
         del entering, outputs
-    return BlockProfile(_median(forwards), _median(backwards), sum(saved.values()), live.peak - between, returned)
+    return BlockProfile(
+        median_seconds(forwards), median_seconds(backwards), sum(saved.values()), live.peak - between, returned
+    )
 
 
 def _arrived(value: Any) -> Any:
@@ -203,30 +211,6 @@ def _backward(outputs: Any) -> None:
     roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-
-
-def _clock(outputs: list[Tensor]) -> Callable[[], Any]:
-    """Return what takes the time: an event of the device's stream, or a clock of the cpu.
-
-    One thread's own time does not count when other processes have its core.
-    """
-    if not any(tensor.is_cuda for tensor in outputs):
-        return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-    def event() -> torch.cuda.Event:
-        recorded: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        recorded.record()
-        return recorded
-
-    return event
-
-
-def _median(spans: list[tuple[Any, Any]]) -> float:
-    """Return the median of the seconds between pairs of times."""
-    if not isinstance(spans[0][0], float):
-        spans[-1][1].synchronize()
-        return float(median(start.elapsed_time(end) / 1000 for start, end in spans))
-    return float(median(end - start for start, end in spans))
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
