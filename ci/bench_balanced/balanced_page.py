@@ -51,10 +51,16 @@ class Measured:
         triples = zip(self.turns["one"], self.turns["beside another"], self.turns["the other"], strict=True)
         return figure_interval([one.seconds / a.seconds + one.seconds / b.seconds for one, a, b in triples])
 
-    def busy(self, name: str) -> list[float]:
-        """Return the part of the time in which each rank computes."""
+    def busy(self, name: str) -> list[tuple[float, float]]:
+        """Return the seconds of a step that each rank computes, and which part of the step that is."""
         turns = self.turns[name]
-        return [median(turn.busy[rank] / turn.seconds for turn in turns) for rank in range(len(turns[0].busy))]
+        return [
+            (
+                median(turn.busy[rank] for turn in turns) / self.steps,
+                median(turn.busy[rank] / turn.seconds for turn in turns),
+            )
+            for rank in range(len(turns[0].busy))
+        ]
 
 
 @dataclass(frozen=True)
@@ -142,11 +148,11 @@ def page(every: Sequence[Measured], rounds: int, steps: int, loads: Sequence[flo
                [(one.problem.name, *(told(one.faster_than(name)) for name in ("one", "equal", "by hand")),
                  told(one.ceiling())) for one in every]),
         "",
-        "The part of the time in which each rank computes, transfers included; what is missing, it waits.",
+        "Seconds of a step in which each rank computes, by its processor's time, transfers included, and which part of",
+        "the step that is: in the rest it waits.",
         "",
         *table(("model", "one device", "balanced", "equal counts", "by hand"),
-               [(one.problem.name, *(", ".join(f"{busy:.0%}" for busy in one.busy(name)) for name in ALONE))
-                for one in every]),
+               [(one.problem.name, *(shares(one.busy(name)) for name in ALONE)) for one in every]),
     ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -188,6 +194,11 @@ def step_rows(measured: Measured) -> Iterator[tuple[str, ...]]:
             f"{predicted.bubble_share:.0%}",
             f"{found.bubble_share:.0%}",
         )
+
+
+def shares(busy: Sequence[tuple[float, float]]) -> str:
+    """Write the seconds in which each rank computes, and their part of a step."""
+    return ", ".join(f"{duration(seconds)} ({part:.0%})" for seconds, part in busy)
 
 
 def rate(one: FigureInterval) -> str:

@@ -135,7 +135,7 @@ class Task(Module):
         return self.problem.loader(self.steps)
 
 
-def gpt(width: int = 192, heads: int = 6, layers: int = 10, vocabulary: int = 4096, length: int = 128, batch: int = 32,
+def gpt(width: int = 160, heads: int = 5, layers: int = 8, vocabulary: int = 4096, length: int = 128, batch: int = 48,
         ) -> Problem:  # fmt: skip
     """Return a language model in the shape of GPT-2: equal blocks between an embedding and a head."""
 
