@@ -54,8 +54,20 @@ def time_steps(
     """Step copies of the optimizers, after a warm-up, and return what ``clock`` says before and after each time.
 
     ``copies`` has tensors by the ``id`` of the parameters that they stand for. Those without gradients are left out,
-    and none is changed. Nothing is returned where there is nothing to step.
+    and none is changed. Nothing is returned where there is nothing to step, or no memory for another copy.
     """
+    try:
+        stepping = _copies_to_step(optimizers, copies)
+        with _without_hooks():
+            spans = [_time_step(stepping, clock) for _ in range(repeats + 1)]
+    except torch.cuda.OutOfMemoryError:
+        return []
+    return spans[1:] if stepping else []
+
+
+def _copies_to_step(
+    optimizers: Sequence[torch.optim.Optimizer], copies: Mapping[int, Tensor]
+) -> list[torch.optim.Optimizer]:
     stepping = []
     for optimizer in optimizers:
         groups: list[dict[str, Any]] = []
@@ -64,14 +76,14 @@ def time_steps(
             groups.append({**group, "params": [_with_gradient(one) for one in own if one.grad is not None]})
         if any(group["params"] for group in groups):
             stepping.append(_without_state(optimizer, groups))
-    spans = []
-    with _without_hooks():
-        for _ in range(repeats + 1):
-            begin = clock()
-            for copied in stepping:
-                copied.step()
-            spans.append((begin, clock()))
-    return spans[1:] if stepping else []
+    return stepping
+
+
+def _time_step(stepping: Sequence[torch.optim.Optimizer], clock: Callable[[], Any]) -> tuple[Any, Any]:
+    begin = clock()
+    for copied in stepping:
+        copied.step()
+    return begin, clock()
 
 
 def _with_gradient(tensor: Tensor) -> Tensor:
