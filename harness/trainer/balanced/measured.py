@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from statistics import fmean, median
-from time import perf_counter
+from statistics import fmean
 from typing import Any
 
 import torch
 
+from harness.trainer.balanced.clock import computing_clock, median_seconds, wall_clock
 from harness.trainer.balanced.stages import BlockCost, Prediction, Shared, Stage, StagePlan
 
 KEPT = 256
@@ -19,13 +19,17 @@ KEPT = 256
 
 
 class StageClock:
-    """Measures what this stage computes, without what it waits for."""
+    """Measures what this stage computes, without what it waits for, and whole batches, with it."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.spans: dict[str, deque[tuple[Any, Any]]] = {
-            kind: deque(maxlen=KEPT) for kind in ("forward", "backward", "batch", "evaluation")
+        computing = computing_clock(device)
+        self.clocks = {
+            "forward": computing,
+            "backward": computing,
+            "batch": wall_clock(device),
+            "evaluation": computing,
         }
+        self.spans: dict[str, deque[tuple[Any, Any]]] = {kind: deque(maxlen=KEPT) for kind in self.clocks}
         self.disturbed = False
         """Whether what was measured so far took longer than usual: it counts only if nothing follows."""
 
@@ -36,26 +40,14 @@ class StageClock:
             self.disturbed = False
             for spans in self.spans.values():
                 spans.clear()
-        start = self._now()
+        clock = self.clocks[kind]
+        start = clock()
         yield
-        self.spans[kind].append((start, self._now()))
+        self.spans[kind].append((start, clock()))
 
     def seconds(self, kind: str) -> float:
         """Return the median of the last ones of this kind, 0 where there was none."""
-        spans = self.spans[kind]
-        if not spans:
-            return 0.0
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            return float(median(start.elapsed_time(end) / 1000 for start, end in spans))
-        return float(median(end - start for start, end in spans))
-
-    def _now(self) -> Any:
-        if self.device.type != "cuda":
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return median_seconds(self.spans[kind])
 
     def report(self) -> tuple[float, float]:
         """Return seconds of a micro-batch and seconds of a batch."""

@@ -1,8 +1,8 @@
-"""How many bytes of state an optimizer keeps for each parameter."""
+"""What optimizers cost: how many bytes of state they keep for each parameter, and how long a step takes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Op
     """Return the bytes of optimizer state of each parameter, by its name.
 
     A copy of the optimizer, without state, steps one parameter after the other on the meta device, where nothing is
-    allocated. An optimizer that cannot do this steps a copy of the parameter, with a gradient of zeros.
+    allocated. An optimizer that cannot do this steps a copy of the parameter; its gradient is zeros, dense or sparse.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     sizes: dict[str, int] = {}
@@ -32,25 +32,77 @@ def optimizer_state_bytes(module: nn.Module, optimizers: Sequence[torch.optim.Op
 
 
 def _stepped_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> int:
-    for device in (torch.device("meta"), parameter.device):
-        copied = object.__new__(type(optimizer))
-        copied.__dict__.update(optimizer.__dict__)
-        values = torch.empty_like(parameter, device=device) if device.type == "meta" else parameter.detach().clone()
-        values.requires_grad_().grad = torch.zeros_like(values)
-        copied.state = type(optimizer.state)(dict)
-        copied.param_groups = [{**group, "params": [values]}]
-        # Hooks, and a step that a scheduler has wrapped, are those of the original.
-        copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
-        copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
-        copied.__dict__.pop("step", None)
+    refusal: Exception | None = None
+    for kind in ("meta", "dense", "sparse"):
+        values = torch.empty_like(parameter, device="meta") if kind == "meta" else parameter.detach().clone()
+        gradient = torch.zeros_like(values)
+        values.requires_grad_().grad = gradient.to_sparse(1) if kind == "sparse" and values.dim() else gradient
+        copied = _without_state(optimizer, [{**group, "params": [values]}])
         try:
             copied.step()
-        except (RuntimeError, NotImplementedError):
-            if device.type != "meta":
-                raise
+        except (RuntimeError, NotImplementedError) as error:
+            refusal = refusal if kind == "sparse" else error
             continue
         return sum(bytes_of(tensor) for tensor in tensors_in(list(copied.state.values())))
-    return 0
+    assert refusal is not None
+    raise refusal
+
+
+def time_steps(
+    optimizers: Sequence[torch.optim.Optimizer], copies: Mapping[int, Tensor], clock: Callable[[], Any], repeats: int
+) -> list[tuple[Any, Any]]:
+    """Step copies of the optimizers, after a warm-up, and return what ``clock`` says before and after each time.
+
+    ``copies`` has tensors by the ``id`` of the parameters that they stand for. Those without gradients are left out,
+    and none is changed. Nothing is returned where there is nothing to step, or no memory for another copy.
+    """
+    try:
+        stepping = _copies_to_step(optimizers, copies)
+        with _without_hooks():
+            spans = [_time_step(stepping, clock) for _ in range(repeats + 1)]
+    except torch.cuda.OutOfMemoryError:
+        return []
+    return spans[1:] if stepping else []
+
+
+def _copies_to_step(
+    optimizers: Sequence[torch.optim.Optimizer], copies: Mapping[int, Tensor]
+) -> list[torch.optim.Optimizer]:
+    stepping = []
+    for optimizer in optimizers:
+        groups: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            own = [copies[id(parameter)] for parameter in group["params"] if id(parameter) in copies]
+            groups.append({**group, "params": [_with_gradient(one) for one in own if one.grad is not None]})
+        if any(group["params"] for group in groups):
+            stepping.append(_without_state(optimizer, groups))
+    return stepping
+
+
+def _time_step(stepping: Sequence[torch.optim.Optimizer], clock: Callable[[], Any]) -> tuple[Any, Any]:
+    begin = clock()
+    for copied in stepping:
+        copied.step()
+    return begin, clock()
+
+
+def _with_gradient(tensor: Tensor) -> Tensor:
+    values = tensor.detach().clone().requires_grad_()
+    values.grad = tensor.grad
+    return values
+
+
+def _without_state(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return a copy of an optimizer that has made no step, with these groups."""
+    copied: torch.optim.Optimizer = object.__new__(type(optimizer))
+    copied.__dict__.update(optimizer.__dict__)
+    copied.state = type(optimizer.state)(dict)
+    copied.param_groups = groups
+    # Hooks, and a step that a scheduler has wrapped, are those of the original.
+    copied._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+    copied._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+    copied.__dict__.pop("step", None)
+    return copied
 
 
 @contextmanager

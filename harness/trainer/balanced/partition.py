@@ -2,15 +2,17 @@
 
 With per-stage seconds t of one micro-batch, a step of m micro-batches takes Σt + (m − 1) · max t where all stages are
 alike, and the partition that makes this least is the one asked for. Σt is the same for every partition, so the least
-largest t is what is found; among those, the least largest peak memory.
+largest t is what is found; among those, the least largest peak memory. To t belongs 1/m of the seconds that a stage's
+optimizers take once a step: a stage has to do its share of both before the next step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
-from harness.trainer.balanced.stages import Profile, Shared, Stage
+from harness.trainer.balanced.stages import Profile, Stage
 from harness.trainer.errors import MisconfigurationError
 
 INFINITE = float("inf")
@@ -27,7 +29,13 @@ class StageCosts:
         self.names = [block.name for block in profile.blocks]
         self.stages, self.micro_batches = stages, micro_batches
         self._seconds = _sums([block.seconds for block in profile.blocks])
-        self._state = _once([block.state_bytes for block in profile.blocks], profile.ties)
+        self._optimizer = _once(
+            [block.optimizer_seconds for block in profile.blocks],
+            [(tie.blocks, tie.optimizer_seconds) for tie in profile.ties],
+        )
+        self._state = _once(
+            [block.state_bytes for block in profile.blocks], [(tie.blocks, tie.bytes) for tie in profile.ties]
+        )
         self._activations = _activations(profile, returned=True)
         self._working = _working(profile, self._activations)
         self._arriving = [0, *(block.output_bytes for block in profile.blocks)]
@@ -35,6 +43,10 @@ class StageCosts:
     def seconds(self, first: int, last: int) -> float:
         """Return the seconds of one micro-batch's forward and backward."""
         return self._seconds[first][last - first]
+
+    def optimizer_seconds(self, first: int, last: int) -> float:
+        """Return the seconds of the optimizers' step, once a batch."""
+        return self._optimizer[first][last - first]
 
     def peak_bytes(self, first: int, last: int, stage: int) -> int:
         """Return what the device of stage number ``stage`` holds at most.
@@ -74,11 +86,14 @@ def partition(
         )
     costs = StageCosts(profile, stages, micro_batches)
 
+    def share(first: int, last: int) -> float:
+        return costs.seconds(first, last) + costs.optimizer_seconds(first, last) / micro_batches
+
     def fits(first: int, last: int, stage: int) -> bool:
         return memory is None or costs.peak_bytes(first, last, stage) <= memory[stage]
 
     def seconds(first: int, last: int, stage: int) -> float:
-        return costs.seconds(first, last) if fits(first, last, stage) else INFINITE
+        return share(first, last) if fits(first, last, stage) else INFINITE
 
     slowest, found = _least_maximum(blocks, stages, seconds)
     if found is None:
@@ -87,7 +102,7 @@ def partition(
 
     def peak_bytes(first: int, last: int, stage: int) -> float:
         peak = costs.peak_bytes(first, last, stage)
-        return peak if costs.seconds(first, last) <= slowest and fits(first, last, stage) else INFINITE
+        return peak if share(first, last) <= slowest and fits(first, last, stage) else INFINITE
 
     _, lightest = _least_maximum(blocks, stages, peak_bytes)
     assert lightest is not None  # the partition that was found is one
@@ -163,15 +178,21 @@ def _sums(costs: Sequence[float]) -> list[list[float]]:
     return [list(accumulate(costs[first:], initial=0.0)) for first in range(len(costs))]
 
 
-def _once(costs: Sequence[int], shared: Sequence[Shared]) -> list[list[int]]:
-    """Return for each first block the sums over 0, 1, … blocks from it on, where what is shared counts once."""
+Cost = TypeVar("Cost", int, float)
+
+
+def _once(costs: Sequence[Cost], shared: Sequence[tuple[tuple[int, ...], Cost]]) -> list[list[Cost]]:
+    """Return for each first block the sums over 0, 1, … blocks from it on.
+
+    What is ``shared``, blocks and what each of them counts for it, counts once.
+    """
     sums = []
     for first in range(len(costs)):
         new = list(costs[first:])
-        for one in shared:
-            held = [block for block in one.blocks if block >= first]
+        for blocks, cost in shared:
+            held = [block for block in blocks if block >= first]
             for block in held[1:]:
-                new[block - first] -= one.bytes
+                new[block - first] -= cost
         sums.append(list(accumulate(new, initial=0)))
     return sums
 

@@ -46,7 +46,7 @@ def plan(
         micro_batches: How many; None: the best of all that divide the batch.
         step: What the module does with a micro-batch, such as its loss. None: its forward. The blocks are found in it,
             or they are what the module's ``configure_blocks()`` returns; see ``chain.py``.
-        optimizers: Of the module's parameters; their state counts. None given: it does not.
+        optimizers: Of the module's parameters; their state and steps count. None given: they do not.
         device: Where to measure. None: where the module's first parameter is.
 
     Raises:
@@ -97,7 +97,7 @@ def measure_chain(
         blocks = chain.runnable(interception, step)
         for count in sorted(counts, reverse=True):
             try:
-                profiles[count] = profile(module, blocks, split(batch, count)[0], device, state)
+                profiles[count] = profile(module, blocks, split(batch, count)[0], device, state, optimizers)
             except (RuntimeError, ValueError) as error:
                 refusal = error
     if not profiles:
@@ -112,7 +112,7 @@ def best_plan(
     memory: Sequence[int] | None = None,
     stages: Sequence[int] | None = None,
 ) -> StagePlan:
-    """Return the plan with the shortest simulated step.
+    """Return the plan with the shortest simulated step, that of the optimizers included.
 
     Args:
         profiles: One for each number of micro-batches.
@@ -143,7 +143,7 @@ def best_plan(
                 refusals[isinstance(refusal, DoesNotFitError), number, count] = refusal
     if not found:
         raise refusals[max(refusals)]
-    return min(found, key=lambda one: (one.predicted.step_seconds, max(one.predicted.stage_peak_bytes)))
+    return min(found, key=lambda one: (one.predicted.period_seconds, max(one.predicted.stage_peak_bytes)))
 
 
 def plan_stages(
@@ -157,6 +157,7 @@ def plan_stages(
     costs = StageCosts(measured, len(stages), micro_batches // replicas)
     unknown = Prediction(
         step_seconds=0.0,
+        optimizer_seconds=tuple(costs.optimizer_seconds(stage.first, stage.last) for stage in stages),
         stage_seconds=tuple(costs.seconds(stage.first, stage.last) for stage in stages),
         stage_peak_bytes=tuple(costs.peak_bytes(one.first, one.last, number) for number, one in enumerate(stages)),
         bubble_share=0.0,
@@ -171,7 +172,12 @@ def plan_stages(
         replicas,
     )
     schedule = planned.schedule()
-    predicted = replace(unknown, step_seconds=schedule.makespan, bubble_share=schedule.bubble_share)
+    predicted = replace(
+        unknown,
+        step_seconds=schedule.makespan,
+        bubble_share=schedule.bubble_share,
+        period_seconds=schedule.period(unknown.optimizer_seconds),
+    )
     return replace(planned, predicted=predicted)
 
 

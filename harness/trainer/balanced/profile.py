@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
-from time import perf_counter, thread_time
 from typing import Any
 
 import torch
@@ -22,7 +20,9 @@ from harness.trainer.balanced.blocks import (
     same_random_numbers,
     tensors_in,
 )
+from harness.trainer.balanced.clock import computing_clock, median_seconds
 from harness.trainer.balanced.live_bytes import LiveBytes
+from harness.trainer.balanced.optimizer_state import time_steps
 from harness.trainer.balanced.stages import BlockCost, Profile, Shared, Travelling
 from harness.trainer.precision_plugins import map_tensors
 
@@ -82,6 +82,7 @@ def profile(
     inputs: Any,
     device: torch.device,
     optimizer_state: Mapping[str, int] | None = None,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
     repeats: int = REPEATS,
 ) -> Profile:
     """Run each block forward and backward and return what it costs.
@@ -97,6 +98,7 @@ def profile(
         inputs: What the module is given, of one micro-batch. Each device has the batch: it is not counted.
         device: Where to run.
         optimizer_state: Bytes by the name of the parameter, see ``optimizer_state.py``. None: no state.
+        optimizers: Of the module's parameters; copies of them are stepped.
         repeats: Of the measurement of each block.
 
     """
@@ -112,11 +114,13 @@ def profile(
             def measure(
                 value: Any = value, block: Block = block, ours: set[int] = ours, index: int = index
             ) -> BlockProfile:
-                return _measure(block, value, inputs, ours, repeats, journeys, index)
+                return _measure(block, value, inputs, ours, device, repeats, journeys, index)
 
             named = {f"held.0.{name}": tensor for name, tensor in copies.items()}
             measured: BlockProfile = functional_call(Holder(module), named, (measure,))
             value = measured.outputs
+            parameters = {id(held[name]): tensor for name, tensor in copies.items()}
+            steps = time_steps(optimizers, parameters, computing_clock(device), (repeats + 1) // 2)
             costs.append(
                 BlockCost(
                     name=block.name,
@@ -126,10 +130,16 @@ def profile(
                     output_bytes=sum(bytes_of(tensor) for tensor in tensors_in(value)),
                     forward_share=measured.forward / ((measured.forward + measured.backward) or 1.0),
                     transient_bytes=measured.transient_bytes,
+                    optimizer_seconds=median_seconds(steps),
                 )
             )
     ties = tuple(
-        Shared(name, holders, _state_bytes(name, held[name], optimizer_state or {}))
+        Shared(
+            name,
+            holders,
+            _state_bytes(name, held[name], optimizer_state or {}),
+            min(_step_seconds(held[name], blocks[holder], costs[holder], held) for holder in holders),
+        )
         for name, holders in _holders(blocks).items()
         if len(holders) > 1
     )
@@ -137,7 +147,14 @@ def profile(
 
 
 def _measure(
-    block: Block, value: Any, inputs: Any, ours: set[int], repeats: int, journeys: Journeys, index: int
+    block: Block,
+    value: Any,
+    inputs: Any,
+    ours: set[int],
+    device: torch.device,
+    repeats: int,
+    journeys: Journeys,
+    index: int,
 ) -> BlockProfile:
     """Run the block: for what it keeps, for what is alive meanwhile, and ``repeats`` times for the time."""
     saved: dict[int, int] = {}
@@ -162,7 +179,7 @@ def _measure(
         _backward(outputs)
     del entering, outputs
 
-    clock = _clock(tensors_in(returned))
+    clock = computing_clock(device)
     forwards, backwards = [], []
     for _ in range(repeats):
         torch.clear_autocast_cache()  # each micro-batch casts the weights anew
@@ -175,7 +192,9 @@ def _measure(
         forwards.append((start, middle))
         backwards.append((middle, clock()))
         del entering, outputs
-    return BlockProfile(_median(forwards), _median(backwards), sum(saved.values()), live.peak - between, returned)
+    return BlockProfile(
+        median_seconds(forwards), median_seconds(backwards), sum(saved.values()), live.peak - between, returned
+    )
 
 
 def _arrived(value: Any) -> Any:
@@ -194,30 +213,6 @@ def _backward(outputs: Any) -> None:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
-def _clock(outputs: list[Tensor]) -> Callable[[], Any]:
-    """Return what takes the time: an event of the device's stream, or a clock of the cpu.
-
-    One thread's own time does not count when other processes have its core.
-    """
-    if not any(tensor.is_cuda for tensor in outputs):
-        return thread_time if torch.get_num_threads() == 1 else perf_counter
-
-    def event() -> torch.cuda.Event:
-        recorded: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        recorded.record()
-        return recorded
-
-    return event
-
-
-def _median(spans: list[tuple[Any, Any]]) -> float:
-    """Return the median of the seconds between pairs of times."""
-    if not isinstance(spans[0][0], float):
-        spans[-1][1].synchronize()
-        return float(median(start.elapsed_time(end) / 1000 for start, end in spans))
-    return float(median(end - start for start, end in spans))
-
-
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a parameter's values with gradients of their own, or a copy of a buffer."""
     if isinstance(tensor, nn.Parameter):
@@ -228,6 +223,12 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
 def _state_bytes(name: str, tensor: Tensor, optimizer_state: Mapping[str, int]) -> int:
     """Return the bytes of a parameter, its gradient and its optimizer state, or of a buffer."""
     return bytes_of(tensor) * (1 + tensor.requires_grad) + optimizer_state.get(name, 0)
+
+
+def _step_seconds(tensor: Tensor, block: Block, cost: BlockCost, held: Mapping[str, Tensor]) -> float:
+    """Return the part of a block's optimizer step that is one parameter's, by its elements."""
+    trained = sum(held[name].numel() for name in block.holds if held[name].requires_grad)
+    return cost.optimizer_seconds * tensor.numel() / trained if tensor.requires_grad else 0.0
 
 
 def _holders(blocks: Sequence[Block]) -> dict[str, tuple[int, ...]]:

@@ -37,6 +37,17 @@ class StageSchedule:
         available = self.stages * self.makespan
         return 1 - sum(box.end - box.start for box in self.boxes) / available if available else 0.0
 
+    def period(self, after: Sequence[float]) -> float:
+        """Return the seconds from this step's begin to the next one's.
+
+        Each stage has ``after`` seconds of work between its last backward and the next step's first forward.
+        """
+        own = [[box for box in self.boxes if box.stage == stage] for stage in range(self.stages)]
+        return max(
+            max(box.end for box in boxes) + more - min(box.start for box in boxes)
+            for boxes, more in zip(own, after, strict=True)
+        )
+
     def in_flight(self, stage: int) -> int:
         """Return the largest number of micro-batches that the stage keeps for backward at one time."""
         held = most = 0

@@ -19,15 +19,17 @@ class BlockCost:
     output_bytes: int  # what travels to the next block, for one micro-batch
     forward_share: float = 1 / 3  # of the seconds; a matrix product has one product forward and two backward
     transient_bytes: int = 0  # allocated within forward or backward, beyond what is there between them
+    optimizer_seconds: float = 0.0  # of the optimizers' step, once a batch
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Bytes that several blocks count, and that a device which holds several of these blocks has once."""
+    """What several blocks count, and a device which holds several of these blocks has once: bytes, and their step."""
 
     name: str
     blocks: tuple[int, ...]  # ascending
     bytes: int
+    optimizer_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Prediction:
     stage_seconds: tuple[float, ...]  # forward + backward of one micro-batch
     stage_peak_bytes: tuple[int, ...]
     bubble_share: float  # of the devices' time within a step, the part in which they wait: 0 to 1
+    optimizer_seconds: tuple[float, ...] = ()  # of each stage's optimizers, once a step
+    period_seconds: float = 0.0  # from a step's begin to the next one's, with the optimizers
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,19 @@ def test_costs_of_a_call_make_fewer_micro_batches_better():
     assert chosen[-1] == 1
 
 
+def test_optimizers_steps_are_part_of_what_is_balanced():
+    def planned(optimizer):
+        heavy = BlockCost("table", 1.0, 10, 100, 4, optimizer_seconds=optimizer)
+        return best_plan({4: Profile((heavy, *[BlockCost("layer", 1.0, 10, 100, 4)] * 5))}, 2)
+
+    assert planned(0.0).stages == (Stage(0, 3), Stage(3, 6))
+    stepping = planned(8.0)  # as long as two blocks' forwards and backwards of four micro-batches
+    assert stepping.stages == (Stage(0, 2), Stage(2, 6))
+    assert stepping.predicted.optimizer_seconds == (8.0, 0.0)
+    assert stepping.predicted.stage_seconds == (2.0, 4.0)
+    assert stepping.predicted.period_seconds >= 4 * 2.0 + 8.0
+
+
 def test_a_limit_is_met_with_more_micro_batches():
     profiles = made(24, 1000.0)
     # With two micro-batches the stage of two blocks has 2 × 100 bytes of state and 2 × 120 of activations.

@@ -24,7 +24,7 @@ def measure(module, batch=BATCH, optimizers=(), repeats=2):
     interception = chain.interception(module, CPU)
     state = optimizer_state_bytes(module, optimizers)
     with interception.installed():
-        return profile(module, chain.runnable(interception, module), batch, CPU, state, repeats)
+        return profile(module, chain.runnable(interception, module), batch, CPU, state, optimizers, repeats)
 
 
 def mixed():
@@ -144,6 +144,14 @@ def test_state_bytes_are_parameters_gradients_and_optimizer_state(kind):
     ]
 
 
+def test_an_optimizer_of_sparse_gradients_has_state_bytes():
+    module = nn.Sequential(nn.Embedding(20, 6, sparse=True), nn.Linear(6, 2))
+    optimizer = torch.optim.SparseAdam(module[0].parameters())
+    first, _ = measure(module, torch.arange(8), [optimizer]).blocks
+    assert first.state_bytes == 20 * 6 * 4 * 4
+    assert first.optimizer_seconds > 0
+
+
 def test_a_frozen_parameter_has_no_gradient_and_no_state():
     module = nn.Sequential(nn.Linear(6, 10, bias=False), nn.BatchNorm1d(10, affine=False))
     module[0].requires_grad_(False)
@@ -176,6 +184,30 @@ def test_tied_weights_are_noted_with_their_blocks():
     head.weight = embedding.weight
     measured = measure(nn.Sequential(embedding, nn.Linear(6, 6), head), torch.arange(8))
     assert [(tie.name, tie.blocks, tie.bytes) for tie in measured.ties] == [("0.weight", (0, 2), 20 * 6 * 4 * 2)]
+
+
+def test_tied_weights_are_stepped_once_a_stage():
+    embedding, head = nn.Embedding(20, 6), nn.Linear(6, 20, bias=False)
+    head.weight = embedding.weight
+    module = nn.Sequential(embedding, nn.Identity(), head)
+    measured = measure(module, torch.arange(8), [torch.optim.Adam(module.parameters())])
+    (tie,), (first, _, last) = measured.ties, measured.blocks
+    assert tie.optimizer_seconds == min(first.optimizer_seconds, last.optimizer_seconds) > 0
+    both = StageCosts(measured, 1, 1).optimizer_seconds(0, 3)
+    assert both == pytest.approx(max(first.optimizer_seconds, last.optimizer_seconds))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_what_has_more_weights_to_step_takes_longer(sparse):
+    # A gradient that is sparse has a few rows only, and so has its step.
+    module = nn.Sequential(nn.Embedding(100_000, 8, sparse=sparse), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    module[3].requires_grad_(False)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    large, small, none, frozen = measure(module, torch.arange(8), [optimizer], repeats=5).blocks
+    assert large.optimizer_seconds > 0 < small.optimizer_seconds
+    assert sparse or large.optimizer_seconds > small.optimizer_seconds  # 800,000 weights and 72
+    assert none.optimizer_seconds == frozen.optimizer_seconds == 0
+    assert not any(block.optimizer_seconds for block in measure(module, torch.arange(8)).blocks)
 
 
 def test_more_work_takes_longer():

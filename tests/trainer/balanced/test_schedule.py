@@ -49,6 +49,14 @@ def test_every_rule_is_kept(order, stage_times, micro_batches):
     assert schedule.bubble_share == pytest.approx(1 - busy / (stages * schedule.makespan))
 
 
+@given(st.integers(1, 9), st.lists(st.integers(0, 20), min_size=1, max_size=6))
+def test_a_stage_that_ends_early_steps_while_the_others_still_compute(micro_batches, after):
+    stages = len(after)
+    schedule = simulate([1.0] * stages, [2.0] * stages, micro_batches)
+    # Stage s begins s forwards late, and ends s backwards early.
+    assert schedule.period(after) == max(schedule.makespan - 3 * stage + more for stage, more in enumerate(after))
+
+
 @given(times, st.integers(1, 9))
 def test_1f1b_keeps_only_what_the_later_stages_have_not_returned(stage_times, micro_batches):
     forward, backward = zip(*stage_times, strict=True)

@@ -1,0 +1,143 @@
+"""Does the self-balancing trainer take what it predicts, and how much faster are two devices than one?
+
+    python ci/bench_balanced.py --report reports/balanced.md        # some eight minutes
+    python ci/bench_balanced.py --models GPT --rounds 4             # one model, printed
+
+Three models on two devices of one core each: a GPT, a ResNet, a perceptron with one huge embedding
+(``ci/bench_balanced/staged_models.py``). Of each model there are five trainings at a time, of which one computes while
+the others wait (``turns.py``): the trainer on one device, twice; balanced; balanced with the equal-count split in place
+of its own; and 1F1B written by hand (``by_hand.py``) with the split and micro-batches of balanced. In each round every
+one makes a few steps, and both trainings on one device make theirs once more at the same time: that is what the second
+core adds to the first. A ratio is that of one round; the table has its median and an interval of 95 %. Wants a quiet
+machine. Exits with 1 where a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "bench_balanced"))
+
+from balanced_page import Measured, missed_goals, page
+from by_hand import train_by_hand
+from staged_models import SIZES, Problem, Task
+from turns import CORES, WARM_UP, Pace, Training, Turn
+
+from harness.trainer import Trainer
+from harness.trainer.balanced import plan
+from harness.trainer.balanced.measured import Balance
+from harness.trainer.balanced.stages import Profile, Stage, StagePlan
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure each model, and print or write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="GPT, ResNet, embedding (default: all)")
+    parser.add_argument("--size", choices=SIZES, default="real")
+    parser.add_argument("--rounds", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--steps", type=int, default=3, help="of each training in a round (default: %(default)s)")
+    parser.add_argument("--report", type=Path, help="the file to write")
+    options = parser.parse_args(arguments)
+    if len(CORES) < 2:
+        parser.error(f"two devices of one core each need two cores, and this process may use {len(CORES)}")
+    torch.set_num_threads(1)  # and ranks are forked: there must be no other thread
+    problems = [one for one in SIZES[options.size]() if options.models is None or one.name in options.models]
+    loads = [os.getloadavg()[0]]
+    measured = []
+    for problem in problems:
+        print(f"{problem.name}: {problem.description}", file=sys.stderr, flush=True)
+        measured.append(measure(problem, options.rounds, options.steps))
+    loads.append(os.getloadavg()[0])
+    text = page(measured, options.rounds, options.steps, loads)
+    if options.report is not None:
+        options.report.write_text(text, encoding="utf-8")
+    print(text, end="")
+    return 1 if missed_goals(measured) else 0
+
+
+def measure(problem: Problem, rounds: int, steps: int) -> Measured:
+    """Let the trainings of a model take turns."""
+    every = WARM_UP + rounds * steps
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_trainings:
+
+        def begin(train: Callable[[list[Pace]], Any], ranks: int) -> Training:
+            training = Training(train, ranks, steps)
+            open_trainings.callback(training.close)
+            return training
+
+        one = begin(partial(train_on_one, problem, every + rounds * steps), 1)  # it has two turns a round
+        other = begin(partial(train_on_one, problem, every), 1)
+        balanced = begin(partial(train_balanced, problem, every), 2)
+        equal = begin(partial(train_with_equal_counts, problem, every), 2)
+        planned = Balance.from_dict(balanced.news).plan
+        by_hand = begin(
+            partial(train_by_hand, problem, layers_of(planned), planned.micro_batches, every, Path(folder)), 2
+        )
+        turns: dict[str, list[Turn]] = {}
+        for number in range(rounds):
+            cores = [CORES[number % 2], CORES[1 - number % 2]]  # one may be slower than the other
+            alone = {"one": one, "balanced": balanced, "equal": equal, "by hand": by_hand}
+            order = list(alone.items())
+            for name, training in order if number % 2 else reversed(order):
+                training.go(cores[: len(training.wires)])
+                turns.setdefault(name, []).append(training.wait())
+            for training, core in zip((one, other), cores, strict=True):
+                training.go([core])
+            turns.setdefault("beside another", []).append(one.wait())
+            turns.setdefault("the other", []).append(other.wait())
+        return Measured(problem, steps, turns, Balance.from_dict(balanced.end()), Balance.from_dict(equal.end()))
+
+
+def layers_of(planned: StagePlan) -> list[list[int]]:
+    """Return the numbers of the network's layers that each stage has."""
+    stages = []
+    for stage in planned.stages:
+        calls = [call for block in planned.blocks[stage.first : stage.last] for call in block.name.split(" + ")]
+        stages.append(list(dict.fromkeys(int(call.split(".")[1]) for call in calls)))
+    if len(set().union(*stages)) < sum(map(len, stages)):
+        raise SystemExit(f"Balanced cuts a layer in two, which is not written by hand: {stages}.")
+    return stages
+
+
+def train_on_one(problem: Problem, steps: int, paces: list[Pace]) -> None:
+    """Train on one device: whole batches."""
+    task = Task(problem, steps, lambda _, optimizer: paces[0].follow(optimizer))
+    Trainer(accelerator="cpu", max_steps=steps).fit(task)
+
+
+def train_balanced(problem: Problem, steps: int, paces: list[Pace]) -> dict[str, Any]:
+    """Train on two devices; return what was planned and measured."""
+
+    def begun(task: Task, optimizer: torch.optim.Optimizer) -> None:
+        paces[task.trainer.rank].follow(optimizer, lambda: task.trainer.balance.as_dict())
+
+    trainer = Trainer(gpus=2, distributed_backend="balanced", accelerator="cpu", max_steps=steps)
+    trainer.fit(Task(problem, steps, begun))
+    return trainer.balance.as_dict()  # type: ignore[no-any-return]
+
+
+def train_with_equal_counts(problem: Problem, steps: int, paces: list[Pace]) -> dict[str, Any]:
+    """Train on two devices with equally many blocks on each, and the best number of micro-batches for that."""
+    plan.partition = equal_counts  # this process is forked for this training alone
+    return train_balanced(problem, steps, paces)
+
+
+def equal_counts(profile: Profile, stages: int, *_: Any) -> tuple[Stage, ...]:
+    """Return stages of equally many blocks, as far as that goes."""
+    bounds = [len(profile.blocks) * stage // stages for stage in range(stages + 1)]
+    return tuple(Stage(first, last) for first, last in pairwise(bounds))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""What was measured of balanced, and the page that says so."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from staged_models import Problem
+from turns import Turn
+
+from harness.machine.hardware import cpu_model, usable_cores
+from harness.statistics.intervals import FigureInterval, figure_interval
+from harness.trainer.balanced.measured import Balance
+from harness.trainer.balanced.table import duration, size
+
+TIME, MEMORY = 0.15, 0.10
+"""How far predictions may be off."""
+
+FASTER = {"GPT": 1.6}
+"""How many times faster than one device, on which model."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A model's trainings: their turns of so many steps, one of each name a round, and what balanced says of itself.
+
+    ``beside another`` and ``the other`` are two trainings on one device each at the same time.
+    """
+
+    problem: Problem
+    steps: int
+    turns: dict[str, list[Turn]]
+    balanced: Balance
+    equal: Balance
+
+    def rate(self, name: str) -> FigureInterval:
+        """Return samples a second."""
+        samples = self.problem.batch_size * self.steps
+        return figure_interval([samples / turn.seconds for turn in self.turns[name]])
+
+    def faster_than(self, name: str) -> FigureInterval:
+        """Return how many times faster balanced is than another training of the same round."""
+        pairs = zip(self.turns[name], self.turns["balanced"], strict=True)
+        return figure_interval([other.seconds / own.seconds for other, own in pairs])
+
+    def ceiling(self) -> FigureInterval:
+        """Return how many times faster than one core two are that compute the same independently."""
+        triples = zip(self.turns["one"], self.turns["beside another"], self.turns["the other"], strict=True)
+        return figure_interval([one.seconds / a.seconds + one.seconds / b.seconds for one, a, b in triples])
+
+    def busy(self, name: str) -> list[tuple[float, float]]:
+        """Return the seconds of a step that each rank computes, and which part of the step that is."""
+        turns = self.turns[name]
+        return [
+            (
+                median(turn.busy[rank] for turn in turns) / self.steps,
+                median(turn.busy[rank] / turn.seconds for turn in turns),
+            )
+            for rank in range(len(turns[0].busy))
+        ]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What was to be reached, what was, and whether that is enough."""
+
+    text: str
+    reached: str
+    met: bool
+
+
+def goals(measured: Measured) -> Iterator[Goal]:
+    """Yield the goals of a model."""
+    name, plan, found = measured.problem.name, measured.balanced.plan, measured.balanced.measured
+    assert found is not None  # the trainings are over
+    errors = [
+        max((b / a - 1 for a, b in zip(predicted, taken, strict=True)), key=abs)
+        for predicted, taken in (
+            (plan.predicted.stage_seconds, found.stage_seconds),
+            (plan.predicted.stage_peak_bytes, found.stage_peak_bytes),
+        )
+    ]
+    yield Goal(f"{name}: each stage's time within {TIME:.0%}", f"{errors[0]:+.1%}", abs(errors[0]) <= TIME)
+    yield Goal(f"{name}: each stage's peak memory within {MEMORY:.0%}", f"{errors[1]:+.1%}", abs(errors[1]) <= MEMORY)
+    if name in FASTER:
+        faster = measured.faster_than("one")
+        yield Goal(f"{name}: × {FASTER[name]} over one device", told(faster), faster.value >= FASTER[name])
+    faster = measured.faster_than("equal")
+    yield Goal(f"{name}: not slower than the equal-count split", told(faster), faster.high >= 1)
+
+
+def missed_goals(every: Sequence[Measured]) -> list[Goal]:
+    """Return the goals that were not met."""
+    return [goal for measured in every for goal in goals(measured) if not goal.met]
+
+
+def told(one: FigureInterval) -> str:
+    """Write a ratio with its bounds."""
+    return f"× {one.value:.2f} ({one.low:.2f} … {one.high:.2f})"
+
+
+def page(every: Sequence[Measured], rounds: int, steps: int, loads: Sequence[float]) -> str:
+    """Return the page."""
+    lines = [
+        "# The self-balancing trainer on two devices",
+        "",
+        f"Made by `python ci/bench_balanced.py`: {rounds} rounds of {steps} steps. Torch {torch.__version__}, Python "
+        f"{platform.python_version()}, {usable_cores()} cores ({cpu_model()}), load averages of "
+        f"{' and '.join(f'{load:.1f}' for load in loads)} before and after. Each device is one core, float32, gloo.",
+        "",
+        *(f"- {one.problem.name}: {one.problem.description}." for one in every),
+        "",
+        "## Goals",
+        "",
+        *table(("goal", "reached", ""), [(g.text, g.reached, "met" if g.met else "missed") for g in
+                                         (goal for one in every for goal in goals(one))]),
+        "",
+        "## Predicted and measured",
+        "",
+        "*Time* is forward and backward of one micro-batch. Measured are the medians of training, in which both cores",
+        "are busy, and the peak of the first two steps; predicted is what the plan says, before.",
+        "",
+        *table(("model", "stage", "blocks", "time: predicted", "measured", "off by", "peak memory: predicted",
+                "measured", "off by"), [row for one in every for row in stage_rows(one)]),
+        "",
+        "*Step* is a batch without the optimizer's step. The simulated one knows no transfers.",
+        "",
+        *table(("model", "split", "micro-batches", "step: predicted", "measured", "bubble: predicted", "measured"),
+               [row for one in every for row in step_rows(one)]),
+        "",
+        "## Speed",
+        "",
+        "Samples a second. *Equal counts* is the same trainer with equally many blocks on each device, and the number",
+        "of micro-batches that is best for that. *By hand* is 1F1B with the split and micro-batches of balanced, by",
+        "plain `isend` and `recv`. Medians of the rounds, and the interval that holds the typical one 95 times in a",
+        "hundred.",
+        "",
+        *table(("model", "one device", "balanced", "equal counts", "by hand"),
+               [(one.problem.name, *(rate(one.rate(name)) for name in ALONE)) for one in every]),
+        "",
+        "Balanced over the others, by rounds. *Ceiling* is two trainings on one device each at the same time over one",
+        "alone: what the second core adds where nothing is exchanged and nobody waits.",
+        "",
+        *table(("model", "over one device", "over equal counts", "over by hand", "ceiling over one device"),
+               [(one.problem.name, *(told(one.faster_than(name)) for name in ("one", "equal", "by hand")),
+                 told(one.ceiling())) for one in every]),
+        "",
+        "Seconds of a step in which each rank computes, by its processor's time, transfers included, and which part of",
+        "the step that is: in the rest it waits.",
+        "",
+        *table(("model", "one device", "balanced", "equal counts", "by hand"),
+               [(one.problem.name, *(shares(one.busy(name)) for name in ALONE)) for one in every]),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+ALONE = ("one", "balanced", "equal", "by hand")
+
+
+def stage_rows(measured: Measured) -> Iterator[tuple[str, ...]]:
+    """Yield a row a stage."""
+    balance = measured.balanced
+    assert balance.measured is not None
+    predicted, found = balance.plan.predicted, balance.measured
+    for number, stage in enumerate(balance.plan.stages):
+        seconds = predicted.stage_seconds[number], found.stage_seconds[number]
+        peaks = predicted.stage_peak_bytes[number], found.stage_peak_bytes[number]
+        yield (
+            measured.problem.name,
+            str(number),
+            str(stage.last - stage.first),
+            *map(duration, seconds),
+            f"{seconds[1] / seconds[0] - 1:+.1%}",
+            *map(size, peaks),
+            f"{peaks[1] / peaks[0] - 1:+.1%}",
+        )
+
+
+def step_rows(measured: Measured) -> Iterator[tuple[str, ...]]:
+    """Yield a row for each split."""
+    for name, balance in (("balanced", measured.balanced), ("equal counts", measured.equal)):
+        predicted, found = balance.plan.predicted, balance.measured
+        assert found is not None
+        counts = " + ".join(str(stage.last - stage.first) for stage in balance.plan.stages)
+        yield (
+            measured.problem.name,
+            f"{name}: {counts} blocks",
+            str(balance.plan.micro_batches),
+            duration(predicted.step_seconds),
+            duration(found.step_seconds),
+            f"{predicted.bubble_share:.0%}",
+            f"{found.bubble_share:.0%}",
+        )
+
+
+def shares(busy: Sequence[tuple[float, float]]) -> str:
+    """Write the seconds in which each rank computes, and their part of a step."""
+    return ", ".join(f"{duration(seconds)} ({part:.0%})" for seconds, part in busy)
+
+
+def rate(one: FigureInterval) -> str:
+    """Write samples a second with their bounds."""
+    return f"{one.value:.4g} ({one.low:.4g} … {one.high:.4g})"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table in Markdown."""
+    return [
+        f"| {' | '.join(headers)} |",
+        f"|{'|'.join(' --- ' if place == 0 else ' --: ' for place in range(len(headers)))}|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]

@@ -1,0 +1,45 @@
+"""How seconds are taken on a device: by events of its stream, or by a clock of the cpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+
+Clock = Callable[[], Any]
+"""Returns a point in time, of which ``median_seconds`` takes two."""
+
+
+def computing_clock(device: torch.device) -> Clock:
+    """Return a clock for what this thread computes on a device.
+
+    One thread's own time does not count when other processes have its core: simulated devices may share cores.
+    """
+    if device.type != "cuda" and torch.get_num_threads() == 1:
+        return thread_time
+    return wall_clock(device)
+
+
+def wall_clock(device: torch.device) -> Clock:
+    """Return a clock that also counts waiting."""
+    return _event if device.type == "cuda" else perf_counter
+
+
+def median_seconds(spans: Iterable[tuple[Any, Any]]) -> float:
+    """Return the median of the seconds between pairs of points in time; 0 where there are none."""
+    spans = list(spans)
+    if not spans:
+        return 0.0
+    if isinstance(spans[0][0], float):
+        return float(median(end - start for start, end in spans))
+    spans[-1][1].synchronize()
+    return float(median(start.elapsed_time(end) / 1000 for start, end in spans))
+
+
+def _event() -> torch.cuda.Event:
+    recorded: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    recorded.record()
+    return recorded
