@@ -87,11 +87,10 @@ def find_data_flow(module: nn.Module, calls: Sequence[ModuleCall], step: Step, d
 
 @dataclass(frozen=True)
 class Change:
-    """The tensor of an id was changed in place within a call or after it; ``made_at`` is the call that it came from."""
+    """The tensor of an id was changed in place within a call or after it."""
 
     tensor: int
     call: int
-    made_at: int
 
 
 class Recorder(TorchFunctionMode):
@@ -112,6 +111,7 @@ class Recorder(TorchFunctionMode):
         self.made_at: Any = WeakTensorKeyDictionary()
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.changes: dict[int, list[Change]] = {}
+        self.since: dict[int, int] = {}
         self.spoiled: dict[int, int] = {}
 
     def standing_in(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,12 +188,13 @@ class Recorder(TorchFunctionMode):
         label = self.labels.get(tensor)
         if label is not None:
             return self.flow.journeys[label].differentiable
-        return isinstance(tensor, nn.Parameter) or tensor in self.from_weights
+        return isinstance(tensor, nn.Parameter) or tensor in self.from_weights or self._memory(tensor) in self.spoiled
 
     def _label(self, made: list[Tensor], differentiable: bool) -> None:
         for number, tensor in enumerate(made):
             label = self.labels[tensor] = self.position.label(number)
             self.made_at.setdefault(tensor, label.call)
+            self.since.setdefault(self._memory(tensor), label.call)
             floating = tensor.is_floating_point() or tensor.is_complex()
             self.flow.journeys[label] = Journey(max(label.call, 0), differentiable and floating)
 
@@ -219,7 +220,7 @@ class Recorder(TorchFunctionMode):
             self.flow.forbid(call, self.position.call, reason)
         for change in self.changes.get(key, ()):
             if change.tensor != id(tensor):
-                first = change.made_at if label is None else max(self.made_at[tensor], change.made_at)
+                first = self.since[key] if label is None else self.made_at[tensor]
                 last = self.position.call if label is None else change.call
                 reason = f"{self.flow.after(change.call)} changes a tensor in place that is used again by another name"
                 self.flow.forbid(first, last, reason)
@@ -231,7 +232,7 @@ class Recorder(TorchFunctionMode):
                 continue
             memory = self._memory(tensor)
             if tensor in self.labels:
-                self.changes.setdefault(memory, []).append(Change(id(tensor), call, self.made_at[tensor]))
+                self.changes.setdefault(memory, []).append(Change(id(tensor), call))
                 sharing = [one for one in self.labels if differentiable and self._memory(one) == memory]
                 for label in map(self.labels.__getitem__, sharing):
                     self.flow.journeys[label].differentiable = tensor.is_floating_point() or tensor.is_complex()
@@ -252,8 +253,8 @@ class Recorder(TorchFunctionMode):
         known = self.storages.get(key)
         if known is None or known() is None:  # another tensor had it before
             self.storages[key] = weakref.ref(storage)
-            self.changes.pop(key, None)
-            self.spoiled.pop(key, None)
+            for known_of in (self.changes, self.since, self.spoiled):
+                known_of.pop(key, None)
         return key
 
 

@@ -169,24 +169,25 @@ class Pipeline:
             with self.clock.measure("backward"):
                 self.precision.backward(loss)
         else:
-            departed = passed.departed
-            received = self.exchange.receive(shapes_of(departed), self.place.number + 1, forward=False)
+            received = self.exchange.receive_gradients(shapes_of(passed.departed), self.place.number + 1)
             # These are gradients of the oldest that is here: whatever was sent before it has been received as well.
             self.exchange.settle(forward=True, but=in_flight)
-            pairs = [(tensor, grad) for tensor, grad in zip(departed, received, strict=True) if tensor.requires_grad]
+            pairs = [
+                (tensor, gradient)
+                for tensor, gradient in zip(passed.departed, received, strict=True)
+                if tensor.requires_grad and gradient is not None
+            ]
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
                 with self.clock.measure("backward"):
                     torch.autograd.backward(tensors, gradients)
         if self.place.number:
-            sent = [
-                torch.zeros(shape, dtype=dtype, device=self.exchange.device) if gradient is None else gradient
-                for (shape, dtype), gradient, carried in zip(
-                    passed.arrived, passed.gradients, self.part.arriving, strict=True
-                )
-                if carried.differentiable
-            ]
-            self.exchange.send(sent, self.place.number - 1, forward=False)
+            sent = [place for place, carried in enumerate(self.part.arriving) if carried.differentiable]
+            self.exchange.send_gradients(
+                [passed.gradients[place] for place in sent],
+                [passed.arrived[place] for place in sent],
+                self.place.number - 1,
+            )
 
 
 MOST_PENDING = 16

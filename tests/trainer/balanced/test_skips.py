@@ -174,8 +174,20 @@ class TwoHeads(nn.Module):
         return 0.3 * outputs[0] + self.late(value)
 
 
+class Watched(TwoHeads):
+    """The head in the middle has no part in the loss: its weights have no gradient, so they do not decay."""
+
+    def forward(self, inputs):
+        value = inputs
+        for number, layer in enumerate(self.layers):
+            value = torch.tanh(layer(value))
+            if number == 1:
+                seen = self.early(value)
+        return self.late(value) + 0.1 * seen.detach()
+
+
 MODELS = {
-    UNet: 5, EncoderDecoder: 7, Dense: 5, Masked: 7, ThreeTimes: 5, InPlace: 6, Noisy: 4, TwoHeads: 6,
+    UNet: 5, EncoderDecoder: 7, Dense: 5, Masked: 7, ThreeTimes: 5, InPlace: 6, Noisy: 4, TwoHeads: 6, Watched: 6,
 }  # fmt: skip
 """And how many blocks each has: as many as calls of modules."""
 
@@ -212,7 +224,7 @@ def gradients_in_stages(module, chain, batch, firsts):
         pairs = [pair for pair in zip(departed, received, strict=True) if pair[0].requires_grad and pair[1] is not None]
         if pairs:
             torch.autograd.backward(*zip(*pairs, strict=True))
-        received = [grad for grad, one in zip(noted, part.arriving, strict=True) if one.differentiable]
+        received = [gradient for gradient, one in zip(noted, part.arriving, strict=True) if one.differentiable]
     return loss, {name: weight.grad for name, weight in module.named_parameters()}
 
 
@@ -332,7 +344,7 @@ class Task(Module):
         return {"mse": self.training_step(batch, batch_idx)}
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
     def train_dataloader(self):
         return DataLoader(self.data(), batch_size=self.batch_size)
@@ -343,7 +355,17 @@ class Task(Module):
 
 @pytest.mark.parametrize(
     ("kind", "devices"),
-    [(UNet, 2), (UNet, 3), (EncoderDecoder, 3), (Dense, 3), (Masked, 2), (ThreeTimes, 3), (InPlace, 3), (TwoHeads, 2)],
+    [
+        (UNet, 2),
+        (UNet, 3),
+        (EncoderDecoder, 3),
+        (Dense, 3),
+        (Masked, 2),
+        (ThreeTimes, 3),
+        (InPlace, 3),
+        (Watched, 2),
+        (TwoHeads, 2),
+    ],
 )
 def test_ranks_train_what_one_device_does(kind, devices):
     many, one = Task(kind), Task(kind, batch_size=2)
