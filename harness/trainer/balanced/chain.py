@@ -24,7 +24,7 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class CallRange:
-    """Consecutive calls from ``first`` on, up to the next block's first.
+    """Consecutive calls, with the code that follows them: places from ``first`` on, up to the next block's first.
 
     ``arriving`` are the tensors that it or a block after it uses, and that blocks before it have computed; ``holds``
     names the parameters and buffers that it uses.
@@ -48,7 +48,7 @@ class Chain:
         """Return the part of a step that is blocks ``first`` to ``last - 1``."""
         begin = self.blocks[first]
         if last == len(self.blocks):
-            return Part(begin.first, len(self.calls), begin.arriving, ())
+            return Part(begin.first, 2 * len(self.calls), begin.arriving, ())
         return Part(begin.first, self.blocks[last].first, begin.arriving, self.blocks[last].arriving)
 
     def holds(self, first: int, last: int) -> frozenset[str]:
@@ -99,9 +99,9 @@ def find_chain(
             calls = open_up(calls, sum(parameter.numel() for parameter in module.parameters()) / devices)
         flow = find_data_flow(module, calls, step, device) if calls else DataFlow(())
     _keep_buffers_together(flow, calls)
-    starts = [first for first in range(len(calls)) if first not in flow.obstacles]
+    starts = flow.cuts() if calls else []
     if len(starts) < (devices if least is None else least):
-        reasons = "; ".join(dict.fromkeys(flow.obstacles.values()))
+        reasons = "; ".join(flow.reasons())
         raise MisconfigurationError(
             f"{type(module).__name__} can be cut into {len(starts)} blocks ({_names(starts, calls)}), too few for "
             f"{devices} devices{f': {reasons}' if reasons else ''}. Use fewer gpus, or return from configure_blocks "
@@ -116,21 +116,27 @@ def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
     for number, call in enumerate(calls):
         if next(call.module.buffers(), None) is not None:
             begin = first.setdefault(id(call.module), number)
-            flow.forbid(begin, number, f"{call.name} has buffers and is called more than once")
+            flow.forbid(2 * begin, 2 * number, f"{call.name} has buffers and is called more than once")
 
 
 def _blocks(module: nn.Module, starts: list[int], calls: list[ModuleCall], flow: DataFlow) -> Iterator[CallRange]:
     tensors = held_tensors(module)
     in_calls = {id(tensor) for call in calls for tensor in held_tensors(call.module).values()}
-    for first, last in pairwise((*starts, len(calls))):
-        own = [call.module for call in calls[first:last]]
-        needed = {id(tensor) for part in own for tensor in held_tensors(part).values()}.union(*flow.weights[first:last])
+    for first, last in pairwise((*starts, flow.end)):
+        own = _calls_at(calls, first, last)
+        needed = {id(tensor) for call in own for tensor in held_tensors(call.module).values()}
+        needed = needed.union(*flow.weights[first:last])
         names = {name for name, tensor in tensors.items() if id(tensor) in needed or id(tensor) not in in_calls}
-        yield CallRange(" + ".join(call.name for call in calls[first:last]), first, flow.live(first), frozenset(names))
+        yield CallRange(" + ".join(call.name for call in own), first, flow.live(first), frozenset(names))
+
+
+def _calls_at(calls: list[ModuleCall], first: int, last: int) -> list[ModuleCall]:
+    """Return the calls at places ``first`` to ``last - 1``."""
+    return calls[(first + 1) // 2 : (last + 1) // 2]
 
 
 def _names(starts: list[int], calls: list[ModuleCall]) -> str:
-    groups = [calls[first:last] for first, last in pairwise((*starts, len(calls)))]
+    groups = [_calls_at(calls, first, last) for first, last in pairwise((*starts, 2 * len(calls)))]
     return (
         ", ".join(" + ".join(call.name or "the module itself" for call in group) for group in groups)
         or "it calls no module"

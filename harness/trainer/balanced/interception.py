@@ -58,7 +58,7 @@ class Interception:
     ) -> None:
         self.calls, self.device, self.drawn = list(calls), device, drawn
         self.remembered: dict[Any, Skipped] | None = {} if remember else None
-        self.part = Part(0, len(self.calls))
+        self.part = Part(0, 2 * len(self.calls))
         self.inputs: Sequence[Tensor] = ()
         self.wanted: set[Label] = set()
         self.tensors: dict[Label, Tensor] = {}
@@ -93,7 +93,8 @@ class Interception:
             return over.departing
         finally:
             self.active, self.inputs, self.tensors = False, (), {}
-        if part.first < len(self.calls) and (part.last < len(self.calls) or self.next_call <= part.first):
+        end = 2 * len(self.calls)
+        if part.first < end and (part.last < end or 2 * self.next_call <= part.first):
             raise MisconfigurationError(
                 f"The step ended without a call of {self.calls[self.next_call][0]}, which it made when the blocks "
                 f"were found: balanced needs the same calls for every batch, in training and validation. {ADVICE}"
@@ -103,7 +104,7 @@ class Interception:
     def note_operation(self, func: Any, outputs: Any) -> Any:
         """Note an operation between calls, and return its outputs, those drawn by another stage without values."""
         self.position.pass_operation(func)
-        if self.position.call < self.part.first > 0 and self.position.label(0) in self.drawn:
+        if self.position.place < self.part.first > 0 and self.position.label(0) in self.drawn:
             outputs = map_tensors(lambda tensor: Elsewhere.like(tensor, self.device), outputs)
         self._note(outputs)
         return outputs
@@ -120,19 +121,25 @@ class Interception:
                 return forward(*args, **kwargs)
             number = self._count(module)
             with self._aside():  # a block that is called inside another one is part of it
-                if number == self.part.first:
-                    self._take_in()
-                if number == self.part.last:
-                    raise StageOver(self._departing())
                 self.position.enter(number)
-                if number < self.part.first:
+                self._begin_or_end()
+                if self.position.place < self.part.first:
                     outputs = self._skip(number, forward, args, kwargs)
                 else:
                     outputs = forward(*args, **kwargs)
-            self._note(outputs)
+                self._note(outputs)
+                self.position.leave()
+                self._begin_or_end()
             return outputs
 
         return stand_in
+
+    def _begin_or_end(self) -> None:
+        """Take in what arrives where the part begins, and end the step where the part ends."""
+        if self.position.place == self.part.first:
+            self._take_in()
+        if self.position.place == self.part.last:
+            raise StageOver(self._departing())
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
@@ -152,7 +159,8 @@ class Interception:
         """Return the number of this call; calls that a batch leaves out are passed over, but not where stages meet."""
         left_out = range(self.next_call, len(self.calls))
         number = next((number for number in left_out if self.calls[number][1] is module), None)
-        if number is None or any(meets in range(self.next_call, number) for meets in (self.part.first, self.part.last)):
+        meets = {place // 2 for place in (self.part.first, self.part.last)}
+        if number is None or meets.intersection(range(self.next_call, number)):
             called = next(name for name, one in self.calls if one is module)
             expected = self.calls[self.next_call][0] if left_out else "no other block"
             raise MisconfigurationError(
@@ -210,9 +218,9 @@ class Interception:
     def _changed(self, carried: Carried) -> str:
         call = carried.label.call
         return (
-            f"What {self.calls[self.part.last][0] if self.part.last < len(self.calls) else 'the step'} needs of "
-            f"{self.calls[call][0] if call >= 0 else 'the begin of the step'} is not computed as it was when the "
-            "blocks were found: balanced needs the same data flow for every batch, in training and validation."
+            f"What later blocks use of {self.calls[call][0] if call >= 0 else 'the begin of the step'}, or of the code "
+            "after it, is not computed as it was when the blocks were found: balanced needs the same data flow for "
+            "every batch, in training and validation."
         )
 
 

@@ -17,18 +17,36 @@ class Label(NamedTuple):
     operation: str
     output: int
 
+    @property
+    def place(self) -> int:
+        """The place where it is computed, see ``Position``."""
+        return 2 * self.call + bool(self.operation)
+
 
 class Position:
-    """Where a step is: after, or in, call number ``call``, and at which operation after it."""
+    """Where a step is: in call number ``call`` or after it, and at which operation.
+
+    Places are numbered: call c is place 2c, the code that follows it 2c + 1, and the code before all calls -1.
+    """
 
     def __init__(self) -> None:
         self.call, self.operation = -1, ""
+        self.inside = False
         self._counts: Counter[str] = Counter()
 
     def enter(self, call: int) -> None:
         """Note that a call begins."""
-        self.call, self.operation = call, ""
+        self.call, self.operation, self.inside = call, "", True
         self._counts.clear()
+
+    def leave(self) -> None:
+        """Note that the call ends."""
+        self.inside = False
+
+    @property
+    def place(self) -> int:
+        """The number of the place."""
+        return 2 * self.call + (not self.inside)
 
     def pass_operation(self, func: Any) -> None:
         """Note an operation; those of one name are numbered, so that others may be left out, or added."""
@@ -51,10 +69,7 @@ class Carried:
 
 @dataclass(frozen=True)
 class Part:
-    """The calls ``first`` to ``last - 1`` of a step, what arrives before them, and what departs after them.
-
-    Code between two calls belongs to the first of them.
-    """
+    """The places ``first`` to ``last - 1`` of a step, what arrives before them, and what departs after them."""
 
     first: int
     last: int

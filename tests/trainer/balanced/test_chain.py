@@ -220,18 +220,18 @@ def stashing():
 OBSTACLES = {
     "values": (
         Measuring,
-        "entry, layers.0 \\+ layers.1 \\+ head",
+        "entry, layers.0, layers.1 \\+ head",
         "layers.0 or the code after it takes values .* \\(item\\)",
     ),
     "attribute": (stashing, "entry, layers.0 \\+ layers.1, head", "layers.0 makes a tensor .* does not return"),
     "filled": (
         Filling,
-        "entry, layers.0 \\+ layers.1 \\+ head",
+        "entry, layers.0, layers.1 \\+ head",
         "layers.0 or the code after it changes a tensor in place that no block has computed",
     ),
     "buffer": (
         Centering,
-        "entry \\+ layers.0 \\+ layers.1 \\+ head",
+        "entry, layers.0 \\+ layers.1 \\+ head",
         "layers.0 or the code after it changes center in place",
     ),
     "half": (

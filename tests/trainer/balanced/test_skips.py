@@ -384,13 +384,14 @@ def test_what_crosses_a_cut_is_counted_with_what_only_passes_through():
     module, batch = UNet(), torch.randn(6, 4)
     found = plan(module, batch, 2, micro_batches=1)
     first, second = 6 * 2 * 4 * 4, 6 * 4 * 2 * 4  # bytes of the encoders' features, of lengths 4 and 2
-    # What a decoder uses is enlarged, and joined with features, by the code after the call before.
+    middle, decoded = 6 * 4 * 1 * 4, 6 * 2 * 2 * 4
+    # Features are cut before they are pooled, and decoders' inputs before they are enlarged and joined: that is least.
     assert [block.output_bytes for block in found.blocks] == [
-        first + 6 * 2 * 2 * 4,
-        first + second + 6 * 4 * 1 * 4,
-        first + second + 6 * 4 * 2 * 4,
-        first + 6 * 2 * 4 * 4,
+        first,
+        first + second,
+        first + second + middle,
+        first + decoded,
         6 * 4 * 4,
     ]
-    passing = next(one for one in find_profile(module, batch).travelling if one.enters == (1, 2, 3))
-    assert (passing.bytes, passing.leaves) == (first, (0, 1, 2))
+    passing = next(one for one in find_profile(module, batch).travelling if one.enters == (2, 3, 4))
+    assert (passing.bytes, passing.leaves) == (first, (1, 2, 3))
