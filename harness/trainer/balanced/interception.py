@@ -208,6 +208,8 @@ class Interception:
             if not isinstance(tensor, Elsewhere):
                 raise MisconfigurationError(self._changed(carried))
             tensor.become(value)
+        departing = {carried.label for carried in self.part.departing}
+        self.tensors = {label: tensor for label, tensor in self.tensors.items() if label in departing}
 
     def _departing(self) -> list[Tensor]:
         for carried in self.part.departing:
