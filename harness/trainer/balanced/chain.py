@@ -14,7 +14,9 @@ from torch import nn
 
 from harness.trainer.balanced.blocks import Block, held_tensors
 from harness.trainer.balanced.calls import ModuleCall, calls_of, open_up, record_calls
-from harness.trainer.balanced.data_flow import DataFlow, find_data_flow
+from harness.trainer.balanced.data_flow import DataFlow
+from harness.trainer.balanced.flow_recorder import record_data_flow
+from harness.trainer.balanced.hidden_flow import find_obstacles
 from harness.trainer.balanced.interception import Interception
 from harness.trainer.balanced.labels import Carried, Label, Part
 from harness.trainer.errors import MisconfigurationError
@@ -81,11 +83,11 @@ def find_chain(
     declared: Sequence[nn.Module] | None = None,
     least: int | None = None,
 ) -> Chain:
-    """Run ``step`` and parts of it, and return its blocks.
+    """Run ``step`` and return its blocks.
 
     Blocks are calls of modules: those ``declared``, or else the largest ones of which none has more than a device's
-    share of the weights. Calls between which the step cannot be cut, see ``data_flow.py``, become one. Parameters and
-    buffers are not changed, and random numbers are drawn as if nothing had run.
+    share of the weights. Calls between which the step cannot be cut become one, see ``flow_recorder.py``. Parameters
+    and buffers are not changed, and random numbers are drawn as if nothing had run.
 
     Raises:
         MisconfigurationError: There are fewer blocks than ``least``; None: than devices.
@@ -97,7 +99,9 @@ def find_chain(
             calls = calls_of(calls, declared)
         else:
             calls = open_up(calls, sum(parameter.numel() for parameter in module.parameters()) / devices)
-        flow = find_data_flow(module, calls, step, device) if calls else DataFlow(())
+        flow = record_data_flow(module, calls, step) if calls else DataFlow(())
+        named, drawn = [(call.name, call.module) for call in calls], frozenset(flow.drawn)
+        find_obstacles(flow, Interception(named, device, drawn, remember=False), step)
     _keep_buffers_together(flow, calls)
     starts = flow.cuts() if calls else []
     if len(starts) < (devices if least is None else least):
@@ -107,7 +111,7 @@ def find_chain(
             f"{devices} devices{f': {reasons}' if reasons else ''}. Use fewer gpus, or return from configure_blocks "
             "modules that every step calls one after the other."
         )
-    return Chain(tuple(flow.calls), tuple(_blocks(module, starts, calls, flow)), frozenset(flow.drawn))
+    return Chain(tuple(flow.calls), tuple(_blocks(module, starts, calls, flow)), drawn)
 
 
 def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
