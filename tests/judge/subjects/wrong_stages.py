@@ -64,8 +64,8 @@ def sum_of_micro_batches(job):
     """Losses of micro-batches are added."""
     backward = pipeline.Pipeline._backward
 
-    def undivided(self, passed, loss):
-        backward(self, passed, None if loss is None else loss * self.micro_batches)
+    def undivided(self, passed, loss, in_flight):
+        backward(self, passed, None if loss is None else loss * self.micro_batches, in_flight)
 
     pipeline.Pipeline._backward = undivided
 
