@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
 
-from harness.trainer.balanced.blocks import Block, held_tensors, tensors_in
-from harness.trainer.balanced.calls import Interception, ModuleCall, Part, calls_of, open_up, record_calls
-from harness.trainer.balanced.elsewhere import is_missing
+from harness.trainer.balanced.blocks import Block, held_tensors
+from harness.trainer.balanced.calls import ModuleCall, calls_of, open_up, record_calls
+from harness.trainer.balanced.data_flow import DataFlow
+from harness.trainer.balanced.flow_recorder import record_data_flow
+from harness.trainer.balanced.hidden_flow import find_obstacles
+from harness.trainer.balanced.interception import Interception
+from harness.trainer.balanced.labels import Carried, Label, Part
 from harness.trainer.errors import MisconfigurationError
 
 Step = Callable[[], Any]
@@ -22,30 +26,31 @@ Step = Callable[[], Any]
 
 @dataclass(frozen=True)
 class CallRange:
-    """Consecutive calls from ``first`` on, up to the next block's first.
+    """Consecutive calls, with the code that follows them: places from ``first`` on, up to the next block's first.
 
-    ``arriving`` numbers the tensors among the arguments of its first call that come from the block before; ``holds``
+    ``arriving`` are the tensors that it or a block after it uses, and that blocks before it have computed; ``holds``
     names the parameters and buffers that it uses.
     """
 
     name: str
     first: int
-    arriving: tuple[int, ...]
+    arriving: tuple[Carried, ...]
     holds: frozenset[str]
 
 
 @dataclass(frozen=True)
 class Chain:
-    """The blocks of a step; ``calls`` names the module of each call that blocks are made of."""
+    """The blocks of a step; ``calls`` names the modules of the calls that they are made of."""
 
     calls: tuple[str, ...]
     blocks: tuple[CallRange, ...]
+    drawn: frozenset[Label] = frozenset()
 
     def part(self, first: int, last: int) -> Part:
         """Return the part of a step that is blocks ``first`` to ``last - 1``."""
         begin = self.blocks[first]
         if last == len(self.blocks):
-            return Part(begin.first, len(self.calls), begin.arriving, ())
+            return Part(begin.first, 2 * len(self.calls), begin.arriving, ())
         return Part(begin.first, self.blocks[last].first, begin.arriving, self.blocks[last].arriving)
 
     def holds(self, first: int, last: int) -> frozenset[str]:
@@ -67,17 +72,7 @@ class Chain:
     def interception(self, module: nn.Module, device: torch.device) -> Interception:
         """Return what runs parts of the steps of ``module``."""
         modules = dict(module.named_modules())
-        return Interception([(name, modules[name]) for name in self.calls], device, remember=True)
-
-
-@dataclass
-class _Start:
-    """A block that may begin at call ``first``: what could travel to it, and what it turned out to need."""
-
-    first: int
-    inputs: list[Tensor] = field(default_factory=list)
-    arriving: tuple[int, ...] = ()
-    used: frozenset[int] = frozenset()
+        return Interception([(name, modules[name]) for name in self.calls], device, self.drawn)
 
 
 def find_chain(
@@ -88,12 +83,11 @@ def find_chain(
     declared: Sequence[nn.Module] | None = None,
     least: int | None = None,
 ) -> Chain:
-    """Run ``step`` and parts of it, and return its blocks.
+    """Run ``step`` and return its blocks.
 
     Blocks are calls of modules: those ``declared``, or else the largest ones of which none has more than a device's
-    share of the weights. Where a later block needs more than its own arguments from earlier ones, as with a skip
-    connection around it, the blocks in between become one. Parameters and buffers are not changed, and random numbers
-    are drawn as if nothing had run.
+    share of the weights. Calls between which the step cannot be cut become one, see ``flow_recorder.py``. Parameters
+    and buffers are not changed, and random numbers are drawn as if nothing had run.
 
     Raises:
         MisconfigurationError: There are fewer blocks than ``least``; None: than devices.
@@ -105,106 +99,48 @@ def find_chain(
             calls = calls_of(calls, declared)
         else:
             calls = open_up(calls, sum(parameter.numel() for parameter in module.parameters()) / devices)
-        starts, reason = _cut(module, step, calls, device) if calls else ([], None)
-    starts = _joined(starts, calls)
+        flow = record_data_flow(module, calls, step) if calls else DataFlow(())
+        named, drawn = [(call.name, call.module) for call in calls], frozenset(flow.drawn)
+        find_obstacles(flow, Interception(named, device, drawn, remember=False), step)
+    _keep_buffers_together(flow, calls)
+    starts = flow.cuts() if calls else []
     if len(starts) < (devices if least is None else least):
+        reasons = "; ".join(flow.reasons())
         raise MisconfigurationError(
             f"{type(module).__name__} can be cut into {len(starts)} blocks ({_names(starts, calls)}), too few for "
-            f"{devices} devices: use fewer gpus, or return from configure_blocks the modules that the step calls one "
-            f"after the other, each on the output of the one before.{f' ({reason})' if reason else ''}"
-        ) from reason
-    return Chain(tuple(call.name for call in calls), tuple(_blocks(module, starts, calls)))
+            f"{devices} devices{f': {reasons}' if reasons else ''}. Use fewer gpus, or return from configure_blocks "
+            "modules that every step calls one after the other."
+        )
+    return Chain(tuple(flow.calls), tuple(_blocks(module, starts, calls, flow)), drawn)
 
 
-def _cut(
-    module: nn.Module, step: Step, calls: list[ModuleCall], device: torch.device
-) -> tuple[list[_Start], Exception | None]:
-    """Return where blocks can begin, and the last reason why one could not."""
-    interception = Interception([(call.name, call.module) for call in calls], device, remember=False)
-    starts, last, reason = [_Start(0)], 1, None
-    with interception.installed():
-        while True:
-            start = starts[-1]
-            part = Part(start.first, last, None if start.first else (), None if last < len(calls) else ())
-            interception.inputs = start.inputs
-            try:
-                with Uses(interception) as uses:
-                    outputs = interception.run(part, start.inputs, step)
-                start.arriving, start.used = interception.used_inputs if start.first else (), frozenset(uses.seen)
-                complete = last < len(calls) or not any(map(is_missing, tensors_in(outputs)))
-                fault = None
-            except Exception as error:
-                complete, fault = False, error
-            if start.first and any(is_missing(start.inputs[number]) for number in interception.used_inputs):
-                # The block before had not been given what this one needs.
-                starts.pop()
-                starts.pop()
-                last, reason = start.first, fault
-            elif start.first and not (complete and start.arriving):
-                starts.pop()  # what follows needs more than what travels here
-                reason = fault
-            elif fault is not None:
-                raise fault
-            elif last == len(calls):
-                return starts, reason
-            else:
-                starts.append(_Start(last, outputs))
-                last += 1
-
-
-class Uses(TorchFunctionMode):
-    """Notes the tensors that a part of a step computes with, by id."""
-
-    def __init__(self, interception: Interception) -> None:
-        super().__init__()
-        self.interception = interception
-        self.seen: set[int] = set()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Note the tensors in the arguments, unless the result is for another stage."""
-        tensors = tensors_in((args, kwargs or {}))
-        if not self.interception.skipping and not any(map(is_missing, tensors)):
-            self.seen.update(map(id, tensors))
-        return func(*args, **(kwargs or {}))
-
-
-def _joined(starts: list[_Start], calls: list[ModuleCall]) -> list[_Start]:
-    """Return the starts without those that would part two calls of one module with buffers: one stage has them."""
-    spans: dict[int, list[int]] = {}
+def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
+    """Forbid cuts between two calls of one module with buffers: one stage has them."""
+    first: dict[int, int] = {}
     for number, call in enumerate(calls):
         if next(call.module.buffers(), None) is not None:
-            spans.setdefault(id(call.module), []).append(number)
-    parted = [start for start in starts if any(numbers[0] < start.first <= numbers[-1] for numbers in spans.values())]
-    kept: list[_Start] = []
-    for start in starts:
-        if start in parted and kept:
-            kept[-1].used |= start.used
-        else:
-            kept.append(start)
-    return kept
+            begin = first.setdefault(id(call.module), number)
+            flow.forbid(2 * begin, 2 * number, f"{call.name} has buffers and is called more than once")
 
 
-def _blocks(module: nn.Module, starts: list[_Start], calls: list[ModuleCall]) -> Iterator[CallRange]:
+def _blocks(module: nn.Module, starts: list[int], calls: list[ModuleCall], flow: DataFlow) -> Iterator[CallRange]:
     tensors = held_tensors(module)
-    in_calls = {id(tensor) for call in calls for tensor in (*call.module.parameters(), *call.module.buffers())}
-    for start, last in zip(starts, _lasts(starts, calls), strict=True):
-        own = [call.module for call in calls[start.first : last]]
-        needed = {id(tensor) for part in own for tensor in (*part.parameters(), *part.buffers())} | start.used
+    in_calls = {id(tensor) for call in calls for tensor in held_tensors(call.module).values()}
+    for first, last in pairwise((*starts, flow.end)):
+        own = _calls_at(calls, first, last)
+        needed = {id(tensor) for call in own for tensor in held_tensors(call.module).values()}
+        needed = needed.union(*flow.weights[first:last])
         names = {name for name, tensor in tensors.items() if id(tensor) in needed or id(tensor) not in in_calls}
-        yield CallRange(
-            " + ".join(call.name for call in calls[start.first : last]), start.first, start.arriving, frozenset(names)
-        )
+        yield CallRange(" + ".join(call.name for call in own), first, flow.live(first), frozenset(names))
 
 
-def _lasts(starts: list[_Start], calls: list[ModuleCall]) -> list[int]:
-    return [start.first for start in starts[1:]] + [len(calls)]
+def _calls_at(calls: list[ModuleCall], first: int, last: int) -> list[ModuleCall]:
+    """Return the calls at places ``first`` to ``last - 1``."""
+    return calls[(first + 1) // 2 : (last + 1) // 2]
 
 
-def _names(starts: list[_Start], calls: list[ModuleCall]) -> str:
-    lasts = _lasts(starts, calls)
-    groups = [calls[start.first : last] for start, last in zip(starts, lasts, strict=True)]
+def _names(starts: list[int], calls: list[ModuleCall]) -> str:
+    groups = [_calls_at(calls, first, last) for first, last in pairwise((*starts, 2 * len(calls)))]
     return (
         ", ".join(" + ".join(call.name or "the module itself" for call in group) for group in groups)
         or "it calls no module"

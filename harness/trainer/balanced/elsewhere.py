@@ -1,4 +1,4 @@
-"""A tensor whose values are on another stage: it has a shape and a dtype, and gets its values when they arrive."""
+"""A tensor whose values are on another stage: it has shape and dtype, and becomes the real one when that arrives."""
 
 from __future__ import annotations
 
@@ -12,58 +12,76 @@ from harness.trainer.balanced.blocks import tensors_in
 from harness.trainer.precision_plugins import map_tensors
 
 DEVICE = torch.Tensor.device.__get__
+MOVES = (Tensor.cpu, Tensor.cuda)
 
 
 class Elsewhere(Tensor):
     """Stands for the output of a block of another stage, and for all that is computed from it.
 
-    Without a ``value`` its operations run on the meta device and return tensors of this class: shapes and dtypes are
-    known, values are not. With a ``value`` they run on it. So the code of the user around the blocks runs unchanged on
-    every stage, and a loss that needs what is not there is known as such.
+    Its operations run on the meta device and return tensors of this class: shapes and dtypes are known, values are not.
+    So the code of the user around the blocks runs unchanged on every stage, and a loss that needs what is not there is
+    known as such. ``hidden_in`` is the number of the call inside which it was made, where nobody returned it.
     """
 
     meta: Tensor
-    value: Tensor | None
     at: torch.device
+    hidden_in: int | None
 
     @classmethod
     def like(cls, tensor: Tensor, at: torch.device) -> Elsewhere:
         """Return one with the shape and dtype of ``tensor``; user code is told that it is on the device ``at``."""
+        hidden_in = tensor.hidden_in if isinstance(tensor, Elsewhere) else None
         meta = tensor.meta if isinstance(tensor, Elsewhere) else tensor.detach().to("meta")
         made = meta.as_subclass(Elsewhere)
-        made.meta, made.value, made.at = meta, None, at
+        made.meta, made.at, made.hidden_in = meta, at, hidden_in
         return made
+
+    def become(self, value: Tensor) -> None:
+        """Turn into ``value``, wherever this tensor is referred to; ``value`` must not be used any more."""
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.utils.swap_tensors(self, value)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the values if all have arrived, else on the meta device."""
-        args, named = map_tensors(arrived, args), map_tensors(arrived, dict(kwargs or {}))
-        missing = [tensor for tensor in tensors_in((args, named)) if isinstance(tensor, Elsewhere)]
-        if not missing:
-            return func(*args, **named)
-        at = missing[0].at
+        """Run ``func`` on the meta device; what it changes in place and returns stays the same object."""
+        given = [tensor for tensor in tensors_in((args, kwargs or {})) if isinstance(tensor, Elsewhere)]
+        at = given[0].at
         if func == DEVICE:
             return at
+        if func in MOVES:
+            return given[0]
+        same = {id(tensor.meta): tensor for tensor in given}
         with torch.no_grad():
-            outputs = func(*map_tensors(_shape_only, args), **map_tensors(_shape_only, _without_device(named)))
-        return map_tensors(lambda tensor: cls.like(tensor, at), outputs)
-
-
-def arrived(tensor: Tensor) -> Tensor:
-    """Return the value of a tensor that stood for another, if it has one by now; other tensors as they are."""
-    return tensor.value if isinstance(tensor, Elsewhere) and tensor.value is not None else tensor
+            outputs = func(*map_tensors(_shape_only, _on_meta(func, args)), **map_tensors(_shape_only, _named(kwargs)))
+        return map_tensors(lambda tensor: same[id(tensor)] if id(tensor) in same else cls.like(tensor, at), outputs)
 
 
 def is_missing(tensor: Tensor) -> bool:
     """Return whether the tensor's values are on another stage."""
-    return isinstance(arrived(tensor), Elsewhere)
+    return isinstance(tensor, Elsewhere)
+
+
+def runs_without_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation needs the shapes and dtypes of its tensors only."""
+    try:
+        with torch.no_grad():
+            func(*map_tensors(_shape_only, args), **map_tensors(_shape_only, kwargs))
+    except Exception:
+        return False
+    return True
 
 
 def _shape_only(tensor: Tensor) -> Tensor:
     return tensor.meta if isinstance(tensor, Elsewhere) else tensor.detach().to("meta")
 
 
-def _without_device(named: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if name != "device"}
+def _on_meta(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return positional arguments without another device, as ``tensor.to(device)`` has one."""
+    named = (torch.device, str) if func is Tensor.to else torch.device
+    return tuple(torch.device("meta") if isinstance(value, named) else value for value in args)
+
+
+def _named(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: value for name, value in (kwargs or {}).items() if name != "device"}

@@ -50,6 +50,31 @@ class Exchange:
         works = [dist.isend(tensor, rank, group) for tensor in sent]
         self.pending[forward].append(Sent(stage, works, sent))
 
+    def send_gradients(self, gradients: Sequence[Tensor | None], shapes: Sequence[Shape], stage: int) -> None:
+        """Send those gradients that there are, and which these are; a single one as zeros where there is none."""
+        if len(gradients) == 1:
+            (shape, dtype), gradient = shapes[0], gradients[0]
+            one = torch.zeros(shape, dtype=dtype, device=self.device) if gradient is None else gradient
+            self.send([one], stage, forward=False)
+            return
+        present = torch.tensor([gradient is not None for gradient in gradients])
+        known: Any = dist.isend(present, self.first + stage, self.control) if gradients else None
+        self.send([gradient for gradient in gradients if gradient is not None], stage, forward=False)
+        if known is not None:
+            self.pending[False][-1].works.append(known)
+            self.pending[False][-1].tensors.append(present)
+
+    def receive_gradients(self, shapes: Sequence[Shape], stage: int) -> list[Tensor | None]:
+        """Wait for the gradients of tensors of these shapes; None where a stage has none."""
+        present = torch.ones(len(shapes), dtype=torch.bool)
+        if len(shapes) > 1:
+            work: Any = dist.irecv(present, self.first + stage, self.control)
+            with self.patience.waiting(stage):
+                work.wait()
+        there = present.tolist()
+        received = iter(self.receive([s for s, one in zip(shapes, there, strict=True) if one], stage, forward=False))
+        return [next(received) if one else None for one in there]
+
     def receive(self, shapes: Sequence[Shape], stage: int, *, forward: bool) -> list[Tensor]:
         """Wait for tensors of these shapes and dtypes from a stage."""
         received = []

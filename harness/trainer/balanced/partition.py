@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from harness.trainer.balanced.stages import Profile, Stage
+from harness.trainer.balanced.stages import Profile, Stage, Travelling
 from harness.trainer.errors import MisconfigurationError
 
 INFINITE = float("inf")
@@ -200,7 +200,7 @@ def _once(costs: Sequence[Cost], shared: Sequence[tuple[tuple[int, ...], Cost]])
 def _activations(profile: Profile, *, returned: bool) -> list[list[int]]:
     """Return for each first block what 0, 1, … blocks from it on keep of a micro-batch between forward and backward.
 
-    That is what the blocks save, what they are given and, with ``returned``, what the last of them returned.
+    That is what the blocks save and, with ``returned``, what the last of them returned.
     """
     own = [block.saved_bytes for block in profile.blocks]
     for tensor in profile.travelling:
@@ -210,28 +210,44 @@ def _activations(profile: Profile, *, returned: bool) -> list[list[int]]:
     for first in range(len(own)):
         kept = list(accumulate(own[first:], initial=0))
         for tensor in profile.travelling:
-            # From so many blocks on it is there in any case.
-            keeper = min((block for block in tensor.keepers if block >= first), default=len(own))
+            keeper = _keeper(tensor, first)  # from there on it is there in any case
             for last in range(first + 1, len(own) + 1):
-                if keeper < last or first in tensor.enters or (returned and last - 1 in tensor.leaves):
+                if keeper < last or (returned and last - 1 in tensor.leaves):
                     kept[last - first] += tensor.bytes
         sums.append(kept)
     return sums
 
 
+def _keeper(tensor: Travelling, first: int) -> float:
+    """Return the first block from ``first`` on that keeps the tensor."""
+    return min((block for block in tensor.keepers if block >= first), default=INFINITE)
+
+
 def _working(profile: Profile, activations: list[list[int]]) -> list[list[int]]:
     """Return for each first block what is alive at most of the micro-batch that passes through 0, 1, … blocks.
 
-    While the last block runs that is all they keep, and what the block needs meanwhile. While another one runs
-    backward, the blocks before it have all of theirs, those after it nothing but what the last one returned, and its
-    gradient.
+    While the first block runs, what arrived is alive. While the last block runs that is all they keep, and what the
+    block needs meanwhile. While another one runs backward, the blocks before it have all of theirs, those after it
+    nothing but what the last one returned, and its gradient.
     """
     sums = []
     for first, (kept, saved) in enumerate(zip(activations, _activations(profile, returned=False), strict=True)):
-        alive, forward, backward = [0], 0, 0
-        for block, held, own in zip(profile.blocks[first:], kept[1:], saved[1:], strict=True):
-            after = backward + 2 * block.output_bytes if len(alive) > 1 else 0
+        arrived = sum(
+            one.bytes
+            for one in profile.travelling
+            if first in one.enters and first not in one.keepers and first not in one.leaves
+        )
+        alive, forward, backward = [0], kept[1] + arrived, [0]
+        for last, block in enumerate(profile.blocks[first:], start=first + 1):
+            held, own = kept[last - first], saved[last - first]
+            returned = [one for one in profile.travelling if last - 1 in one.leaves]
+            keepers = {_keeper(one, first) for one in returned}
+            after = 0
+            for end in {last - 1, *(int(keeper) for keeper in keepers if keeper < last)} - {first}:
+                # While a block before ``end`` runs backward, these are there only because they were returned.
+                more = sum(one.bytes for one in returned if _keeper(one, first) >= end)
+                after = max(after, backward[end - first] + more + block.output_bytes)
             alive.append(max(forward, held + block.transient_bytes, after))
-            forward, backward = max(forward, held), max(backward, own + block.transient_bytes)
+            forward, backward = max(forward, held), [*backward, max(backward[-1], own + block.transient_bytes)]
         sums.append(alive)
     return sums

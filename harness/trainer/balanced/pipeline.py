@@ -12,9 +12,10 @@ from torch import Tensor
 
 from harness.trainer.balanced.batches import indivisible
 from harness.trainer.balanced.blocks import tensors_in
-from harness.trainer.balanced.calls import Interception, Part
 from harness.trainer.balanced.elsewhere import is_missing
-from harness.trainer.balanced.exchange import Exchange, shapes_of
+from harness.trainer.balanced.exchange import Exchange, Shape, shapes_of
+from harness.trainer.balanced.interception import Interception
+from harness.trainer.balanced.labels import Part
 from harness.trainer.balanced.measured import StageClock
 from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
@@ -47,17 +48,22 @@ class Place:
 
 @dataclass
 class Passed:
-    """A micro-batch between its forward and its backward on this stage."""
+    """A micro-batch between its forward and its backward on this stage.
+
+    ``gradients`` are those of what arrived, ``arrived`` its shapes, and ``departed`` is what gradients come back for.
+    """
 
     gradients: list[Tensor | None]
-    arrived: list[Tensor]
+    arrived: list[Shape]
     departed: list[Tensor]
 
 
 class Pipeline:
     """Runs this rank's stage of each batch.
 
-    Stages after each other exchange what the next one's first block takes. The order is 1F1B (Narayanan et al. 2019,
+    Stages after each other exchange what crosses the cut between them: what later stages use, whichever has computed
+    it. A stage passes on what it does not use itself, and the gradients of a tensor that several use are summed on the
+    way back. The order is 1F1B (Narayanan et al. 2019,
     PipeDream; synchronous as in Megatron-LM): a stage has at most as many micro-batches between forward and backward as
     there are stages from it to the end. The loss of a batch is the mean over its micro-batches, ``micro_batches`` of
     which each replica of the pipeline takes an equal share.
@@ -133,15 +139,17 @@ class Pipeline:
             self.exchange.settle(forward=False, but=1)
             arriving = self.exchange.receive(self.shapes[key][0], number - 1, forward=True)
         gradients: list[Tensor | None] = [None] * len(arriving)
-        inputs = (
-            [note_gradient(tensor, gradients, place) for place, tensor in enumerate(arriving)] if train else arriving
-        )
+        shapes = shapes_of(arriving)
+        inputs = [
+            note_gradient(tensor, gradients, place) if train and carried.differentiable else tensor
+            for place, (tensor, carried) in enumerate(zip(arriving, self.part.arriving, strict=True))
+        ]
         with self.clock.measure("forward" if train else "evaluation"):
             outputs = self.interception.run(self.part, inputs, lambda: step(batch))
         if self.place.is_last:
             self.shapes.setdefault(key, [None, None])
             insist_on_value(outputs)
-            return Passed(gradients, arriving, []), outputs
+            return Passed(gradients, shapes, []), outputs
         if not known:
             self.exchange.announce(outputs, number + 1)
             self.shapes.setdefault(key, [None, None])[1] = shapes_of(outputs)
@@ -151,29 +159,35 @@ class Pipeline:
                 "batch of the same shape: balanced needs shapes that follow from those of the batch."
             )
         self.exchange.send(outputs, number + 1, forward=True)
-        return Passed(gradients, arriving, outputs if train else []), None
+        departed = [
+            tensor for tensor, one in zip(outputs, self.part.departing, strict=True) if train and one.differentiable
+        ]
+        return Passed(gradients, shapes, departed), None
 
     def _backward(self, passed: Passed, loss: Tensor | None, in_flight: int) -> None:
         if loss is not None:
             with self.clock.measure("backward"):
                 self.precision.backward(loss)
         else:
-            floating = [tensor for tensor in passed.departed if tensor.is_floating_point()]
-            received = self.exchange.receive(shapes_of(floating), self.place.number + 1, forward=False)
+            received = self.exchange.receive_gradients(shapes_of(passed.departed), self.place.number + 1)
             # These are gradients of the oldest that is here: whatever was sent before it has been received as well.
             self.exchange.settle(forward=True, but=in_flight)
-            pairs = [(tensor, grad) for tensor, grad in zip(floating, received, strict=True) if tensor.requires_grad]
+            pairs = [
+                (tensor, gradient)
+                for tensor, gradient in zip(passed.departed, received, strict=True)
+                if tensor.requires_grad and gradient is not None
+            ]
             if pairs:
                 tensors, gradients = zip(*pairs, strict=True)
                 with self.clock.measure("backward"):
                     torch.autograd.backward(tensors, gradients)
         if self.place.number:
-            sent = [
-                torch.zeros_like(tensor) if gradient is None else gradient
-                for tensor, gradient in zip(passed.arrived, passed.gradients, strict=True)
-                if tensor.is_floating_point()
-            ]
-            self.exchange.send(sent, self.place.number - 1, forward=False)
+            sent = [place for place, carried in enumerate(self.part.arriving) if carried.differentiable]
+            self.exchange.send_gradients(
+                [passed.gradients[place] for place in sent],
+                [passed.arrived[place] for place in sent],
+                self.place.number - 1,
+            )
 
 
 MOST_PENDING = 16
@@ -199,8 +213,6 @@ class Arrival(torch.autograd.Function):
 
 def note_gradient(tensor: Tensor, gradients: list[Tensor | None], place: int) -> Tensor:
     """Return ``tensor`` such that a backward writes its gradient to ``gradients[place]``."""
-    if not tensor.is_floating_point():
-        return tensor
     anchor = torch.empty(0, requires_grad=True)
     noted: Tensor = Arrival.apply(anchor, tensor, gradients, place)  # type: ignore[no-untyped-call]
     return noted

@@ -164,10 +164,11 @@ def _measure(
             saved[address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-    entering = _arrived(value)
+    arriving = _arrived(value)
+    entering = [tensor.detach() for tensor in tensors_in(arriving)]
     with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
-        outputs = block.run(entering, inputs)
-    journeys.note(index, tensors_in(entering), saved, tensors_in(outputs))
+        outputs = block.run(arriving, inputs)
+    journeys.note(index, entering, saved, tensors_in(outputs))
     returned = map_tensors(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), outputs)
     _backward(outputs)
 

@@ -60,7 +60,7 @@ class Language(nn.Module):
 
 
 class Skipping(Walked):
-    """The entry's output is used again after the layers: they cannot be parted from each other."""
+    """The entry's output is used again after the layers."""
 
     def forward(self, inputs):
         first = value = self.entry(inputs)
@@ -89,8 +89,8 @@ CASES = {
     "sequential": (sequential, BATCH, ["0", "1.0", "1.1", "2"]),
     "repeats": (with_repeats, BATCH, ["0", "1", "0", "1"]),
     "walked": (Walked, BATCH, ["entry", "layers.0", "layers.1", "head"]),
-    "language": (Language, TOKENS, ["tokens + positions", "layers.0", "layers.1", "layers.2", "norm", "head"]),
-    "skipping": (Skipping, BATCH, ["entry", "layers.0 + layers.1", "head"]),
+    "language": (Language, TOKENS, ["tokens", "positions", "layers.0", "layers.1", "layers.2", "norm", "head"]),
+    "skipping": (Skipping, BATCH, ["entry", "layers.0", "layers.1", "head"]),
     "declaring": (Declaring, TOKENS, ["tokens", "layers.0", "layers.2"]),
 }
 
@@ -147,7 +147,7 @@ def test_each_of_them_is_planned(case):
 
 def test_tied_weights_are_noted():
     found = plan(Language(), TOKENS, 2, micro_batches=2)
-    assert [(tie.name, tie.blocks) for tie in found.ties] == [("tokens.weight", (0, 5))]
+    assert [(tie.name, tie.blocks) for tie in found.ties] == [("tokens.weight", (0, 6))]
 
 
 def test_batch_norm_cannot_take_one_sample_so_there_are_fewer_micro_batches():
@@ -155,6 +155,100 @@ def test_batch_norm_cannot_take_one_sample_so_there_are_fewer_micro_batches():
     assert plan(module, BATCH, 2).micro_batches in (1, 2)
 
 
-def test_what_cannot_be_parted_is_refused_with_what_was_found():
-    with pytest.raises(MisconfigurationError, match=r"3 blocks \(entry, layers.0 \+ layers.1, head\), too few for 4"):
-        find(Skipping(), BATCH, devices=4)
+class Measuring(Walked):
+    """The size of what the first layer returns decides what follows."""
+
+    def forward(self, inputs):
+        value = self.layers[0](self.entry(inputs))
+        return self.head(torch.cat([self.layers[1](value * value.norm().item()), value], 1))
+
+
+class Stashing(Walked):
+    """The first layer leaves a tensor in an attribute, which is used at the end."""
+
+    def forward(self, inputs):
+        value = self.entry(inputs)
+        return self.head(torch.cat([self.layers[1](self.layers[0](value)), value + self.layers[0].kept], 1))
+
+
+class Keeping(nn.Linear):
+    def forward(self, inputs):
+        self.kept = inputs.mean()
+        return super().forward(inputs)
+
+
+class Filling(Walked):
+    """Rows of a tensor that the step has made are filled with what layers return."""
+
+    def forward(self, inputs):
+        rows = torch.zeros(4, 10)
+        value = self.entry(inputs)
+        rows[:, :5] = self.layers[0](value)
+        rows[:, 5:] = self.layers[1](value)
+        return self.head(rows)
+
+
+class Centering(Walked):
+    """A buffer, used at the begin, follows what a layer returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(5))
+
+    def forward(self, inputs):
+        value = self.layers[0](self.entry(inputs) - self.center)
+        self.center.mul_(0.9).add_(value.mean(0), alpha=0.1)
+        return self.head(torch.cat([self.layers[1](value), value], 1))
+
+
+class Overwriting(Walked):
+    """A half of what the entry returns is changed, and then both are used."""
+
+    def forward(self, inputs):
+        value = self.entry(inputs)
+        half = value[:, :3]
+        half += self.layers[0](value.clone())[:, :3]
+        return self.head(torch.cat([self.layers[1](value), value], 1))
+
+
+def stashing():
+    module = Stashing()
+    module.layers[0] = Keeping(5, 5)
+    return module
+
+
+OBSTACLES = {
+    "values": (
+        Measuring,
+        "entry, layers.0, layers.1 \\+ head",
+        "layers.0 or the code after it takes values .* \\(item\\)",
+    ),
+    "attribute": (stashing, "entry, layers.0 \\+ layers.1, head", "layers.0 makes a tensor .* does not return"),
+    "filled": (
+        Filling,
+        "entry, layers.0, layers.1 \\+ head",
+        "layers.0 or the code after it changes a tensor in place that no block has computed",
+    ),
+    "buffer": (
+        Centering,
+        "entry, layers.0 \\+ layers.1 \\+ head",
+        "layers.0 or the code after it changes center in place",
+    ),
+    "half": (
+        Overwriting,
+        "entry \\+ layers.0, layers.1, head",
+        "layers.0 or the code after it changes a tensor in place",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_what_cannot_be_parted_is_refused_with_what_prevents_it(case):
+    make, blocks, reason = OBSTACLES[case]
+    with pytest.raises(MisconfigurationError, match=rf"\({blocks}\), too few for 5 devices.*{reason}"):
+        find(make(), BATCH, devices=5)
+
+
+def test_a_module_with_too_few_calls_is_refused():
+    with pytest.raises(MisconfigurationError, match=r"4 blocks \(entry, layers.0, layers.1, head\), too few for 5"):
+        find(Skipping(), BATCH, devices=5)

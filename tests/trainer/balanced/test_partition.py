@@ -38,7 +38,7 @@ def micro_batch_bytes(measured, first, last, returned=True):
     total = sum(block.saved_bytes for block in measured.blocks[first:last])
     for tensor in measured.travelling:
         keepers = [block for block in tensor.keepers if first <= block < last]
-        there = bool(keepers) or first in tensor.enters or (returned and last - 1 in tensor.leaves)
+        there = bool(keepers) or (returned and last - 1 in tensor.leaves)
         total += tensor.bytes * (there - len(keepers))
     return total
 
@@ -49,14 +49,21 @@ def stage_bytes(measured, stage, number, stages, micro_batches):
     held = set(range(first, last))
     state = sum(measured.blocks[index].state_bytes for index in held)
     state -= sum(max(0, len(set(tie.blocks) & held) - 1) * tie.bytes for tie in measured.ties)
-    output_and_gradient = 2 * measured.blocks[last - 1].output_bytes
+    arrived = sum(
+        tensor.bytes
+        for tensor in measured.travelling
+        if first in tensor.enters and first not in (*tensor.keepers, *tensor.leaves)
+    )
     forward = max(micro_batch_bytes(measured, first, index + 1) for index in held)
-    backward = [
-        micro_batch_bytes(measured, first, index + 1, returned=index == last - 1)
-        + measured.blocks[index].transient_bytes
-        + (output_and_gradient if index < last - 1 else 0)
-        for index in held
-    ]
+    forward = max(forward, micro_batch_bytes(measured, first, first + 1) + arrived)
+    backward = []
+    for index in held:
+        alive = micro_batch_bytes(measured, first, index + 1, returned=index == last - 1)
+        if index < last - 1:
+            kept = [tensor for tensor in measured.travelling if any(first <= one <= index for one in tensor.keepers)]
+            alive += sum(one.bytes for one in measured.travelling if last - 1 in one.leaves and one not in kept)
+            alive += measured.blocks[last - 1].output_bytes  # the gradient of what was returned
+        backward.append(alive + measured.blocks[index].transient_bytes)
     passing = max(forward, *backward)
     in_flight = min(stages - number, micro_batches)
     steady = number > 0 and micro_batches > in_flight  # then the gradient sent last is there at a forward

@@ -1,0 +1,225 @@
+"""Finds the data flow of a step by running it, and noting each of its operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from harness.trainer.balanced.blocks import bytes_of, held_tensors, tensors_in
+from harness.trainer.balanced.calls import ModuleCall, replaced_forwards
+from harness.trainer.balanced.data_flow import DataFlow, Journey
+from harness.trainer.balanced.elsewhere import runs_without_values
+from harness.trainer.balanced.labels import Label, Position
+from harness.trainer.errors import MisconfigurationError
+
+
+def record_data_flow(module: nn.Module, calls: Sequence[ModuleCall], step: Callable[[], Any]) -> DataFlow:
+    """Run ``step`` and return how its tensors go from call to call.
+
+    Raises:
+        MisconfigurationError: It makes other calls.
+
+    """
+    flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
+    recorder = Recorder(flow, module, calls)
+    with replaced_forwards([call.module for call in calls], recorder.standing_in), recorder:
+        outputs = step()
+    recorder.leave(outputs)
+    return flow
+
+
+@dataclass(frozen=True)
+class Change:
+    """The tensor of an id was changed in place at a place."""
+
+    tensor: int
+    place: int
+
+
+class Recorder(TorchFunctionMode):
+    """Notes each operation of a step, within blocks and between them.
+
+    Tensors that depend on a block's output, or are drawn, have labels: one stage computes them. Others, as those that
+    are computed from the batch alone, are computed by each stage.
+    """
+
+    def __init__(self, flow: DataFlow, module: nn.Module, calls: Sequence[ModuleCall]) -> None:
+        super().__init__()
+        self.flow, self.calls = flow, calls
+        self.held = {id(tensor): name for name, tensor in held_tensors(module).items()}
+        self.first_use: dict[int, int] = {}
+        self.position = Position()
+        self.labels: Any = WeakTensorKeyDictionary()
+        self.from_weights: Any = WeakTensorKeyDictionary()
+        self.made_at: Any = WeakTensorKeyDictionary()
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self.changes: dict[int, list[Change]] = {}
+        self.since: dict[int, int] = {}
+        self.spoiled: dict[int, int] = {}
+
+    def standing_in(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward that notes the call, unless another block makes it."""
+
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if self.position.inside:
+                return forward(*args, **kwargs)
+            number = self.position.call + 1
+            if number == len(self.calls) or self.calls[number].module is not module:
+                raise MisconfigurationError(
+                    "The step calls other modules when it runs once more: balanced needs the same calls each time."
+                )
+            self.position.enter(number)
+            with torch._C.DisableTorchFunction():
+                given = tensors_in((args, kwargs))
+                before = versions(given)
+                self._use(given)
+            outputs = forward(*args, **kwargs)
+            with torch._C.DisableTorchFunction():
+                self._note_changes(given, before, returning=True)
+                trains = next(module.parameters(), None) is not None
+                self._label(tensors_in(outputs), trains or any(map(self._differentiable, given)))
+            self.position.leave()
+            return outputs
+
+        return stand_in
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operation and note what it uses, makes and changes."""
+        kwargs = kwargs or {}
+        given = tensors_in((args, kwargs))
+        before, random_before = versions(given), [] if self.position.inside else random_state()
+        outputs = func(*args, **kwargs)
+        made = tensors_in(outputs)
+        needs_values = bool(made) or outputs is None or not runs_without_values(func, args, kwargs)
+        if needs_values:
+            self._use(given)
+        if self.position.inside:
+            self._note_changes(given, before)
+            return outputs
+        self.position.pass_operation(func)
+        labelled = any(tensor in self.labels for tensor in given)
+        drawn = not labelled and not all(map(torch.equal, random_before, random_state()))
+        if needs_values and not made and outputs is not None and labelled:
+            name = getattr(func, "__name__", "a function")
+            reason = f"{self.flow.after(self.position.call)} takes values out of a tensor ({name})"
+            self.flow.forbid(self.position.place, self.flow.end, reason)
+        differentiable = any(map(self._differentiable, given))
+        if labelled or drawn:
+            self._note_changes(given, before)
+            self._label(made, differentiable)
+            self.flow.drawn.update(self.labels[tensor] for tensor in made if drawn)
+        else:
+            spoiled = [self.spoiled[key] for key in map(self._memory, given) if key in self.spoiled]
+            changed = [tensor for tensor, version in zip(given, before, strict=True) if version != version_of(tensor)]
+            for tensor in (*made, *changed):
+                if spoiled:
+                    self.spoiled[self._memory(tensor)] = min(spoiled)
+                if differentiable:
+                    self.from_weights[tensor] = True
+        return outputs
+
+    def leave(self, outputs: Any) -> None:
+        """Note that the step returns ``outputs``."""
+        self._use(tensors_in(outputs))
+
+    def _differentiable(self, tensor: Tensor) -> bool:
+        label = self.labels.get(tensor)
+        if label is not None:
+            return self.flow.journeys[label].differentiable
+        return isinstance(tensor, nn.Parameter) or tensor in self.from_weights or self._memory(tensor) in self.spoiled
+
+    def _label(self, made: list[Tensor], differentiable: bool) -> None:
+        for number, tensor in enumerate(made):
+            label = self.labels[tensor] = self.position.label(number)
+            self.made_at.setdefault(tensor, label.place)
+            self.since.setdefault(self._memory(tensor), label.place)
+            floating = tensor.is_floating_point() or tensor.is_complex()
+            self.flow.journeys[label] = Journey(label.place, differentiable and floating, bytes_of(tensor))
+
+    def _use(self, given: list[Tensor]) -> None:
+        place = max(self.position.place, 0)
+        here_only = self.position.inside or any(tensor in self.labels for tensor in given)
+        for tensor in given:
+            label = self.labels.get(tensor)
+            if label is not None:
+                self.flow.journeys[label].last_use = place
+            if id(tensor) in self.held:
+                self.first_use.setdefault(id(tensor), place)
+                for weights in self.flow.weights[place : place + 1 if here_only else None]:
+                    weights.add(id(tensor))
+            self._use_changed(tensor, label)
+
+    def _use_changed(self, tensor: Tensor, label: Label | None) -> None:
+        """Forbid cuts that would part the tensor from one that shares its memory and was changed in place."""
+        key = self._memory(tensor)
+        if key in self.spoiled:
+            place = self.spoiled[key]
+            reason = f"{self.flow.after(place // 2)} changes a tensor in place that no block has computed"
+            self.flow.forbid(place, self.position.place, reason)
+        for change in self.changes.get(key, ()):
+            if change.tensor != id(tensor):
+                first = self.since[key] if label is None else self.made_at[tensor]
+                last = self.position.place if label is None else change.place
+                reason = (
+                    f"{self.flow.after(change.place // 2)} changes a tensor in place that is used again by another name"
+                )
+                self.flow.forbid(first, last, reason)
+
+    def _note_changes(self, given: list[Tensor], before: list[int], *, returning: bool = False) -> None:
+        place, differentiable = self.position.place, any(map(self._differentiable, given))
+        for tensor, version in zip(given, before, strict=True):
+            if version == version_of(tensor):
+                continue
+            memory = self._memory(tensor)
+            if tensor in self.labels:
+                self.changes.setdefault(memory, []).append(Change(id(tensor), place))
+                sharing = [one for one in self.labels if differentiable and self._memory(one) == memory]
+                for label in map(self.labels.__getitem__, sharing):
+                    self.flow.journeys[label].differentiable = tensor.is_floating_point() or tensor.is_complex()
+            elif self.position.inside and not returning:
+                pass  # nothing but what a block has made itself: its arguments are compared when it returns
+            elif id(tensor) in self.held:
+                reason = f"{self.flow.after(self.position.call)} changes {self.held[id(tensor)]} in place"
+                self.flow.forbid(self.first_use.get(id(tensor), 0), self.flow.end, reason)
+            else:
+                self.spoiled.setdefault(memory, place)
+
+    def _memory(self, tensor: Tensor) -> int:
+        """Return what is equal for tensors that share memory."""
+        if tensor.is_sparse:
+            return -1
+        storage = tensor.untyped_storage()
+        key: int = storage._cdata
+        known = self.storages.get(key)
+        if known is None or known() is None:  # another tensor had it before
+            self.storages[key] = weakref.ref(storage)
+            for known_of in (self.changes, self.since, self.spoiled):
+                known_of.pop(key, None)
+        return key
+
+
+def versions(tensors: list[Tensor]) -> list[int]:
+    """Return how often each tensor was changed in place."""
+    return [version_of(tensor) for tensor in tensors]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the tensor, or one with its memory, was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def random_state() -> list[Tensor]:
+    """Return the state of the generators of cpu and current device."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
