@@ -153,6 +153,8 @@ class Backend:
 
 _REPLICAS = Dimension("replica", gpus, local=True)
 _DP = Backend("dp", (_REPLICAS,), "DP")
+# Each rank holds some of the layers, and all of them see the same samples.
+_PP = Backend("pp", (Dimension("stage", devices, MODEL),), "PP", rare=True, micro_batches=4)
 
 BACKENDS: NamedRegistry[Backend] = NamedRegistry(
     "backend",
@@ -168,10 +170,9 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         Backend(
             "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
         ),
-        # Each rank holds consecutive layers, and all of them see the same samples.
-        Backend(
-            "balanced", (Dimension("stage", devices, MODEL),), "Balanced", rare=True, by_name=True, micro_batches=2
-        ),
+        _PP,
+        # What pp promises; the trainer decides who holds which layers.
+        replace(_PP, name="balanced", column="Balanced", by_name=True, micro_batches=2),
     ),
 )
 

@@ -47,9 +47,9 @@ def test_one_device_is_for_no_backend_alone(topology):
     ("topology", "fitting"),
     [
         (Topology(1, 1), {"none"}),
-        (Topology(1, 4), {"auto", "dp", "ddp", "fsdp", "zero", "balanced"}),
-        (Topology(2, 1), {"ddp", "fsdp", "zero", "balanced"}),
-        (Topology(2, 4), {"ddp", "ddp2", "fsdp", "zero", "balanced"}),
+        (Topology(1, 4), {"auto", "dp", "ddp", "fsdp", "zero", "pp", "balanced"}),
+        (Topology(2, 1), {"ddp", "fsdp", "zero", "pp", "balanced"}),
+        (Topology(2, 4), {"ddp", "ddp2", "fsdp", "zero", "pp", "balanced"}),
     ],
 )
 def test_a_backend_is_tried_where_it_means_something(topology, fitting):
@@ -58,7 +58,7 @@ def test_a_backend_is_tried_where_it_means_something(topology, fitting):
 
 @pytest.mark.parametrize(
     ("backend", "processes", "devices"),
-    [("ddp", 8, 1), ("fsdp", 8, 1), ("zero", 8, 1), ("balanced", 8, 1), ("ddp2", 2, 4)],
+    [("ddp", 8, 1), ("fsdp", 8, 1), ("zero", 8, 1), ("pp", 8, 1), ("balanced", 8, 1), ("ddp2", 2, 4)],
 )
 def test_who_drives_what_on_two_nodes_of_four(backend, processes, devices):
     assert BACKENDS[backend].processes(Topology(2, 4)) == processes
