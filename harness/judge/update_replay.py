@@ -36,7 +36,8 @@ def replay(trace: RankTrace, analysis: TraceAnalysis, intervene: Intervention | 
                 continue  # the subject's own addition to the model: not the job's, so not judged
             before = step.before[name].double()
             unit = rounding_unit([before, exact[name] - before], analysis.epsilon)
-            yield Deviation(replay_error(value, exact[name], replayed[name], unit), index, name, trace.rank)
+            error = replay_error(value, exact[name], replayed[name], unit)
+            yield Deviation(error, index, name, analysis.holder(trace.rank, name))
 
 
 def weights_after(

@@ -11,10 +11,12 @@ NOT_TRAINERS = {
     "everybody",
     "expect",
     "loop",
+    "model_blocks",
     "otherwise",
     "reporting",
     "resumable",
     "score",
+    "stage_trainer",
     "test_detection",
 }
 
