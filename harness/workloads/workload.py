@@ -23,7 +23,9 @@ class Workload:
     ``needs_epochs`` says what a trainer that knows no epoch cannot be asked, None where the workload can be asked.
     ``blocks`` is how many modules of its model can be computed one after the other, on a device each, None where that
     is not known. ``whole_batches`` says why a batch must not pass in several micro-batches, None where it may, and
-    ``whole_layers`` why a layer must not be divided among devices.
+    ``whole_layers`` why a layer must not be divided among devices. ``mean_over_labels`` says that the loss is the mean
+    cross entropy of the tokens in the column ``labels``, -100 left out, and that ``tokens`` are what they follow: some
+    trainers can compute no other loss.
     ``unused_parameters`` says that a step may leave parameters unused, everywhere or on some ranks.
     ``validate_every`` counts training batches.
 
@@ -44,6 +46,7 @@ class Workload:
     blocks: ClassVar[int | None] = None
     whole_batches: ClassVar[str | None] = None
     whole_layers: ClassVar[str | None] = None
+    mean_over_labels: ClassVar[bool] = False
     unused_parameters: ClassVar[bool] = False
 
     batch_size: ClassVar[int] = 24
