@@ -44,7 +44,7 @@ class Adapter(ComposerModel):
 @subject(
     name="composer",
     backends=["none", "ddp"],
-    precisions={"cuda": list(PRECISIONS), "cpu": ["64", "32"]},  # it casts on CUDA alone
+    precisions={"cuda": list(PRECISIONS), "cpu": ["64", "32"]},  # on a cpu it refuses others
     capabilities=CAPABILITIES,
     library="mosaicml",
 )
