@@ -10,6 +10,7 @@ CHOICES = {
     "data": ("epochs", "iterations"),
     "shuffle": ("job", "always", "never"),
     "buffers": ("shared", "per-rank"),
+    "loss": ("job", "labels"),
 }
 """The values of each declaration; the first is the default."""
 
@@ -24,6 +25,8 @@ class TrainingBehavior:
         shuffle: ``job``: as ``job.shuffle`` says. ``always`` and ``never``: whatever ``job.shuffle`` says.
         buffers: ``shared``: all ranks begin each step's forward with the first rank's buffers. ``per-rank``: each rank
             keeps the buffers that its own samples made, and nothing is broadcast.
+        loss: ``job``: the loss is the job's. ``labels``: the trainer computes it by itself, as the mean cross entropy
+            of the tokens in the column ``labels``, and so it trains no other workloads.
         max_nodes: it does not train on more nodes than this; None: on any number.
 
     Raises:
@@ -33,6 +36,7 @@ class TrainingBehavior:
     data: str = "epochs"
     shuffle: str = "job"
     buffers: str = "shared"
+    loss: str = "job"
     max_nodes: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +77,11 @@ class TrainingBehavior:
     def own_buffers(self) -> bool:
         """Whether each rank keeps its own buffers."""
         return self.buffers == "per-rank"
+
+    @property
+    def own_loss(self) -> bool:
+        """Whether the trainer computes the loss by itself, from ``labels``."""
+        return self.loss == "labels"
 
     def shuffles(self, asked: bool) -> bool:
         """Return whether samples are in another order in each epoch, where the job says ``asked``."""

@@ -79,6 +79,8 @@ class Declaration:
         needs_epochs = EVERY[cell.workload].needs_epochs
         if self.behavior.by_iterations and needs_epochs:
             yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"
+        if self.behavior.own_loss and not EVERY[cell.workload].mean_over_labels:
+            yield "another loss", f"{self.name} declares loss='labels', and {cell.workload} has another loss"
 
 
 def _undivided(cell: Cell, workload: Workload) -> str | None:

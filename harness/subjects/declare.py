@@ -73,6 +73,7 @@ def subject(
     data: str = "epochs",
     shuffle: str = "job",
     buffers: str = "shared",
+    loss: str = "job",
     max_nodes: int | None = None,
 ) -> Callable[[Train], Train]:
     """Declare a function ``train(job)`` as a trainer under test.
@@ -96,6 +97,8 @@ def subject(
         buffers: ``shared``: ranks begin each forward with the buffers of the first, as DistributedDataParallel does by
             itself. ``per-rank``: each rank keeps those that its own samples made, as with ``broadcast_buffers=False``.
             That is not what one device computes: such cells deviate.
+        loss: ``job``: it trains on ``job.loss``. ``labels``: it computes its own loss, the mean cross entropy of the
+            tokens in the column ``labels``, -100 left out; workloads with another loss are unsupported.
         max_nodes: on more nodes than this it does not train, and such cells are unsupported. None: on any number.
 
     Raises:
@@ -116,7 +119,7 @@ def subject(
                 raise SubjectError(f"subject {name!r}: there is no {what} {value!r}; there are {', '.join(known)}")
 
     try:
-        behavior = TrainingBehavior(data, shuffle, buffers, max_nodes)
+        behavior = TrainingBehavior(data, shuffle, buffers, loss, max_nodes)
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None
 

@@ -11,12 +11,16 @@ class ShippedAdapter:
 
     ``library`` is what pip is asked for to install the library under test, None where that comes with Plumbline. With
     ``dependencies`` it is installed without all that it asks for, and these are what of it training needs.
+    ``torch`` is the torch that it needs, None where that is any.
     """
 
     module: str
     library: str | None = None
     dependencies: tuple[str, ...] = ()
+    torch: str | None = None
 
+
+SENTENCES = "sentence-transformers[train]"
 
 SHORT_NAMES: dict[str, ShippedAdapter] = {
     "reference": ShippedAdapter("harness.subjects.reference"),
@@ -27,6 +31,12 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "accelerate": ShippedAdapter("harness.subjects.accelerate_trainer", "accelerate"),
     "transformers": ShippedAdapter("harness.subjects.transformers_trainer", "transformers[torch]"),
     "ignite": ShippedAdapter("harness.subjects.ignite_trainer", "pytorch-ignite"),
+    "trl": ShippedAdapter("harness.subjects.trl_trainer", "trl"),
+    "trl-padding-free": ShippedAdapter("harness.subjects.trl_padding_free", "trl"),
+    "sentence-transformers": ShippedAdapter("harness.subjects.sentence_transformers_trainer", SENTENCES),
+    "sentence-transformers-gather": ShippedAdapter("harness.subjects.sentence_transformers_gather", SENTENCES),
+    "composer": ShippedAdapter("harness.subjects.composer_trainer", "mosaicml", torch="torch==2.7.0"),
+    "ray": ShippedAdapter("harness.subjects.ray_trainer", "ray[train]"),
     # Some ninety packages that draw, upload and report are what it asks for.
     "aitoolbox": ShippedAdapter("harness.subjects.aitoolbox_trainer", "aitoolbox", dependencies=("tqdm",)),
 }

@@ -75,34 +75,42 @@ def train(job):
     told = in_order.keys() <= {field.name for field in fields(TrainingArguments)}
     trainer = (Trainer if told else _InOrder)(
         model=model,
-        args=TrainingArguments(
-            output_dir=job.checkpoint_dir or tempfile.gettempdir(),
-            use_cpu=job.accelerator == "cpu",
-            ddp_backend=job.comm if job.world_size > 1 else None,
-            ddp_find_unused_parameters=job.unused_parameters,
-            per_device_train_batch_size=job.batch_size,
-            per_device_eval_batch_size=job.batch_size,
-            remove_unused_columns=False,
-            **(in_order if told else {}),
-            num_train_epochs=job.epochs,
-            max_steps=job.stop_after_step or -1,
-            seed=job.seed,
-            gradient_accumulation_steps=job.accumulate,
-            max_grad_norm=job.clip_norm or 0.0,
-            lr_scheduler_type="constant",  # where the job has no schedule of its own
-            fp16=job.precision == "16",
-            bf16=job.precision == "bf16",
-            save_strategy="steps" if job.stop_after_step else "no",
-            save_steps=job.stop_after_step or 1,
-            logging_strategy="epoch",
-            # What costs seconds and computes nothing.
-            report_to="none",
-            disable_tqdm=True,
-        ),
+        args=TrainingArguments(remove_unused_columns=False, **(in_order if told else {}), **arguments(job)),
         train_dataset=job.dataset,
         eval_dataset=job.val_dataset,
         optimizers=(optimizer, job.scheduler(optimizer)),
     )
+    fit(job, trainer)
+
+
+def arguments(job):
+    """Return the arguments of ``TrainingArguments``, and of what derives from it, that do what ``job`` asks for."""
+    return {
+        "output_dir": job.checkpoint_dir or tempfile.gettempdir(),
+        "use_cpu": job.accelerator == "cpu",
+        "ddp_backend": job.comm if job.world_size > 1 else None,
+        "ddp_find_unused_parameters": job.unused_parameters,
+        "per_device_train_batch_size": job.batch_size,
+        "per_device_eval_batch_size": job.batch_size,
+        "num_train_epochs": job.epochs,
+        "max_steps": job.stop_after_step or -1,
+        "seed": job.seed,
+        "gradient_accumulation_steps": job.accumulate,
+        "max_grad_norm": job.clip_norm or 0.0,
+        "lr_scheduler_type": "constant",  # where the job has no schedule of its own
+        "fp16": job.precision == "16",
+        "bf16": job.precision == "bf16",
+        "save_strategy": "steps" if job.stop_after_step else "no",
+        "save_steps": job.stop_after_step or 1,
+        "logging_strategy": "epoch",
+        # What costs seconds and computes nothing.
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def fit(job, trainer):
+    """Train with ``trainer``, transformers' or what derives from it, and report what ``job`` asks for."""
     trainer.add_callback(_Reports(job))
     if job.validate_every:
         trainer.add_callback(_Evaluations(job, trainer))

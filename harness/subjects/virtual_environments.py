@@ -66,7 +66,7 @@ def cache_folder() -> Path:
 
 
 def parse_requirement(what: str) -> VirtualEnvironment:
-    """Return the environment for ``NAME==VERSION``, with this interpreter's version of torch.
+    """Return the environment for ``NAME==VERSION``, with this interpreter's version of torch, or that which it needs.
 
     Raises:
         InstallError: there is no such name, nothing to install for it, or no version.
@@ -81,7 +81,7 @@ def parse_requirement(what: str) -> VirtualEnvironment:
         raise InstallError(f"{what}: say which version, as in {name}==1.2.3; `pip index versions {library}` lists them")
     requirement = f"{LIBRARIES[name]}=={version}"
     # A local part (+cpu, +cu130) names a build, which is found in its own index only.
-    torch = f"torch=={metadata.version('torch').partition('+')[0]}"
+    torch = SHORT_NAMES[name].torch or f"torch=={metadata.version('torch').partition('+')[0]}"
     return VirtualEnvironment(name, requirement, requirement if name == "torch" else torch)
 
 

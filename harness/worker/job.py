@@ -167,6 +167,14 @@ class Job:
         """
         self._recorder.on_log(name, value)
 
+    def finished(self) -> None:
+        """Say that this process has trained to the end, where the trainer kills the processes that it started.
+
+        What was recorded is written now, and so is an exception that is being handled. Any other process writes them as
+        it ends.
+        """
+        self._recorder.on_finished()
+
 
 class WithLoss(NamedTuple):
     """What the forward returns. A named tuple, because wrappers look into tuples for tensors."""

@@ -80,7 +80,7 @@ class NodeMember:
 
     def __init__(self, assignment: Assignment, address: Address, first: int) -> None:
         self.assignment = assignment
-        self.recorder = ChildRecorder(assignment.tensor_store(), self.report)
+        self.recorder = ChildRecorder(assignment.tensor_store(), self.report, self.finish)
         self.job = Job(assignment, self.recorder)
         self.recorder.install()
         keep_process_groups(self.write_so_far)

@@ -80,6 +80,9 @@ class StepHooks(ABC):
     def on_log(self, name: str, value: Any) -> None:  # noqa: B027
         """Note a metric."""
 
+    def on_finished(self) -> None:  # noqa: B027
+        """Note that this process has trained to the end."""
+
     def trace(self, rank: int, raised: BaseException | None = None) -> RankTrace:
         """Return this process's trace, and in it what the subject has ``raised``."""
         failed_at = time.time()

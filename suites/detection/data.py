@@ -370,7 +370,7 @@ class ContiguousShards(BaseTrainer):
         return DataLoader(share, batch_size=self.job.batch_size, sampler=sampler)
 
 
-@known_bad("data", on={"uneven/none/1x1/32": "steps"})
+@known_bad("data", on={"uneven/none/1x1/32": "steps", "metrics/none/1x1/32": "samples"})
 class ShortLastBatchDropped(BaseTrainer):
     """``drop_last``, which nobody asked for."""
 

@@ -98,6 +98,10 @@ def test_the_library_is_the_one_that_the_adapter_names(name):
     assert pip_command(name) in source
 
 
+def test_a_library_that_needs_another_torch_gets_that():
+    assert parse_requirement("composer==0.32.1").torch == "torch==2.7.0"
+
+
 def test_an_environment_has_exactly_what_was_asked_for(shelf, cache, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["subjects", "install", "lightning==9.8"]) == 0

@@ -51,6 +51,7 @@ def _nothing_is_left(started, tmp_path):
         ("trains-itself", "1x1"),
         ("trains-itself", "1x3"),
         ("waits-for-nobody", "1x2"),
+        ("kills-what-has-finished", "1x2"),
         ("forks-and-loads-with-workers", "1x2"),
     ],
 )

@@ -51,6 +51,15 @@ def test_who_knows_no_epoch_is_not_asked_for_one():
     assert "mlp" in {one.cell.workload for one in planned if one.refusal is None}
 
 
+def test_who_computes_its_own_loss_is_asked_for_no_other():
+    mine = replace(
+        declared(backends=("none",), capabilities=("accumulation",)), behavior=TrainingBehavior(loss="labels")
+    )
+    planned = plan(Matrix(gpus=1), [mine])
+    assert {one.cell.workload for one in planned if one.refusal is None} == {"lm-tokens", "accumulation-tokens"}
+    assert "mine declares loss='labels', and mlp has another loss" in {one.refusal for one in planned}
+
+
 @given(st.integers(1, 200))
 def test_no_topology_is_above_the_budget(gpus):
     found = topologies(gpus)

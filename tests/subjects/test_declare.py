@@ -46,7 +46,7 @@ def test_it_says_which_version_of_its_library_is_there():
 
 def test_how_it_trains_is_declared_where_it_differs():
     assert declaration()["conduct"] == {}
-    said = {"shuffle": "never", "buffers": "per-rank", "max_nodes": 1}
+    said = {"shuffle": "never", "buffers": "per-rank", "loss": "labels", "max_nodes": 1}
     assert declaration(**said)["conduct"] == said
     assert declaration(data="iterations")["conduct"] == {"data": "iterations"}
 
@@ -57,6 +57,7 @@ def test_how_it_trains_is_declared_where_it_differs():
         ({"data": "steps"}, "there is no data='steps'; there are epochs, iterations"),
         ({"shuffle": True}, "there is no shuffle=True; there are job, always, never"),
         ({"buffers": "none"}, "there is no buffers='none'; there are shared, per-rank"),
+        ({"loss": "tokens"}, "there is no loss='tokens'; there are job, labels"),
         ({"max_nodes": 0}, "max_nodes=0 is not a number of nodes"),
         ({"data": "iterations", "shuffle": "never"}, "has no epochs that could be in order"),
     ],

@@ -20,6 +20,12 @@ LIBRARIES = {
     "accelerate": ("accelerate", "pip install accelerate"),
     "transformers": ("transformers", "pip install 'transformers[torch]'"),
     "ignite": ("ignite", "pip install pytorch-ignite"),
+    "trl": ("trl", "pip install trl"),
+    "trl-padding-free": ("trl", "pip install trl"),
+    "sentence-transformers": ("sentence_transformers", "pip install 'sentence-transformers[train]'"),
+    "sentence-transformers-gather": ("sentence_transformers", "pip install 'sentence-transformers[train]'"),
+    "composer": ("composer", "pip install mosaicml"),
+    "ray": ("ray", "pip install 'ray[train]'"),
     "aitoolbox": ("aitoolbox", "pip install tqdm && pip install aitoolbox --no-deps"),
 }
 
@@ -48,7 +54,13 @@ def test_without_its_library_it_names_the_command_that_installs_it(name, monkeyp
 @each
 @pytest.mark.parametrize(("backend", "topology"), [("none", "1x1"), ("ddp", "1x2")])
 def test_it_trains_what_one_device_trains(name, backend, topology, warm_pool, cell_of, tmp_path):
-    trains_as_one_device(name, cell_of("mlp", backend, topology, subject=name), warm_pool, tmp_path)
+    workload = "lm-tokens" if name.startswith("trl") else "mlp"
+    trains_as_one_device(name, cell_of(workload, backend, topology, subject=name), warm_pool, tmp_path)
+
+
+def test_a_loss_that_gathers_is_that_of_one_device(warm_pool, cell_of, tmp_path):
+    name = "sentence-transformers-gather"
+    trains_as_one_device(name, cell_of("contrastive", "ddp", "1x2", subject=name), warm_pool, tmp_path)
 
 
 def test_fabric_trains_in_shards(warm_pool, cell_of, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis
@@ -142,7 +143,9 @@ def _window_over_the_end(case: TraceCase) -> Iterator[Match]:
 
 
 def _other_windows(case: TraceCase) -> Iterator[Match]:
-    if case.analysis.workload.accumulate > 1 and (windows := _windows(case)):
+    epochs = case.analysis.epochs
+    shorter = replace(epochs, batches=epochs.batches - 1)  # windows are right, and a batch of each epoch is missing
+    if epochs.accumulate > 1 and (windows := _windows(case)) and windows[0] != list(shorter.lengths):
         yield _window_match(*windows)
 
 

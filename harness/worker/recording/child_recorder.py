@@ -19,10 +19,11 @@ class ChildRecorder(Recorder):
     (:mod:`harness.worker.node_member` says how it is pickled).
     """
 
-    def __init__(self, store: TensorStore, report: Callable[..., None]) -> None:
+    def __init__(self, store: TensorStore, report: Callable[..., None], finish: Callable[[], None]) -> None:
         super().__init__(store, _Counter(report))
         self.rank: int | None = None
         self._report = report
+        self._finish = finish
 
     @property
     def model(self) -> nn.Module | None:
@@ -41,8 +42,12 @@ class ChildRecorder(Recorder):
     def reset(self) -> None:
         """Forget all but the model: what was recorded so far belongs to the parent process."""
         model = self._model
-        self.__init__(self._store, self._report)  # type: ignore[misc]
+        self.__init__(self._store, self._report, self._finish)  # type: ignore[misc]
         self._model = model
+
+    def on_finished(self) -> None:
+        """Write the evidence now: this process may be killed."""
+        self._finish()
 
     def _note_world(self) -> None:
         super()._note_world()

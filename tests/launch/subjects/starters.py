@@ -53,6 +53,22 @@ def leave():
 
 WAYS_TO_END = {"raises": broken_batch, "is-killed": be_killed, "exits": leave, "hangs": for_ever}
 
+
+def finish(place, job, model):
+    child(place, job, model, {})
+    job.finished()
+    be_killed()
+
+
+@subject(name="kills-what-has-finished", backends=["ddp"], launch="node")
+def kills_what_has_finished(job):
+    processes = [multiprocessing.Process(target=finish, args=(place, job, job.model())) for place in range(job.gpus)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+
+
 declare("spawns", "spawn")
 declare("forks", "fork")
 declare("spawns-and-sums", "spawn", {"sums": True})
