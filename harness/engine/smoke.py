@@ -95,16 +95,10 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
     precisions = sorted(declared["precisions"][accelerator], key=_simplest_first)
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
-    workload = "lm-tokens" if declared.get("conduct", {}).get("loss") == "labels" else None
+    own = "lm-tokens" if declared.get("conduct", {}).get("loss") == "labels" else None
+    name = declared["name"]
     return [
-        Cell(
-            declared["name"],
-            workload or smoke_workload(backend),
-            backend.name,
-            backend.smallest,
-            precision,
-            accelerator,
-        )  # fmt: skip
+        Cell(name, own or smoke_workload(backend), backend.name, backend.smallest, precision, accelerator)
         for backend, precision in pairs
     ]
 
