@@ -19,7 +19,7 @@ _LONGEST_SOURCE = 100
 def in_words(raised: BaseException) -> str:
     """Return the error's type and message; some errors raise when they are converted to text."""
     try:
-        return f"{type(raised).__name__}: {raised}".strip()
+        return f"{type(raised).__name__}: {str(raised).strip()}".removesuffix(": ")
     except Exception as error:
         return f"{type(raised).__name__}, whose message raises {type(error).__name__}"
 

@@ -36,8 +36,19 @@ def _sample(columns: Iterable[Tensor], names: Iterable[str]) -> Sample:
     return Sample(zip(names, columns, strict=True))
 
 
-# torch walks through nested inputs by their exact types (FSDP's casts, torch.compile): a dict's subclass must be known.
-_pytree.register_pytree_node(Sample, _columns, _sample, serialized_type_name="harness.workloads.dataset.Sample")
+def _columns_with_keys(sample: Sample) -> tuple[list[tuple[_pytree.KeyEntry, Tensor]], list[str]]:
+    return [(_pytree.MappingKey(name), column) for name, column in sample.items()], list(sample)
+
+
+# torch walks through nested inputs by their exact types (FSDP's casts, torch.compile, torch.export): a dict's subclass
+# must be known.
+_pytree.register_pytree_node(
+    Sample,
+    _columns,
+    _sample,
+    flatten_with_keys_fn=_columns_with_keys,
+    serialized_type_name="harness.workloads.dataset.Sample",
+)
 
 
 Batch = dict[str, Tensor]
