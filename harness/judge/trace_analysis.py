@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.core.cell import Cell
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Step, Tensors, Trace
+from harness.judge.oracle.dropout_masks import mask_shapes
 from harness.judge.oracle.epochs import Epochs
 from harness.judge.oracle.full_training import FullTraining
 from harness.judge.oracle.layout import (
@@ -71,17 +72,26 @@ class TraceAnalysis:
 
     def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
         self.recorded = trace
+        self.cell = cell
         contract, topology = cell.contract, cell.topology
-        self.trace = as_replicas(with_whole_models(trace, contract.holders(topology)), contract.replicas(topology))
+        self.replicas = contract.replicas(topology)
+        whole = with_whole_models(trace, contract.holders(topology))
+        self.trace = as_replicas(whole, self.replicas, self._mask_shapes(trace, workload))
         self.world = len(cell.contract.loss_ranks(cell.topology))
         self.window = workload.accumulate * cell.contract.micro_batches
         self.workload = workload
-        self.cell = cell
         self.behavior = behavior
         self.devices = cell.topology.devices
         self.epochs = Epochs.of(workload, behavior, self.devices)
         self.epsilon = _epsilon(cell.arithmetic.storage)
         self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
+
+    def _mask_shapes(self, trace: Trace, workload: Problem) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a whole model's masks, where ranks may draw parts of them."""
+        micro_batches = (micro for rank in trace.ranks for step in rank.steps for micro in step.micro_batches)
+        if all(len(group) == 1 for group in self.replicas) or not any(micro.drawn for micro in micro_batches):
+            return {}
+        return mask_shapes(workload, self.cell.topology.devices)
 
     @cached_property
     def full_training(self) -> FullTraining:
@@ -97,6 +107,11 @@ class TraceAnalysis:
     def recorded_steps(self) -> tuple[GlobalStep, ...]:
         """The same of each rank by itself, also where several hold one model together."""
         return _side_by_side(self.recorded)
+
+    def recorded_together(self, index: int, rank: int) -> dict[int, Step]:
+        """Return what was recorded at a step on each of the ranks that are judged as ``rank``, by the rank."""
+        ranks = self.recorded_steps[index].ranks
+        return {one: ranks[one] for one in self.replicas[rank] if one < len(ranks)}
 
     @cached_property
     def steps_taken(self) -> tuple[GlobalStep, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -11,6 +12,7 @@ from harness.evidence.trace import Step, Tensors
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
 from harness.judge.causes.shared_memory import SHARED_MEMORY
 from harness.judge.oracle.noise import distance, norm
+from harness.judge.replicas import with_tensors_of_all
 from harness.judge.trace_analysis import TraceAnalysis, same
 
 WeightHypothesis = Hypothesis[TraceCase, Match]
@@ -58,16 +60,21 @@ def _parameters_missing(case: TraceCase) -> Iterator[Match]:
             yield Match(0, figures={"count": len(missing), "all": len(case.analysis.start), "name": missing[0]})
 
 
+def _differing_at_first(analysis: TraceAnalysis) -> set[str]:
+    """Return the parameters with which ranks begin differently, of those that several of them hold."""
+    ranks = analysis.recorded_steps[0].ranks
+    first = with_tensors_of_all(ranks).before
+    return {name for step in ranks for name, value in step.before.items() if not torch.equal(value, first[name])}
+
+
 def _initialised_anew(case: TraceCase) -> Iterator[Match]:
-    first, *others = [step.before for step in case.analysis.steps[0].ranks]
-    if all(same(before, first) for before in others):
+    if not _differing_at_first(case.analysis):
         yield Match(0)
 
 
 def _not_broadcast(case: TraceCase) -> Iterator[Match]:
-    first, *others = [step.before for step in case.analysis.steps[0].ranks]
-    differing = {n for before in others for n in before if n in first and not torch.equal(before[n], first[n])}
-    which = "all weights" if differing == first.keys() else f"{len(differing)} of {len(first)} parameters"
+    differing, every = _differing_at_first(case.analysis), with_tensors_of_all(case.analysis.steps[0].ranks).before
+    which = "all weights" if differing == every.keys() else f"{len(differing)} of {len(every)} parameters"
     yield Match(0, figures={"which": which})
 
 
@@ -88,11 +95,12 @@ INITIAL_WEIGHTS = (
 
 
 def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
-    """Return in what a rank differs first from rank 0, and where."""
-    for global_step in analysis.steps:
-        first = global_step.ranks[0]
-        for rank, step in enumerate(global_step.ranks):
+    """Return in what a rank differs first from an earlier one that holds the same parameters, and where."""
+    for global_step in analysis.recorded_steps:
+        for rank, whole in enumerate(global_step.ranks[1:], start=1):
             here = Match(global_step.index, rank)
+            first = with_tensors_of_all(global_step.ranks[:rank])
+            step, first = _in_common(whole, first), _in_common(first, whole)
             if not same(step.before, first.before):
                 return "weights before a step" if global_step.index else "weights before the first step", here
             if same(step.after, first.after):
@@ -101,6 +109,15 @@ def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
                 return "learning rates", here
             return "update" if same(step.gradients, first.gradients) else "gradients", here
     return None
+
+
+def _in_common(step: Step, other: Step) -> Step:
+    """Return a step with the parameters alone that are in the other one too."""
+
+    def kept(tensors: Tensors) -> Tensors:
+        return {name: value for name, value in tensors.items() if name in other.before}
+
+    return replace(step, before=kept(step.before), gradients=kept(step.gradients), after=kept(step.after))
 
 
 def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
