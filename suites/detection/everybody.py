@@ -10,11 +10,18 @@ NOT_TRAINERS = {
     "conftest",
     "everybody",
     "expect",
+    "expert_trainer",
     "loop",
+    "mesh_trainer",
     "otherwise",
+    "own_workloads",
     "reporting",
     "resumable",
+    "resumable_shards",
     "score",
+    "sequence_trainer",
+    "shard_trainer",
+    "tensor_trainer",
     "test_detection",
 }
 
