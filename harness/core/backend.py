@@ -205,6 +205,8 @@ class Backend:
 
 _REPLICAS = Dimension("replica", gpus, local=True)
 _DP = Backend("dp", (_REPLICAS,), "DP")
+# Each rank holds some of the layers, and all of them see the same samples.
+_PP = Backend("pp", (Dimension("stage", devices, MODEL),), "PP", rare=True, micro_batches=4)
 
 BACKENDS: NamedRegistry[Backend] = NamedRegistry(
     "backend",
@@ -240,7 +242,9 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         Backend("sp", (Dimension("sp", devices, frozenset({Held.SEQUENCE})),), "SP", rare=True),
         # Ranks have their own experts, and everything else as in ddp.
         Backend("ep", (Dimension("ep", devices, frozenset({Held.SAMPLES, Held.EXPERTS})),), "EP", rare=True),
-        # Each rank holds consecutive layers, and all ranks of a pipeline see the same samples.
+        # Each rank holds some of the layers, and all of them see the same samples.
+        Backend("pp", (Dimension("stage", devices, MODEL),), "PP", rare=True, micro_batches=4),
+        # What pp promises, and replicas of it; the trainer decides who holds which layers.
         Backend(
             "balanced",
             (Dimension("replicate", pipelines, optional=True), Dimension("stage", stages, MODEL)),

@@ -175,6 +175,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
         "failed_at": trace.failed_at,
         "stack": trace.stack,
         "torch": trace.torch,
+        "holds_nothing": trace.holds_nothing,
         "steps": steps,
         "evaluations": [astuple(evaluation) for evaluation in trace.evaluations],
         "logged": [astuple(logged) for logged in trace.logged],
@@ -235,6 +236,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
         failed_at=values["failed_at"],
         stack=values.get("stack", ""),
         torch=values.get("torch", ""),
+        holds_nothing=values.get("holds_nothing", False),
         final=finals[values["final"]],
         final_buffers=parts.get((len(steps), "final buffers"), {}),
         evaluations=tuple(

@@ -134,6 +134,7 @@ class RankTrace:
     ``error`` is what ``train`` raised, and ``failed_at`` when (seconds since the epoch); ``stack`` has its call stack,
     one line for each call, the innermost first.
     ``torch`` is the rank's version of torch, "" where the trace is older than this field.
+    ``holds_nothing`` says of a rank that it held no parameter while it trained, as a stage that only computes.
     ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None where there was no model.
     ``blocks`` has the blocks of parameters that the rank held, by name, once whole tensors are in the place of shards.
     """
@@ -150,6 +151,7 @@ class RankTrace:
     stack: str = ""
     torch: str = ""
     blocks: dict[str, Block] = field(default_factory=dict)
+    holds_nothing: bool = False
 
     @property
     def tensor_sets(self) -> Iterator[Tensors]:

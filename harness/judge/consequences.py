@@ -29,6 +29,10 @@ COUNTS: Collection[str | None] = {
 """Causes by which an epoch has more or fewer samples than it should; those about their order are not among them."""
 
 
+STAGES_APART: Collection[str | None] = {"stage-never-stepped", "stage-stepped-again"}
+"""Causes by which the n-th steps of ranks that hold one model together do not belong together."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A bad finding of ``check`` follows from one of ``origin``, for the reason in ``why``.
@@ -74,6 +78,8 @@ RULES: tuple[Rule, ...] = (
          origin_causes=PACE, families=_SCALES),
     Rule("samples", "gradients", "the held-out set has other samples",
          origin_causes={"trained-on-held-out-data"}),
+    Rule("gradients", "samples", "the sum over fewer micro-batches is divided by the number that is due",
+         origin_causes={"micro-batches-missing"}, families=_SCALES),
     Rule("gradients", "samples", "ranks that use the same samples have the same gradient, averaged or not",
          origin_causes=COUNTS, causes=NONE, outcome=Outcome.ERRORED),
     *(
@@ -81,6 +87,12 @@ RULES: tuple[Rule, ...] = (
              origin_causes={"parameter-in-several-optimizers"})
         for check in ("gradients", "learning-rate", "update")
     ),
+    *(
+        Rule(check, "steps", "the steps of stages are put together by their numbers", origin_causes=STAGES_APART)
+        for check in ("initial-weights", "samples", "rng", "gradients", "learning-rate", "update", "stillness",
+                      "ranks-agree", "buffers", "training")
+    ),
+    Rule("update", "learning-rate", "a stage that steps with other rates moves by them", causes={"rates-differ"}),
     Rule("learning-rate", "gradients", "an optimizer that steps nothing shows no rate",
          origin_causes={"parameter-not-in-optimizer"}),
     Rule("gradients", "rng", "a backward with other masks than its forward is no gradient",
@@ -112,7 +124,7 @@ RULES: tuple[Rule, ...] = (
         for origin in ("initial-weights", "update")
     ),
     Rule("ranks-agree", "gradients", "ranks that step with different gradients part",
-         causes={"not-synchronised"}),
+         causes={"not-synchronised", "tied-gradients-not-added"}),
     Rule("ranks-agree", "learning-rate", "ranks that step with different rates part", causes={"rates-differ"}),
     Rule("ranks-agree", "initial-weights", "ranks that begin apart stay apart",
          causes={"not-broadcast"}),

@@ -58,6 +58,22 @@ def as_replicas(
     return replace(trace, ranks=tuple(replicas))
 
 
+def with_empty_steps(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
+    """Return the trace with an empty step for each one of its group on a rank that holds no parameter.
+
+    Such a rank has nothing to step, so it may never do it.
+    """
+    idle = {
+        rank: max(len(trace.ranks[other].steps) for other in group if other < len(trace.ranks))
+        for group in groups
+        for rank in group
+        if rank < len(trace.ranks) and trace.ranks[rank].holds_nothing and not trace.ranks[rank].steps
+    }
+    nothing = Step((), {}, {}, {}, ())
+    ranks = (replace(one, steps=(nothing,) * idle[r]) if r in idle else one for r, one in enumerate(trace.ranks))
+    return replace(trace, ranks=tuple(ranks)) if idle else trace
+
+
 def _replica(place: int, ranks: Sequence[RankTrace], mask_shapes: Mapping[str, tuple[int, ...]]) -> RankTrace:
     takes_loss = max(ranks, key=lambda rank: sum(map(_losses, rank.steps)))
     finals = [rank.final for rank in ranks if rank.final is not None]
@@ -97,12 +113,26 @@ def with_tensors_of_all(parts: Sequence[Step]) -> Step:
         # A parameter that its holder has no gradient of has none, whatever other ranks have.
         gradients={name: part.gradients[name] for name, part in holders.items() if name in part.gradients},
         after=_first_of_each(part.after for part in parts),
+        # A stage without parameters may have no optimizer.
+        learning_rates=next((part for part in parts if part.before), parts[0]).learning_rates,
         buffers=_first_of_each(part.buffers for part in parts),
     )
 
 
+def holders_of(parts: Sequence[Step]) -> dict[str, tuple[int, ...]]:
+    """Return which of several ranks, by their places among them, hold each parameter."""
+    names = dict.fromkeys(name for part in parts for name in part.before)
+    return {name: tuple(place for place, part in enumerate(parts) if name in part.before) for name in names}
+
+
 def _micro_batches(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, ...]]) -> tuple[MicroBatch, ...]:
-    """Return the passes of a replica: the first rank has their samples, a last one may have the loss's alone."""
+    """Return the passes of a replica: one rank has their samples, and another one may have the loss alone.
+
+    A rank that computes several forwards before a loss leaves them as one pass, so it is not asked for the samples
+    where another one left more passes.
+    """
+    most = max(parts, key=lambda part: sum(any(micro.forwards) for micro in part.micro_batches))
+    parts = [most, *(part for part in parts if part is not most)]
     return tuple(
         MicroBatch(
             forwards=next(micro.forwards for micro in passes if micro is not None),

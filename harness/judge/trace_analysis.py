@@ -26,7 +26,7 @@ from harness.judge.oracle.layout import (
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
-from harness.judge.replicas import as_replicas, with_whole_models
+from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
 
 
@@ -71,11 +71,11 @@ class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
     def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
-        self.recorded = trace
         self.cell = cell
         contract, topology = cell.contract, cell.topology
         self.replicas = contract.replicas(topology)
-        whole = with_whole_models(trace, contract.holders(topology))
+        self.recorded = with_empty_steps(trace, self.replicas)
+        whole = with_whole_models(self.recorded, contract.holders(topology))
         self.trace = as_replicas(whole, self.replicas, self._mask_shapes(trace, workload))
         self.world = len(cell.contract.loss_ranks(cell.topology))
         self.window = workload.accumulate * cell.contract.micro_batches
@@ -108,10 +108,45 @@ class TraceAnalysis:
         """The same of each rank by itself, also where several hold one model together."""
         return _side_by_side(self.recorded)
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether several ranks hold one model together, and are judged as one."""
+        return any(len(ranks) > 1 for ranks in self.replicas)
+
     def recorded_together(self, index: int, rank: int) -> dict[int, Step]:
         """Return what was recorded at a step on each of the ranks that are judged as ``rank``, by the rank."""
         ranks = self.recorded_steps[index].ranks
         return {one: ranks[one] for one in self.replicas[rank] if one < len(ranks)}
+
+    @cached_property
+    def holders(self) -> tuple[dict[str, tuple[int, ...]], ...]:
+        """Which ranks hold each parameter, in the model's order; one entry for each rank that others are judged as."""
+        order = {name: number for number, name in enumerate(self.oracle.parameters)}
+        found = []
+        for rank in range(len(self.replicas)):
+            together = self.recorded_together(0, rank) if self.recorded_steps else {}
+            places, ranks = holders_of(tuple(together.values())), tuple(together)
+            names = sorted(places, key=lambda name: order.get(name, len(order)))
+            found.append({name: tuple(ranks[place] for place in places[name]) for name in names})
+        return tuple(found)
+
+    def holder(self, rank: int, name: str | None) -> int:
+        """Return the rank whose record of a parameter is judged as that of ``rank``: the first that holds it.
+
+        Where each rank holds the whole model, that is the rank itself.
+        """
+        if not self.is_staged:
+            return rank
+        return self.holders[rank].get(name or "", self.replicas[rank])[0]
+
+    def judged_as(self, rank: int) -> int:
+        """Return as which rank a recorded one is judged: the reverse of ``holder``."""
+        return next(place for place, ranks in enumerate(self.replicas) if rank in ranks) if self.is_staged else rank
+
+    def buffer_holder(self, index: int, name: str | None) -> int | None:
+        """Return the first rank that recorded a buffer at a step, None where none did."""
+        ranks = self.recorded_steps[index].ranks
+        return next((rank for rank, step in enumerate(ranks) if name in step.buffers), None)
 
     @cached_property
     def steps_taken(self) -> tuple[GlobalStep, ...]:

@@ -52,7 +52,9 @@ def replay(
                 continue  # the subject's own addition to the model: not the job's, so not judged
             unit = step.unit(name, analysis)
             noise = max(unit, distance(replayed[name], exact[name])) + noise_of_parts.get(name, 0.0) * unit
-            yield Deviation(in_noise(distance(value, exact[name]), noise), step.index, name, trace.rank)
+            yield Deviation(
+                in_noise(distance(value, exact[name]), noise), step.index, name, analysis.holder(trace.rank, name)
+            )
 
 
 def _noise_of_parts(trace: RankTrace, analysis: TraceAnalysis) -> dict[str, float]:

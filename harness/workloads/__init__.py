@@ -22,7 +22,7 @@ from harness.workloads.performance import PERFORMANCE, PerformanceWorkload
 from harness.workloads.problem import Problem
 from harness.workloads.randomness import Dropout, RandomMasks
 from harness.workloads.token_means import AccumulationTokens, LmTokens
-from harness.workloads.unusual_tensors import EmbeddingSparse, NestedOutputs, Transformer
+from harness.workloads.unusual_tensors import ClippingTied, EmbeddingSparse, NestedOutputs, Transformer
 from harness.workloads.updates import (
     Adam,
     AdamW,
@@ -48,6 +48,7 @@ WORKLOADS: dict[str, Workload] = {
         ScheduledRate(),
         Clipping(),
         ClippingAdamW(),
+        ClippingTied(),
         Accumulation(),
         AccumulationTokens(),
         ScheduleWindows(),

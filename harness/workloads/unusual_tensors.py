@@ -148,3 +148,13 @@ class Transformer(Workload):
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the mean cross entropy of all tokens."""
         return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+
+
+class ClippingTied(Transformer):
+    """The transformer with gradients clipped to a norm that only those of the first steps exceed."""
+
+    name = "clipping-tied"
+    exposes = "a norm that counts tied weights twice, or is that of a part of the model; steps clipped that are short"
+    needs: ClassVar[frozenset[str]] = frozenset({"clipping"})
+    precisions = ("32",)
+    clip_norm = 3.0

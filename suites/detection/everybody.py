@@ -13,6 +13,7 @@ NOT_TRAINERS = {
     "expert_trainer",
     "loop",
     "mesh_trainer",
+    "model_blocks",
     "otherwise",
     "own_workloads",
     "reporting",
@@ -21,6 +22,7 @@ NOT_TRAINERS = {
     "score",
     "sequence_trainer",
     "shard_trainer",
+    "stage_trainer",
     "tensor_trainer",
     "test_detection",
 }

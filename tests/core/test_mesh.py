@@ -85,7 +85,8 @@ def test_devices_of_one_process_are_in_the_mesh_of_devices_alone():
 def test_each_backend_is_tried_first_on_the_smallest_topology_that_it_fits():
     assert {name: str(backend.smallest) for name, backend in BACKENDS.items()} == {
         "none": "1x1", "auto": "1x2", "dp": "1x2", "ddp": "1x2", "ddp2": "2x2", "fsdp": "1x2", "zero": "1x2",
-        "hsdp": "1x4", "tp": "1x2", "ddp+tp": "1x4", "fsdp+tp": "1x4", "sp": "1x2", "ep": "1x2", "balanced": "1x2",
+        "hsdp": "1x4", "tp": "1x2", "ddp+tp": "1x4", "fsdp+tp": "1x4", "sp": "1x2", "ep": "1x2", "pp": "1x2",
+        "balanced": "1x2",
     }  # fmt: skip
 
 

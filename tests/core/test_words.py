@@ -43,7 +43,7 @@ def test_one_device_is_for_no_backend_alone(topology):
         assert fitting == {"none"}
 
 
-ONE_DIMENSION = {"ddp", "fsdp", "zero", "tp", "sp", "ep", "balanced"}
+ONE_DIMENSION = {"ddp", "fsdp", "zero", "tp", "sp", "ep", "pp", "balanced"}
 TWO_DIMENSIONS = {"hsdp", "ddp+tp", "fsdp+tp"}
 
 
@@ -64,7 +64,7 @@ def test_a_backend_is_tried_where_it_means_something(topology, fitting):
 
 @pytest.mark.parametrize(
     ("backend", "processes", "devices"),
-    [("ddp", 8, 1), ("fsdp", 8, 1), ("zero", 8, 1), ("balanced", 8, 1), ("ddp2", 2, 4)],
+    [("ddp", 8, 1), ("fsdp", 8, 1), ("zero", 8, 1), ("pp", 8, 1), ("balanced", 8, 1), ("ddp2", 2, 4)],
 )
 def test_who_drives_what_on_two_nodes_of_four(backend, processes, devices):
     assert BACKENDS[backend].processes(Topology(2, 4)) == processes

@@ -37,7 +37,11 @@ def test_a_hypothesis_has_a_name_a_known_family_and_two_texts(kind, hypothesis):
     assert hypothesis.description
     assert hypothesis.hint
     if kind is GradientCase:
-        figures = dict.fromkeys(("world", "micro_batches", "scale", "rank", "factor"), 2)
+        shown = (
+            "world", "micro_batches", "scale", "rank", "factor", "batch_parts", "norm_rank", "tied", "tied_holder",
+            "tied_factor", "stages", "wrong_ranks", "held", "stage_factors",
+        )  # fmt: skip
+        figures = dict.fromkeys(shown, 2)
         assert hypothesis.description.format(**figures)
         assert hypothesis.hint.format(**figures)
 

@@ -159,7 +159,7 @@ def test_the_whole_matrix_is_planned():
 @pytest.mark.parametrize(
     ("matrix", "meant"),
     [
-        (Matrix(2, backends=("dpp",)), "ddp"),
+        (Matrix(2, backends=("ddpp",)), "ddp"),
         (Matrix(2, backends=("ddp3",)), "ddp"),
         (Matrix(2, precisions=("fp16",)), "16"),
         (Matrix(2, precisions=("bf-16",)), "bf16"),

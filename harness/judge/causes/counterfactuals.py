@@ -56,6 +56,13 @@ class Counterfactuals:
                 self._parts[index, layout] = oracle.group_gradients(layout)
         return self._parts[index, layout]
 
+    def use_gradients(self, index: int, name: str) -> list[torch.Tensor]:
+        """Return the gradient of a parameter by each layer that uses it alone, in the model's order of layers."""
+        with self.at(index) as oracle:
+            return [
+                mean_gradient(oracle.group_gradients(self.layout(index)))[name] for _ in oracle.used_by_one_layer(name)
+            ]
+
     def passes(self, index: int) -> list[Tensors]:
         """Return the gradient of each optimizer's own backward at a step, for all parameters; mostly there is one."""
         with self.at(index) as oracle:

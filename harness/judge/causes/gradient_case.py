@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from harness.evidence.trace import Step, Tensors
+from harness.judge.causes.combinations import factor_between
 from harness.judge.causes.counterfactuals import Counterfactuals, Parts
 from harness.judge.causes.hypothesis import Hypothesis
+from harness.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
+from harness.judge.oracle.noise import length
 from harness.judge.trace_analysis import ExpectedGradients, same
 
 
@@ -21,7 +24,8 @@ class Pattern:
     ``factor`` is the one number by which the right gradients would have to be multiplied, ``clip_limit`` the one norm
     to which they would have to be clipped, and ``clip_limits`` the same for each rank's share (empty where shares
     cannot be told apart). ``every_step``: all gradients are wrong. ``only_scaled``: with several ranks, each of them
-    is a multiple of the right one, so that no share weighs more against the others than it should.
+    is a multiple of the right one, so that no share weighs more against the others than it should. ``stages`` says
+    what is wrong on which of the ranks that hold one model together.
     """
 
     factor: float = 1.0
@@ -29,6 +33,7 @@ class Pattern:
     clip_limits: tuple[float, ...] = ()
     every_step: bool = False
     only_scaled: bool = False
+    stages: StagePattern = field(default_factory=StagePattern)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +90,32 @@ class GradientCase:
         return len(self.ranks)
 
     @property
+    def is_staged(self) -> bool:
+        """Whether several ranks hold one model together."""
+        return self.counterfactuals.analysis.is_staged
+
+    @cached_property
+    def held(self) -> HeldParameters:
+        """Which ranks hold which of the trained parameters."""
+        holders = self.counterfactuals.analysis.holders[self.rank]
+        return HeldParameters({name: ranks for name, ranks in holders.items() if name in self.expected.contract})
+
+    @property
+    def shared(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several of the ranks hold which hold one model together."""
+        return self.held.shared if self.is_staged else {}
+
+    @property
+    def recorded(self) -> dict[int, Step]:
+        """What each of the ranks recorded that hold this model together."""
+        return self.counterfactuals.analysis.recorded_together(self.index, self.rank)
+
+    @property
+    def batch_parts(self) -> int:
+        """In how many micro-batches the backend passes one batch."""
+        return self.counterfactuals.cell.contract.micro_batches
+
+    @property
     def micro_batches(self) -> int:
         """How many micro-batches this step had."""
         return len(self.expected.parts)
@@ -137,7 +168,28 @@ class GradientCase:
             "scale": self.step.scale,
             "rank": self.rank,
             "factor": f"{self.pattern.factor:.4g}",
+            "batch_parts": self.batch_parts,
+            "norm_rank": self._norm_rank,
+            "tied": names_in_words([*self.shared]),
+            "tied_holder": next((ranks_in_words(ranks[:1]) for ranks in self.shared.values()), ""),
+            "tied_factor": f"{self._tied_factor:.4g}",
+            **self.pattern.stages.figures,
         }
+
+    @property
+    def _norm_rank(self) -> str:
+        """The rank whose own norm comes nearest to the one that the gradient seems to have been clipped by."""
+        raw, limit = self.expected.raw, self.clip_norm
+        if not self.is_staged or not limit:
+            return ""
+        seen = limit / (factor_between(raw, self.observed) or limit)
+        own = {rank: length({n: raw[n] for n in self.held.on(rank) & raw.keys()}) for rank in self.held.ranks}
+        return ranks_in_words([min(own, key=lambda rank: abs(own[rank] - seen))])
+
+    @property
+    def _tied_factor(self) -> float:
+        right = {name: value for name, value in self.expected.raw.items() if name in self.shared}
+        return factor_between(right, self.observed) if right else 1.0
 
 
 GradientHypothesis = Hypothesis[GradientCase, Tensors]

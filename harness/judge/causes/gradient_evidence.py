@@ -17,6 +17,7 @@ from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis,
 from harness.judge.causes.hypothesis import OCCASIONAL, Evidence, Match
 from harness.judge.causes.occasions import occasion
 from harness.judge.causes.registry import explain
+from harness.judge.causes.stage_pattern import StagePattern, stage_pattern
 from harness.judge.findings import times
 from harness.judge.oracle.noise import distance, length, norm
 from harness.judge.trace_analysis import TraceAnalysis, same
@@ -44,6 +45,7 @@ class GradientEvidence(Evidence):
             clip_limits=_common_clip_limits(wrong),
             every_step=len(wrong) == len(every),
             only_scaled=all(_is_multiple(one, analysis) for one in wrong),
+            stages=_stages(wrong, analysis),
         )
         accused = [replace(one, pattern=pattern) for one in wrong]
         judged = [replace(one, pattern=pattern) for one in every]
@@ -89,12 +91,18 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
     predictable = [one for one in cases if _is_predictable(one)]
     wrong = [one for one in wrong if one in predictable] or wrong
     first = wrong[0]
+    parameter = _worst_parameter(first, analysis)
+    rank = analysis.holder(first.rank, parameter)
     finding = replace(
         finding,
         step=first.index,
-        rank=first.rank,
-        parameter=_worst_parameter(first, analysis),
-        parameters=tuple((name, _least_error(first, name, analysis)) for name in first.expected.units),
+        rank=rank,
+        parameter=parameter,
+        parameters=tuple(
+            (name, _least_error(first, name, analysis))
+            for name in first.expected.units
+            if analysis.holder(first.rank, name) == rank
+        ),
     )
     if not first.is_finite:
         return replace(
@@ -149,6 +157,16 @@ def _is_multiple(case: GradientCase, analysis: TraceAnalysis) -> bool:
     """Say whether the gradient of several ranks is the right one times some number."""
     multiple = scaled(_common_factor([case]), case.expected.raw)
     return case.world > 1 and _error(case, multiple, analysis) <= analysis.limit
+
+
+def _stages(wrong: Sequence[GradientCase], analysis: TraceAnalysis) -> StagePattern:
+    """Return what is wrong on each rank, by the parameters that are wrong at the first wrong step."""
+    if not analysis.is_staged:
+        return StagePattern()
+    first = wrong[0]
+    limit = 0.0 if analysis.exact else analysis.limit
+    names = [name for name in first.held.holders if _least_error(first, name, analysis) > limit]
+    return stage_pattern(first.held, names, [(one.expected.raw, one.observed) for one in wrong])
 
 
 def _common_factor(cases: Sequence[GradientCase]) -> float:

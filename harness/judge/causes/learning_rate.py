@@ -31,8 +31,8 @@ class LearningRateCase(Evidence):
 
     @property
     def trace(self) -> Trace:
-        """The trace whose rates are wrong."""
-        return self.analysis.trace
+        """The trace whose rates are wrong, also where ranks hold one model together."""
+        return self.analysis.recorded
 
     @cached_property
     def used(self) -> list[Rates]:

@@ -97,6 +97,18 @@ def _loss_of_others(case: SampleCase) -> Iterator[Match]:
                 yield Match(global_step.index, rank, {"missing": len(missing), "seen": len(set(seen))})
 
 
+def _micro_batches_missing(case: SampleCase) -> Iterator[Match]:
+    """Every step has fewer passes than it should, each of as many samples as is right."""
+    analysis = case.analysis
+    due, size = analysis.cell.contract.micro_batches, analysis.workload.global_batch_size(analysis.devices)
+    sizes = {tuple(len(micro.samples) for micro in step.micro_batches) for step in analysis.trace.ranks[0].steps}
+    counts = {len(passes) for passes in sizes}
+    if due > 1 and len(counts) == 1 and {number for passes in sizes for number in passes} == {size // due}:
+        passed = counts.pop() / analysis.workload.accumulate
+        if passed < due:
+            yield Match(0, figures={"passed": f"{passed:g}", "due": due})
+
+
 def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase], Iterator[Match]]:
     """Return the prediction that ranks draw by another number than their rank.
 
@@ -264,6 +276,9 @@ _ALWAYS: Sequence[SampleHypothesis] = (
     SampleHypothesis("node-rank-for-rank", "launch", _nodes_alike(_node_rank),
         "all ranks of a node use the same samples",
         "is the node's number used where RANK is meant?", 175),
+    SampleHypothesis("micro-batches-missing", "data", _micro_batches_missing,
+        "only {passed} of the {due} micro-batches of a batch are computed",
+        "does the schedule of forwards end too early?", 125),
     SampleHypothesis("batches-of-another-size", "data", _batches_of_another_size,
         "a rank draws {largest} samples a step, not {full}",
         "which batch size does its loader have?", 120),

@@ -19,13 +19,34 @@ class VacuousCase(TraceCase):
 
 
 def _step_counts(case: TraceCase) -> list[int]:
-    return [len(trace.steps) for trace in case.analysis.trace.ranks]
+    return [len(trace.steps) for trace in case.analysis.recorded.ranks]
 
 
 def _some_ranks_never_stepped(case: TraceCase) -> Iterator[Match]:
     counts = _step_counts(case)
     if 0 in counts and any(counts):
         yield Match(rank=counts.index(0), figures={"idle": counts.index(0)})
+
+
+def _stage_never_stepped(case: TraceCase) -> Iterator[Match]:
+    if case.analysis.is_staged:
+        yield from _some_ranks_never_stepped(case)
+
+
+def _stage_stepped_again(case: TraceCase) -> Iterator[Match]:
+    """Some ranks stepped without a new batch, and the others that hold the same model did not."""
+    if not case.analysis.is_staged:
+        return
+    without = {
+        trace.rank: [index for index, step in enumerate(trace.steps) if not step.micro_batches]
+        for trace in case.analysis.recorded.ranks
+    }
+    again = [rank for rank, steps in without.items() if steps]
+    if 0 < len(again) < len(without):
+        rank, count = again[0], len(case.analysis.recorded.ranks[again[0]].steps)
+        batches = count - len(without[rank])
+        if batches:
+            yield Match(without[rank][0], rank, {"stage": rank, "count": count, "batches": batches})
 
 
 def _without_batch(analysis: TraceAnalysis) -> list[GlobalStep]:
@@ -140,6 +161,12 @@ BATCHES_PER_STEP = (
     StepHypothesis("never-stepped", "optimizer", holds(lambda case: not any(_step_counts(case))),
         "no rank made an optimizer step",
         "is optimizer.step() called?", 290),
+    StepHypothesis("stage-never-stepped", "optimizer", _stage_never_stepped,
+        "rank {idle} made no optimizer step, but others did: what it alone holds was not updated",
+        "does every stage step its own optimizer?", 285),
+    StepHypothesis("stage-stepped-again", "optimizer", _stage_stepped_again,
+        "rank {stage} made {count} optimizer steps for {batches} batches, but other ranks one for each",
+        "does a stage step twice, or once for each of its chunks?", 283),
     StepHypothesis("some-ranks-never-stepped", "launch", _some_ranks_never_stepped,
         "rank {idle} made no optimizer step, but others did",
         "do all ranks take part in the training?", 280),

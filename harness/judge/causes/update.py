@@ -12,6 +12,7 @@ from harness.core.finding import Finding
 from harness.evidence.trace import Step, Tensors
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase, holds
 from harness.judge.causes.shared_memory import SHARED_MEMORY
+from harness.judge.causes.stage_pattern import HeldParameters, names_in_words
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import TraceAnalysis
@@ -86,7 +87,7 @@ def update_case(finding: Finding, analysis: TraceAnalysis) -> UpdateCase | None:
     """Return the case of the finding's step; None where none is named, or where the right update is zero."""
     if finding.step is None:
         return None
-    case = UpdateCase(analysis, finding.step, finding.rank or 0)
+    case = UpdateCase(analysis, finding.step, analysis.judged_as(finding.rank or 0))
     nothing_due = case.step.skipped or (case.is_finite and norm(case.made) and not norm(case.due))
     return None if nothing_due else case
 
@@ -118,6 +119,23 @@ def _stepped_in_part(case: UpdateCase) -> Iterator[Match]:
         yield Match(figures={"own": len(own), "all": len(due)})
 
 
+def _stage_not_updated(case: UpdateCase) -> Iterator[Match]:
+    """The parameters of some of the ranks that hold the model together did not move at all, and the others did."""
+    held = HeldParameters(case.analysis.holders[case.rank] if case.analysis.is_staged else {})
+    for rank in held.ranks:
+        own = [name for name, ranks in held.holders.items() if ranks[0] == rank and name in case.right]
+        due = [name for name in own if norm(case.right[name] - case.step.before[name].double())]
+        if due and all(torch.equal(case.step.after[name], case.step.before[name]) for name in due):
+            yield Match(rank=rank, figures={"stage": rank, "held": names_in_words(due)})
+
+
+def _other_rates_on_a_stage(case: UpdateCase) -> Iterator[Match]:
+    together = case.analysis.recorded_together(case.index, case.rank)
+    first, *others = [step.learning_rates for step in together.values()]
+    if any(len(rates) == len(first) and rates != first for rates in others):
+        yield Match()
+
+
 def _scaled(case: UpdateCase) -> Iterator[Match]:
     if case.is_multiple:
         yield Match(figures={"factor": f"{case.factor:.6g}"})
@@ -127,6 +145,12 @@ HYPOTHESES = (
     UpdateHypothesis("not-finite", "amp", holds(lambda case: not case.is_finite),
         "the optimizer stepped with a gradient that is not finite",
         "does every rank look for infinities before the step?", 190),
+    UpdateHypothesis("stage-not-updated", "optimizer", _stage_not_updated,
+        "the parameters that rank {stage} holds did not move ({held})",
+        "has that rank's optimizer these parameters, and does nothing write the old values back?", 185),
+    UpdateHypothesis("rates-differ", "optimizer", _other_rates_on_a_stage,
+        "ranks that hold one model together step with different learning rates",
+        "does every stage step its schedule?", 155),
     UpdateHypothesis("no-update", "optimizer", holds(lambda case: norm(case.made) == 0),
         "the weights did not move",
         "was the step undone?", 180),

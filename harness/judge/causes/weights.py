@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 
 import torch
@@ -11,9 +10,10 @@ import torch
 from harness.evidence.trace import Step, Tensors
 from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
 from harness.judge.causes.shared_memory import SHARED_MEMORY
+from harness.judge.causes.stage_pattern import names_in_words
 from harness.judge.oracle.noise import distance, norm
-from harness.judge.replicas import with_tensors_of_all
-from harness.judge.trace_analysis import TraceAnalysis, same
+from harness.judge.replicas import holders_of, with_tensors_of_all
+from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, same
 
 WeightHypothesis = Hypothesis[TraceCase, Match]
 
@@ -95,29 +95,45 @@ INITIAL_WEIGHTS = (
 
 
 def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
-    """Return in what a rank differs first from an earlier one that holds the same parameters, and where."""
+    """Return in what a rank differs first from rank 0, and where.
+
+    Where ranks hold one model together, it is the first of them that has a parameter in the place of rank 0.
+    """
     for global_step in analysis.recorded_steps:
-        for rank, whole in enumerate(global_step.ranks[1:], start=1):
-            here = Match(global_step.index, rank)
-            first = with_tensors_of_all(global_step.ranks[:rank])
-            step, first = _in_common(whole, first), _in_common(first, whole)
-            if not same(step.before, first.before):
-                return "weights before a step" if global_step.index else "weights before the first step", here
-            if same(step.after, first.after):
-                continue
-            if step.learning_rates != first.learning_rates:
-                return "learning rates", here
-            return "update" if same(step.gradients, first.gradients) else "gradients", here
+        for rank, step in enumerate(global_step.ranks):
+            for first, names in _earlier_holders(analysis, global_step, rank):
+                figures = {"holders": f"{first} and {rank}", "held": names_in_words([*names])}
+                here = Match(global_step.index, rank, figures)
+                other = global_step.ranks[first]
+                if not same(_of(step.before, names), _of(other.before, names)):
+                    return "weights before a step" if global_step.index else "weights before the first step", here
+                if same(_of(step.after, names), _of(other.after, names)):
+                    continue
+                if step.learning_rates != other.learning_rates:
+                    return "learning rates", here
+                equal = same(_of(step.gradients, names), _of(other.gradients, names))
+                return "update" if equal else "gradients", here
     return None
 
 
-def _in_common(step: Step, other: Step) -> Step:
-    """Return a step with the parameters alone that are in the other one too."""
+def _earlier_holders(
+    analysis: TraceAnalysis, global_step: GlobalStep, rank: int
+) -> Iterator[tuple[int, Collection[str]]]:
+    """Yield the ranks before a rank that are the first to hold some of its parameters, each with these.
 
-    def kept(tensors: Tensors) -> Tensors:
-        return {name: value for name, value in tensors.items() if name in other.before}
+    Where every rank holds the whole model that is rank 0, with what either of them has.
+    """
+    steps = global_step.ranks
+    if not analysis.is_staged:
+        yield 0, [*steps[0].before, *steps[rank].before]
+        return
+    first = {name: ranks[0] for name, ranks in holders_of(steps).items() if name in steps[rank].before}
+    for other in sorted(set(first.values()) - {rank}):
+        yield other, [name for name, holder in first.items() if holder == other]
 
-    return replace(step, before=kept(step.before), gradients=kept(step.gradients), after=kept(step.after))
+
+def _of(tensors: Tensors, names: Collection[str]) -> Tensors:
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
@@ -129,8 +145,16 @@ def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
     return predict
 
 
+def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
+    if case.analysis.is_staged:
+        yield from _differs_first_in("gradients")(case)
+
+
 DIVERGED_RANKS = (
     SHARED_MEMORY,
+    WeightHypothesis("tied-gradients-not-added", "sync", _tied_gradients_differ,
+        "ranks {holders} hold {held} together, and step with different gradients of it",
+        "its gradient is the sum of the parts of all ranks that hold it: add them on each of these ranks", 140),
     WeightHypothesis("not-broadcast", "sync", _differs_first_in("weights before the first step"),
         "ranks begin with different weights",
         "are all weights broadcast at the start?", 130),

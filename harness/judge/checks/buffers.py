@@ -10,6 +10,7 @@ import torch
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.buffer_replay import buffer_errors, changed, must_change
+from harness.judge.causes.repeated_forwards import updated_again
 from harness.judge.checks.own_buffers import own_buffers
 from harness.judge.findings import Vacuous, error_at, failed, from_deviation
 from harness.judge.oracle.noise import Deviation, larger, limit
@@ -41,12 +42,36 @@ def buffers(analysis: TraceAnalysis) -> Finding | None:
                     parameter=next((n for n, value in step.buffers.items() if not _equal(value, first.get(n))), None),
                 )
     worst = _replay(analysis)
+    if worst.x_noise <= limit() and analysis.is_staged and (found := _begun_otherwise(analysis)) is not None:
+        return found
     if worst.x_noise <= limit():
         message = f"buffers are those of the first device: {error_at(worst, limit())}"
         return from_deviation("buffers", Outcome.PASSED, message, worst)
     message = f"buffers are not those of the first device: {error_at(worst, limit())}"
-    finding = from_deviation("buffers", Outcome.FAILED, message, worst)
-    return replace(finding, cause="buffers-updated-otherwise", family="buffers")
+    again = updated_again(analysis)
+    finding = from_deviation("buffers", Outcome.FAILED, message if again is None else f"{message}: {again}", worst)
+    cause = "buffers-updated-otherwise" if again is None else "statistics-updated-again"
+    return replace(finding, cause=cause, family="buffers")
+
+
+def _begun_otherwise(analysis: TraceAnalysis) -> Finding | None:
+    """Return the failure where a stage's first forward began with other buffers than the job's."""
+    job = analysis.workload.model(analysis.cell_oracle.dtype)
+    for name, right in job.named_buffers():
+        rank = analysis.buffer_holder(0, name)
+        found = None if rank is None else analysis.steps[0].ranks[0].buffers[name]
+        if found is not None and not torch.equal(found, right.to(found.dtype)):
+            return failed(
+                "buffers",
+                "the first forward began with other buffers than the job's: was a forward run in training mode before, "
+                "to find shapes or to measure?",
+                cause="statistics-updated-again",
+                family="buffers",
+                step=0,
+                rank=rank,
+                parameter=name,
+            )
+    return None
 
 
 def _replay(analysis: TraceAnalysis) -> Deviation:
@@ -56,7 +81,8 @@ def _replay(analysis: TraceAnalysis) -> Deviation:
     for global_step, following in pairwise(analysis.steps):
         any_changed = any_changed or changed(global_step, following, 0)
         for way, deviation in buffer_errors(analysis, global_step, following, 0):
-            worst[way] = larger(worst.get(way), replace(deviation, rank=None))
+            holder = analysis.buffer_holder(global_step.index, deviation.parameter) if analysis.is_staged else None
+            worst[way] = larger(worst.get(way), replace(deviation, rank=holder))
     if not any_changed and must_change(analysis):
         raise Vacuous("no buffer changed from step to step")
     return min(worst.values(), key=lambda deviation: deviation.x_noise, default=Deviation(0.0))

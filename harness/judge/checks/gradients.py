@@ -31,7 +31,7 @@ def gradients(analysis: TraceAnalysis) -> Finding:
             given = step.gradients.get(name, torch.zeros_like(promised))
             ways = [gradient[name] for gradient in expected.one_device]
             comparison.add(
-                Deviation(0.0, global_step.index, name, rank),
+                Deviation(0.0, global_step.index, name, analysis.holder(rank, name)),
                 analysis.noise.at(name, expected.units[name]),
                 distance(given, promised),
                 [distance(given, way) for way in ways],
@@ -72,7 +72,7 @@ def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
                 cause="frozen-parameter-trained" if frozen else "unused-parameter-moved",
                 family="optimizer" if frozen else "unused-params",
                 step=global_step.index,
-                rank=rank,
+                rank=analysis.holder(rank, name),
                 parameter=name,
             )
             return replace(finding, error_x_noise=math.inf)

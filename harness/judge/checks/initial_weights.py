@@ -19,7 +19,9 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
             if value is None or not value.equal(parameter):
                 message = "a parameter is missing" if value is None else "a parameter is not the job's"
                 message += " before the first step"
-                finding = failed("initial-weights", message, family="sync", rank=rank, parameter=name)
+                finding = failed(
+                    "initial-weights", message, family="sync", rank=analysis.holder(rank, name), parameter=name
+                )
                 return explain(finding, InitialWeightsCase(analysis))
     # What several ranks hold that are judged as one is each of them's to begin with.
     for rank, step in enumerate(analysis.recorded_steps[0].ranks):

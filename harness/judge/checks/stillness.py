@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from harness.core.finding import Finding
 from harness.evidence.trace import RankTrace, Tensors
@@ -18,16 +19,18 @@ def stillness(analysis: TraceAnalysis) -> Finding:
         for index, left, found in _pauses(trace):
             if found is left or same(left, found):
                 continue
+            name = next((n for n in left if n not in found or not left[n].equal(found[n])), None)
             when = "the last step" if index == len(trace.steps) - 1 else "the step"
             finding = failed(
                 "stillness",
                 f"weights changed after {when} without an optimizer step",
                 family="optimizer",
                 step=index,
-                rank=trace.rank,
-                parameter=next((n for n in left if n not in found or not left[n].equal(found[n])), None),
+                rank=analysis.holder(trace.rank, name),
+                parameter=name,
             )
-            return explain(finding, ChangedWeightsCase(analysis))
+            explained = explain(finding, ChangedWeightsCase(analysis))
+            return replace(explained, rank=finding.rank) if analysis.is_staged else explained
     return passed("stillness", "weights changed by optimizer steps alone")
 
 

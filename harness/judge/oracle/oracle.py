@@ -6,7 +6,7 @@ gives the error that rounding alone explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -171,6 +171,30 @@ class Oracle:
             outputs = [self.forward(share) for share in group]
             batch = self._batch([i for share in group for i in share])
             return self.workload.loss(_cast(gather(outputs), self.loss_dtype), batch)
+
+    def loss_of(self, share: Share, targets: Share | None = None) -> Tensor:
+        """Return ℓ of samples that are alone on one device; with ``targets`` ℓ compares their outputs with these."""
+        with self._autocast():
+            outputs = _cast(self.forward(share), self.loss_dtype)
+            return self.workload.loss(outputs, self._batch(share if targets is None else targets))
+
+    def gradient_with_targets(self, share: Share, targets: Share) -> Tensors:
+        """Return ∂ℓ/∂w of the outputs for some samples with the targets of others."""
+        made = torch.autograd.grad(self.loss_of(share, targets), tuple(self.trained.values()), allow_unused=True)
+        return {name: value.to_dense() for name, value in zip(self.trained, made, strict=True) if value is not None}
+
+    def used_by_one_layer(self, name: str) -> Iterator[nn.Module]:
+        """Yield each layer that has a parameter, while what other layers make of it is no reason for a gradient."""
+        tied = self.parameters[name]
+        uses = [(layer, key) for layer in self.model.modules() for key, one in layer._parameters.items() if one is tied]
+        for layer, _ in uses:
+            for other, key in uses:
+                other._parameters[key] = tied if other is layer else nn.Parameter(tied.detach(), requires_grad=False)
+            try:
+                yield layer
+            finally:
+                for other, key in uses:
+                    other._parameters[key] = tied
 
     def _batch(self, drawn: Sequence[int]) -> Batch:
         return self.data.batch(list(map(sample_of, drawn)))

@@ -51,6 +51,7 @@ class Recorder(StepHooks):
         self._parts: list[OptimizerPart] = []
         self._paused = False
         self._held: frozenset[str] | None = None
+        self._holds_nothing = False
 
     def watch(self, model: nn.Module) -> None:
         """Follow ``model``: its parameters by name, the samples that go through its forward, and what it draws."""
@@ -75,6 +76,7 @@ class Recorder(StepHooks):
     def holding(self, names: Collection[str]) -> Iterator[None]:
         """Record the parameters and buffers ``names`` alone, as if the model had no others."""
         self._held = frozenset(names)
+        self._holds_nothing = not self._own_parameters()
         try:
             yield
         finally:
@@ -112,6 +114,7 @@ class Recorder(StepHooks):
             evaluations=tuple(self.evaluations),
             logged=tuple(self.logged),
             torch=torch.__version__,
+            holds_nothing=self._holds_nothing,
         )
 
     def _on_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

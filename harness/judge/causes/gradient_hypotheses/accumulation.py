@@ -120,7 +120,7 @@ HYPOTHESES = (
         "something cleared the gradients in the middle of the window: an evaluation, a zero_grad()?", 660),
     GradientHypothesis("last-micro-batches-missing", "accumulation", _last_missing,
         "without the last of {micro_batches} micro-batches",
-        "the optimizer stepped before the window was complete", 655),
+        "the optimizer stepped before the window was complete, or the last backward is left out", 655),
     GradientHypothesis("micro-batch-missing", "accumulation", _middle_missing,
         "without one of {micro_batches} micro-batches",
         "a micro-batch's gradient was lost or overwritten", 650),

@@ -237,7 +237,7 @@ HYPOTHESES = (
         "are activations, or their gradients, parts of a sum that is not taken over these ranks?", 98),
     GradientHypothesis("experts-scaled", "averaging", _experts_scaled,
         "right, but of parameters that one rank alone holds they are right in direction and not in length",
-        "by what is an expert's gradient divided: ranks, the rows that use it?", 35),
+        "by what is an expert's gradient divided: ranks, the rows that use it?", 33),
     GradientHypothesis("exchanged-otherwise", "sync", _exchanged_otherwise,
         "no known combination of the samples' gradients, where several ranks compute each sample together",
         "what do ranks send to each other in the forward, and do its gradients return to where it came from?", 5),

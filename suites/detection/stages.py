@@ -1,0 +1,378 @@
+"""Mistakes of pipelines: in what a stage does with its part of the model, and in what stages exchange."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from expect import any_check, failing, known_bad
+from stage_trainer import Pipeline
+from torch.utils.checkpoint import checkpoint
+
+TWO_AND_THREE = failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"])
+TIED = failing("gradients", "transformer/pp/1x2", "transformer/pp/1x4")
+
+
+# A stage of its own.
+
+
+@known_bad("averaging", on=TWO_AND_THREE | failing("gradients", "mlp/pp/1x2", precisions=["64", "16", "bf16"]))
+class StageGradientDoubled(Pipeline):
+    """The backward of the second stage counts twice."""
+
+    def unscale(self):
+        super().unscale()
+        if self.job.rank == 1:
+            for parameter in self.parameters.values():
+                parameter.grad *= 2
+
+
+@known_bad("averaging", on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x4", "cnn-batchnorm/pp/1x3"))
+class GradientsDoubledOnTheWay(Pipeline):
+    """What a stage sends back is multiplied by two, once more at each boundary."""
+
+    def send(self, tensor, rank, place):
+        backward, *_ = place
+        super().send(tensor * 2 if backward else tensor, rank, place)
+
+
+@known_bad("optimizer", on=failing("steps", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+class StageSteppedTwice(Pipeline):
+    """The second stage takes each step twice."""
+
+    def step(self):
+        super().step()
+        if self.job.rank == 1:
+            self.optimizer.step()
+
+
+@known_bad("optimizer", on=TWO_AND_THREE)
+class StageStandsStill(Pipeline):
+    """The second stage's gradients are zeroed before its step."""
+
+    def step(self):
+        if self.job.rank == 1:
+            self.optimizer.zero_grad(set_to_none=False)
+        super().step()
+
+
+@known_bad("optimizer", on=TWO_AND_THREE)
+class StageOptimizesACopy(Pipeline):
+    """The second stage's optimizer has copies of the parameters."""
+
+    def make_optimizer(self):
+        if self.job.rank != 1:
+            return super().make_optimizer()
+        return self.job.optimizer([p.detach().clone().requires_grad_() for p in self.parameters.values()])
+
+
+@known_bad("optimizer", on=failing("steps", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+class StageNeverSteps(Pipeline):
+    """The second stage takes no step."""
+
+    def step(self):
+        if self.job.rank != 1:
+            super().step()
+
+
+@known_bad("optimizer", on=failing("update", "mlp/pp/1x2", "adam/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+class StageRestoredAfterItsStep(Pipeline):
+    """The second stage's parameters are set back as soon as its optimizer has stepped."""
+
+    def make_optimizer(self):
+        optimizer, kept = super().make_optimizer(), []
+
+        def keep(*_):
+            kept[:] = [parameter.detach().clone() for parameter in self.parameters.values()]
+
+        def restore(*_):
+            for parameter, before in zip(self.parameters.values(), kept, strict=True):
+                parameter.data.copy_(before)
+
+        if self.job.rank == 1:
+            optimizer.register_step_pre_hook(keep)
+            optimizer.register_step_post_hook(restore)
+        return optimizer
+
+
+@known_bad("optimizer", on=["schedule/pp/1x2/32", "schedule/pp/1x3/32"])
+class ScheduleOnTheFirstStageOnly(Pipeline):
+    """The other stages keep the first rate."""
+
+    def schedule(self):
+        if self.job.rank == 0:
+            super().schedule()
+
+
+@known_bad("optimizer", on=failing("learning-rate", "schedule/pp/1x2", "schedule-windows/pp/1x3", precisions=["32"]))
+class ScheduleSteppedWithEveryMicroBatch(Pipeline):
+    """The schedule moves on once for each micro-batch."""
+
+    def train_window(self, window):
+        self.times = len(window) * self.job.micro_batches
+        super().train_window(window)
+
+    def schedule(self):
+        for _ in range(self.times):
+            super().schedule()
+
+
+# Tied weights.
+
+
+@known_bad("sync", on=TIED | failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x4", precisions=["32"]))
+class TiedGradientsNotAdded(Pipeline):
+    """Each stage keeps its own part."""
+
+    def add_tied(self):
+        pass
+
+
+@known_bad("sync", on=failing("ranks-agree", "transformer/pp/1x2", "transformer/pp/1x4"))
+class TiedGradientsAddedOnTheFirstStage(Pipeline):
+    """The last stage keeps its own part."""
+
+    def add_tied(self):
+        own = {name: self.parameters[name].grad.clone() for name in self.groups if name in self.parameters}
+        super().add_tied()
+        if self.job.rank:
+            for name, gradient in own.items():
+                self.parameters[name].grad = gradient
+
+
+@known_bad("sync", on=TIED)
+class TiedGradientsAddedOnTheLastStage(Pipeline):
+    """The first stage keeps its own part."""
+
+    def add_tied(self):
+        own = {name: self.parameters[name].grad.clone() for name in self.groups if name in self.parameters}
+        super().add_tied()
+        if self.job.rank == 0:
+            for name, gradient in own.items():
+                self.parameters[name].grad = gradient
+
+
+@known_bad("averaging", on=TIED)
+class TiedGradientsAveraged(Pipeline):
+    """Tied gradients are divided by the number of stages that have a part."""
+
+    def add_tied(self):
+        super().add_tied()
+        for name in self.groups:
+            if name in self.parameters:
+                self.parameters[name].grad /= 2
+
+
+# Divisors.
+
+
+@known_bad("accumulation", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"))
+class MicroBatchesSummed(Pipeline):
+    """The loss is not divided by the number of micro-batches."""
+
+    def divisor(self, window):
+        return len(window)
+
+
+@known_bad("accumulation", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "lm-tokens/pp/1x2"))
+class DividedByMicroBatchesTwice(Pipeline):
+    """Both the loss and the gradients are divided."""
+
+    def divisor(self, window):
+        return super().divisor(window) * self.job.micro_batches
+
+
+@known_bad("averaging", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", "accumulation/pp/1x2"))
+class DividedByStages(Pipeline):
+    """The loss is divided by the number of stages too, as if they were replicas."""
+
+    def divisor(self, window):
+        return super().divisor(window) * self.job.world_size
+
+
+@known_bad("averaging", on=failing("gradients", "mlp/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]))
+class MultipliedByStages(Pipeline):
+    """Every rank is thought to average over all."""
+
+    def divisor(self, window):
+        return super().divisor(window) / self.job.world_size
+
+
+# Micro-batches.
+
+
+@known_bad("accumulation", on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+class LastMicroBatchWithoutABackward(Pipeline):
+    """The schedule ends before the last backward."""
+
+    def order(self):
+        return [action for action in super().order() if action != ("backward", self.own[0], self.job.micro_batches - 1)]
+
+    def train_window(self, window):
+        super().train_window(window)
+        self.kept.clear()
+
+
+@known_bad("data", on=failing("samples", "mlp/pp/1x2", "transformer/pp/1x3", precisions=["32"]))
+class LastMicroBatchDropped(Pipeline):
+    """The last micro-batch is never computed."""
+
+    def order(self):
+        return [action for action in super().order() if action[2] != self.job.micro_batches - 1]
+
+
+@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "transformer/pp/1x3", "dropout/pp/1x4", precisions=["32"]))
+class LabelsInTheReverseOrder(Pipeline):
+    """The last stage splits its batch the other way round."""
+
+    def split(self, batch):
+        parts = super().split(batch)
+        return parts[::-1] if self.job.rank == self.job.world_size - 1 else parts
+
+
+@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "transformer/pp/1x3", precisions=["32"]))
+class LabelsOfTheMicroBatchBefore(Pipeline):
+    """The loss is given the targets of the micro-batch before."""
+
+    def train_batch(self, batch, window):
+        self.parts = self.split(batch)
+        super().train_batch(batch, window)
+
+    def loss(self, outputs, number, batch):
+        return super().loss(outputs, number, self.parts[number - 1])
+
+
+@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", "cnn-batchnorm/pp/1x2", precisions=["32"]))
+class ActivationsOfAnotherMicroBatch(Pipeline):
+    """The first stage goes back through the newest activations first, and gradients come for the oldest."""
+
+    def order(self):
+        count = self.job.micro_batches
+        return [(what, self.own[0], number) for what in ("forward", "backward") for number in range(count)]
+
+    def take(self, chunk, number):
+        return super().take(chunk, number if self.job.rank else self.job.micro_batches - 1 - number)
+
+
+@known_bad("data", on=failing("gradients", "mlp/pp/1x2", "mlp/pp/1x3", precisions=["32"]))
+class OneGradientForAllMicroBatches(Pipeline):
+    """The first stage's receive buffer has the first gradient for good."""
+
+    def receive(self, rank, place):
+        backward, _, number = place
+        received = super().receive(rank, place)
+        if self.job.rank or not backward:
+            return received
+        if number == 0:
+            self.buffer = received
+        return self.buffer
+
+
+# What a forward leaves behind.
+
+
+class Recomputing(Pipeline):
+    """Activations are computed once more in the backward."""
+
+    preserve_rng_state = True
+
+    def compute(self, chunk, x, batch):
+        return checkpoint(
+            super().compute, chunk, x, batch, use_reentrant=False, preserve_rng_state=self.preserve_rng_state
+        )
+
+
+@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3"))
+class StatisticsUpdatedByTheRecomputation(Recomputing):
+    """BatchNorm runs once more in the backward, in training mode."""
+
+
+@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x4"))
+class StatisticsUpdatedTwiceInTheForward(Pipeline):
+    """Each forward is run twice, at first without gradients."""
+
+    def compute(self, chunk, x, batch):
+        with torch.no_grad(), self.job.trial():
+            super().compute(chunk, x, batch)
+        return super().compute(chunk, x, batch)
+
+
+@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]))
+class StatisticsUpdatedBeforeTheFirstStep(Pipeline):
+    """The first micro-batch of the training passes once more, to find the shapes of what travels."""
+
+    begun = False
+
+    def train_window(self, window):
+        if not self.begun:
+            with torch.no_grad(), self.job.trial():
+                for chunk in self.own:
+                    self.forward(chunk, 63, self.split(window[0])[0])
+            self.kept.clear()
+        self.begun = True
+        super().train_window(window)
+
+
+@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/pp/1x2", "cnn-batchnorm/pp/1x3", precisions=["32"]))
+class StatisticsUpdatedByShapeInference(Pipeline):
+    """The first micro-batch of each batch passes once more, to find the shapes of what travels."""
+
+    def forward(self, chunk, number, batch):
+        if number == 0:
+            with self.unseen():
+                super().forward(chunk, 63, batch)
+                self.kept.clear()
+        super().forward(chunk, number, batch)
+
+    @contextmanager
+    def unseen(self):
+        with torch.no_grad(), self.job.trial():
+            yield
+
+
+@known_bad("rng", on=failing("rng", "random-masks/pp/1x2", "random-masks/pp/1x4", precisions=["32"]))
+class MasksDrawnAnewByTheRecomputation(Recomputing):
+    """The generator's state is not kept for the recomputation."""
+
+    preserve_rng_state = False
+
+
+# Clipping.
+
+
+@known_bad("clipping", on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"))
+class ClippedByTheNormOfTheOwnStage(Pipeline):
+    """No stage asks the others."""
+
+    def norm(self):
+        return self.squares().sqrt()
+
+
+@known_bad("clipping", on=failing("gradients", "clipping/pp/1x2", "clipping/pp/1x3", "clipping-adamw/pp/1x2"))
+class ClippedByTheNormOfTheLastStage(Pipeline):
+    """The last stage's norm is broadcast."""
+
+    def norm(self):
+        squares = self.squares()
+        dist.broadcast(squares, self.job.world_size - 1)
+        return squares.sqrt()
+
+
+@known_bad("clipping", on=failing("gradients", "clipping-tied/pp/1x2", "clipping-tied/pp/1x3", "clipping-tied/pp/1x4"))
+class TiedWeightsCountedTwiceInTheNorm(Pipeline):
+    """Every stage adds all that it holds."""
+
+    def counts_here(self, name):
+        return True
+
+
+@known_bad("clipping", on=any_check("clipping/pp/1x2/32", "clipping-tied/pp/1x4/32"))
+class NotClippedOnTheLastStage(Pipeline):
+    """The first stages clip, by the norm of the whole model."""
+
+    def clip(self):
+        if self.job.rank < self.job.world_size - 1:
+            super().clip()
+        else:
+            self.norm()
