@@ -122,7 +122,7 @@ def _missing_elsewhere(case: GradientCase) -> Gradients:
 
 def _some_tensors_scaled(case: GradientCase) -> Gradients:
     """Predict one factor, a small number or one part of it, for those tensors that are nearer to it then."""
-    if case.clip_norm is not None:
+    if case.clip_norm is not None or case.batch_parts > 1:  # the stages of a pipeline say more
         return
     for count in range(2, 2 * len(case.counterfactuals.analysis.recorded.ranks) + 1):
         for factor in (count, 1 / count):
