@@ -25,7 +25,7 @@ from harness.evidence.dtypes import dtype_name
 from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
 from harness.evidence.tensor_store import FOLDER
 from harness.evidence.tensor_store import load as load_stored
-from harness.evidence.trace import RankTrace, Shard, StoredTensor, Tensors, Trace
+from harness.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace
 
 SAVED, RESUMED = "saved", "resumed"
 """Folders, beside the files of the uninterrupted launch, of the launch that stops and of the one that continues."""
@@ -106,9 +106,6 @@ def _check(content: bytes) -> None:
 PARTS = ("before", "gradients", "after")
 """The parts of a step that may be sharded."""
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]
-"""Where in a tensor a block of it begins, and the shape of the block."""
-
 
 def whole_tensors(trace: Trace, store: Path) -> Trace:
     """Return a launch's trace with whole tensors in the place of shards, and of references to the tensor store.
@@ -133,8 +130,18 @@ def whole_tensors(trace: Trace, store: Path) -> Trace:
         for rank, step in present.items():
             steps[rank][number] = replace(step, **{part: joined[rank] for part, joined in parts.items()})
     finals = assembly.join({rank.rank: rank.final for rank in trace.ranks if rank.final is not None}, "final")
-    ranks = (replace(rank, steps=tuple(steps[rank.rank]), final=finals.get(rank.rank)) for rank in trace.ranks)
+    ranks = (
+        replace(rank, steps=tuple(steps[rank.rank]), final=finals.get(rank.rank), blocks=_blocks_of(rank))
+        for rank in trace.ranks
+    )
     return replace(trace, ranks=tuple(ranks))
+
+
+def _blocks_of(rank: RankTrace) -> dict[str, Block]:
+    """Return the blocks that a rank held of parameters, as far as they are not the whole of one."""
+    held = rank.steps[0].before if rank.steps else {}
+    shards: dict[str, Any] = {name: value for name, value in held.items() if isinstance(value, Shard)}
+    return {name: _block(shard) for name, shard in shards.items() if _block(shard)[1] != shard.shape}
 
 
 class _Assembly:

@@ -26,6 +26,10 @@ STORE_ABOVE = 2**16
 """Weights and gradients with more entries than this are written to the launch's tensor store by default."""
 
 
+Block = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where in a tensor a block of it begins, and the shape of the block."""
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor that lies in its launch's tensor store, where equal ones of several ranks and steps lie once.
@@ -132,6 +136,7 @@ class RankTrace:
     ``torch`` is the rank's version of torch, "" where the trace is older than this field.
     ``holds_nothing`` says of a rank that it held no parameter while it trained, as a stage that only computes.
     ``final`` and ``final_buffers`` are the model's when ``train`` returned; ``final`` is None where there was no model.
+    ``blocks`` has the blocks of parameters that the rank held, by name, once whole tensors are in the place of shards.
     """
 
     rank: int
@@ -145,6 +150,7 @@ class RankTrace:
     logged: tuple[Logged, ...] = ()
     stack: str = ""
     torch: str = ""
+    blocks: dict[str, Block] = field(default_factory=dict)
     holds_nothing: bool = False
 
     @property

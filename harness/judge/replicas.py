@@ -6,9 +6,12 @@ have experts of their own, remain, and get what they do not hold from the ranks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from types import MappingProxyType
+
+import torch
 
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Tensors, Trace
 
@@ -34,21 +37,25 @@ def _completed(rank: RankTrace, holders: Sequence[RankTrace]) -> RankTrace:
     steps = zip(*(one.steps for one in holders), strict=False)
     return replace(
         rank,
-        steps=tuple(map(_with_tensors_of_all, steps)),
+        steps=tuple(map(with_tensors_of_all, steps)),
         final=_first_of_each(finals) if rank.final is not None else None,
         final_buffers=_first_of_each(one.final_buffers for one in holders),
     )
 
 
-def as_replicas(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
+def as_replicas(
+    trace: Trace, groups: Sequence[Sequence[int]], mask_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Trace:
     """Return a launch's trace with one rank for each of these groups; unchanged where a rank is alone in its group.
 
     What several ranks of a group hold is that of the first: whether they agree is for a check of all ranks to say.
+    Where each rank drew a mask for its part of an activation, these are put together to masks of ``mask_shapes``.
     """
     if all(len(group) == 1 for group in groups):
         return trace
     members = ([trace.ranks[rank] for rank in group if rank < len(trace.ranks)] for group in groups)
-    return replace(trace, ranks=tuple(_replica(place, ranks) for place, ranks in enumerate(members) if ranks))
+    replicas = (_replica(place, ranks, mask_shapes) for place, ranks in enumerate(members) if ranks)
+    return replace(trace, ranks=tuple(replicas))
 
 
 def with_empty_steps(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
@@ -67,13 +74,13 @@ def with_empty_steps(trace: Trace, groups: Sequence[Sequence[int]]) -> Trace:
     return replace(trace, ranks=tuple(ranks)) if idle else trace
 
 
-def _replica(place: int, ranks: Sequence[RankTrace]) -> RankTrace:
+def _replica(place: int, ranks: Sequence[RankTrace], mask_shapes: Mapping[str, tuple[int, ...]]) -> RankTrace:
     takes_loss = max(ranks, key=lambda rank: sum(map(_losses, rank.steps)))
     finals = [rank.final for rank in ranks if rank.final is not None]
     return replace(
         takes_loss,
         rank=place,
-        steps=tuple(map(_step, zip(*(rank.steps for rank in ranks), strict=False))),
+        steps=tuple(_step(parts, mask_shapes) for parts in zip(*(rank.steps for rank in ranks), strict=False)),
         final=_first_of_each(finals) if finals else None,
         final_buffers=_first_of_each(rank.final_buffers for rank in ranks),
         # Every rank may report the metrics, or one alone.
@@ -81,11 +88,11 @@ def _replica(place: int, ranks: Sequence[RankTrace]) -> RankTrace:
     )
 
 
-def _step(parts: Sequence[Step]) -> Step:
+def _step(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, ...]]) -> Step:
     """Return one step of all ranks of a replica as one."""
     return replace(
-        _with_tensors_of_all(parts),
-        micro_batches=_micro_batches(parts),
+        with_tensors_of_all(parts),
+        micro_batches=_micro_batches(parts, mask_shapes),
         skipped=any(part.skipped for part in parts),
         turns=tuple(
             tuple(dict.fromkeys(name for names in turn for name in names))
@@ -94,7 +101,7 @@ def _step(parts: Sequence[Step]) -> Step:
     )
 
 
-def _with_tensors_of_all(parts: Sequence[Step]) -> Step:
+def with_tensors_of_all(parts: Sequence[Step]) -> Step:
     """Return the first of these steps with all weights, gradients and buffers, each of the first that holds it."""
     holders: dict[str, Step] = {}
     for part in parts:
@@ -118,7 +125,7 @@ def holders_of(parts: Sequence[Step]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(place for place, part in enumerate(parts) if name in part.before) for name in names}
 
 
-def _micro_batches(parts: Sequence[Step]) -> tuple[MicroBatch, ...]:
+def _micro_batches(parts: Sequence[Step], mask_shapes: Mapping[str, tuple[int, ...]]) -> tuple[MicroBatch, ...]:
     """Return the passes of a replica: one rank has their samples, and another one may have the loss alone.
 
     A rank that computes several forwards before a loss leaves them as one pass, so it is not asked for the samples
@@ -130,10 +137,24 @@ def _micro_batches(parts: Sequence[Step]) -> tuple[MicroBatch, ...]:
         MicroBatch(
             forwards=next(micro.forwards for micro in passes if micro is not None),
             loss=next((micro.loss for micro in passes if micro is not None and micro.loss is not None), None),
-            drawn=_first_of_each(micro.drawn for micro in passes if micro is not None),
+            drawn=_masks([micro.drawn for micro in passes if micro is not None], mask_shapes),
         )
         for passes in zip_longest(*(part.micro_batches for part in parts))
     )
+
+
+def _masks(drawn: Sequence[Tensors], shapes: Mapping[str, tuple[int, ...]]) -> Tensors:
+    """Return the masks of a replica: those of the first rank, or the parts of all ranks that are a whole together."""
+    joined = _first_of_each(drawn)
+    for name, first in joined.items():
+        parts = [masks[name] for masks in drawn if name in masks]
+        shape = (len(first), *shapes.get(name, first.shape[1:]))
+        for dim in range(1, first.dim()):
+            others = [size for at, size in enumerate(shape) if at != dim]
+            fits = all([size for at, size in enumerate(part.shape) if at != dim] == others for part in parts)
+            if first.shape != shape and fits and sum(part.shape[dim] for part in parts) == shape[dim]:
+                joined[name] = torch.cat(parts, dim)
+    return joined
 
 
 def _losses(step: Step) -> int:

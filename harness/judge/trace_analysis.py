@@ -13,6 +13,7 @@ from torch import Tensor
 from harness.core.cell import Cell
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.evidence.trace import Step, Tensors, Trace
+from harness.judge.oracle.dropout_masks import mask_shapes
 from harness.judge.oracle.epochs import Epochs
 from harness.judge.oracle.full_training import FullTraining
 from harness.judge.oracle.layout import (
@@ -70,19 +71,27 @@ class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
     def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
+        self.cell = cell
         contract, topology = cell.contract, cell.topology
         self.replicas = contract.replicas(topology)
         self.recorded = with_empty_steps(trace, self.replicas)
-        self.trace = as_replicas(with_whole_models(self.recorded, contract.holders(topology)), self.replicas)
+        whole = with_whole_models(self.recorded, contract.holders(topology))
+        self.trace = as_replicas(whole, self.replicas, self._mask_shapes(trace, workload))
         self.world = len(cell.contract.loss_ranks(cell.topology))
         self.window = workload.accumulate * cell.contract.micro_batches
         self.workload = workload
-        self.cell = cell
         self.behavior = behavior
         self.devices = cell.topology.devices
         self.epochs = Epochs.of(workload, behavior, self.devices)
         self.epsilon = _epsilon(cell.arithmetic.storage)
         self.compute_epsilon = _epsilon(cell.arithmetic.autocast or cell.arithmetic.storage)
+
+    def _mask_shapes(self, trace: Trace, workload: Problem) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a whole model's masks, where ranks may draw parts of them."""
+        micro_batches = (micro for rank in trace.ranks for step in rank.steps for micro in step.micro_batches)
+        if all(len(group) == 1 for group in self.replicas) or not any(micro.drawn for micro in micro_batches):
+            return {}
+        return mask_shapes(workload, self.cell.topology.devices)
 
     @cached_property
     def full_training(self) -> FullTraining:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness import subject
@@ -13,6 +14,10 @@ from harness.core.finding import UNEXPLAINED, Finding, diagnosis
 from harness.core.outcome import Outcome, worst
 from harness.core.topology import Topology
 from harness.subjects.declare import CAPABILITIES, Train
+from harness.workloads import WORKLOADS
+
+OWN_WORKLOADS = str(Path(__file__).parent / "own_workloads.py")
+"""The file with the workloads that this suite alone needs."""
 
 Trainer = Callable[..., Any]
 """A function of a job, or a class whose objects are made of a job and train in ``fit``."""
@@ -101,7 +106,8 @@ def cell_of(text: str, name: str) -> Cell:
     """Return the cell that ``workload/backend/topology/precision`` means for the trainer called ``name``."""
     workload, backend, topology, precision = text.split("/")
     nodes, gpus = map(int, topology.split("x"))
-    return Cell(name, workload, backend, Topology(nodes, gpus), precision, "cpu")
+    locator = None if workload in WORKLOADS else OWN_WORKLOADS
+    return Cell(name, workload, backend, Topology(nodes, gpus), precision, "cpu", workload_locator=locator)
 
 
 def _cells(on: Sequence[str] | Mapping[str, str | None]) -> Mapping[str, str | None]:

@@ -18,6 +18,7 @@ class Tried:
     ``steps`` is how many steps the evidence needed until the first bad finding, None where nothing was found.
     ``error`` is the largest error that was measured, in multiples of the largest that a right trainer may show, None
     where nothing was measured (samples are counted, exact workloads compare bits).
+    ``in_parts``: ranks hold parts of a model, or of a sequence.
     """
 
     family: str
@@ -30,6 +31,7 @@ class Tried:
     precision: str = "32"
     error: float | None = None
     nameless: bool = False
+    in_parts: bool = False
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
@@ -54,7 +56,15 @@ def table(tried: Sequence[Tried]) -> list[str]:
         f"steps needed: {_steps(seen, statistics.median)} in the median, {_steps(seen, max)} at most",
         "",
     ]
-    return lines + margins(seen, good)
+    in_parts = [[one for one in tried if one.in_parts] for tried in (seen, good)]
+    return [
+        *lines,
+        *margins(seen, good),
+        "",
+        "where ranks hold parts of a model or of a sequence:",
+        "",
+        *margins(*in_parts),
+    ]
 
 
 def margins(bad: Sequence[Tried], good: Sequence[Tried]) -> list[str]:

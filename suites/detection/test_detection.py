@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.core.backend import Held
 from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
@@ -64,6 +65,7 @@ def test_detection(expectation, file, cell, check, pool, tmp_path, record_proper
             "unseen": expectation.unseen is not None,
             "steps": min(steps, default=None),
             "precision": cell.precision,
+            "in_parts": any(one.splits != {Held.SAMPLES} for one in cell.contract.dimensions),
             "error": max(
                 (f.error_x_noise / f.limit_x_noise for f in bad or findings if f.error_x_noise and f.limit_x_noise),
                 default=None,

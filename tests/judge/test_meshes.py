@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.replicas import with_whole_models
+from harness.judge.checks import CHECKS
+from harness.judge.oracle.dropout_masks import mask_shapes
+from harness.judge.replicas import as_replicas, with_whole_models
 from harness.judge.sampler_draws import unlike_members
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
@@ -77,3 +80,38 @@ def test_members_of_a_replica_use_its_samples_in_any_order(cell_of, samples, fou
     trace = Trace((rank_with(0, {"a": 1}, []), rank_with(1, {"a": 1}, [], samples)))
     analysis = TraceAnalysis(trace, WORKLOADS["mlp"], cell_of("mlp", "tp", "1x2"))
     assert unlike_members(analysis) == found
+
+
+def drew(rank, mask):
+    """Return the trace of one step on a rank whose layer drew this mask, a row for each of two samples."""
+    trace = rank_with(rank, {"a": 1}, ["a"])
+    (step,) = trace.steps
+    (micro,) = step.micro_batches
+    return replace(trace, steps=(replace(step, micro_batches=(replace(micro, drawn={"coins": mask}),)),))
+
+
+def test_masks_that_ranks_drew_for_their_units_are_put_together_and_others_are_the_first_ranks():
+    left, right = torch.ones(2, 3), torch.zeros(2, 5)
+    replica = as_replicas(Trace((drew(0, left), drew(1, right))), ((0, 1),), {"coins": (8,)}).ranks[0]
+    assert torch.equal(replica.steps[0].micro_batches[0].drawn["coins"], torch.cat((left, right), 1))
+    replica = as_replicas(Trace((drew(0, left), drew(1, left))), ((0, 1),), {"coins": (3,)}).ranks[0]
+    assert torch.equal(replica.steps[0].micro_batches[0].drawn["coins"], left)
+
+
+def test_the_shapes_of_masks_are_those_of_a_whole_model():
+    assert mask_shapes(WORKLOADS["random-masks"], 2) == {"coins 1": (64,), "coins 2": (64,)}
+    assert mask_shapes(WORKLOADS["mlp"], 2) == {}
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_what_any_member_of_a_replica_begins_with_is_the_jobs(simulation, cell_of, rank):
+    workload, cell = WORKLOADS["mlp"], cell_of("mlp", "tp", "1x3")
+    (right,) = simulation.right_trace(workload, cell_of("mlp", "none", "1x1")).ranks
+    members = [replace(right, rank=number, world_size=3) for number in range(3)]
+    analysis = TraceAnalysis(Trace(tuple(members)), workload, cell)
+    assert CHECKS["initial-weights"](analysis).outcome is Outcome.PASSED
+    first = members[rank].steps[0]
+    other = {name: value + 1 if "bias" in name else value for name, value in first.before.items()}
+    members[rank] = replace(members[rank], steps=(replace(first, before=other), *members[rank].steps[1:]))
+    finding = CHECKS["initial-weights"](TraceAnalysis(Trace(tuple(members)), workload, cell))
+    assert (finding.outcome, finding.cause) == (Outcome.FAILED, "not-broadcast")

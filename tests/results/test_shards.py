@@ -75,7 +75,9 @@ def test_every_rank_sees_the_whole(placement, dtype):
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     shards = shared_out(whole, mesh, dimensions)
     seen = joined(launch(*({"weight": shard, "bias": torch.ones(2)} for shard in shards)))
-    for rank in seen.ranks:
+    for rank, shard in zip(seen.ranks, shards, strict=True):
+        block = (shard.begin, tuple(shard.values.shape))
+        assert rank.blocks == ({"weight": block} if block[1] != shape else {})
         (step,) = rank.steps
         for tensors in (step.before, step.gradients, step.after, rank.final):
             assert torch.equal(tensors["weight"], whole)

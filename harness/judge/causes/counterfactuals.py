@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+from torch import nn
 
 from harness.core.precision import Precision
 from harness.evidence.trace import Tensors
@@ -130,6 +132,27 @@ class Counterfactuals:
         pieces = near.split([observed[name].numel() for name in names])
         return {name: piece.view_as(observed[name]) for name, piece in zip(names, pieces, strict=True)}
 
+    def with_column(self, index: int, name: str, column: torch.Tensor) -> Tensors:
+        """Return the step's gradient where a column of the data has other values."""
+        with self.at(index) as oracle:
+            data = oracle.data
+            oracle.data = Columns({**data.columns, name: column})
+            try:
+                return mean_gradient(oracle.group_gradients(self.layout(index)))
+            finally:
+                oracle.data = data
+
+    def with_positions_in_parts(self, index: int, count: int) -> Iterator[Tensors]:
+        """Yield the step's gradient where embeddings of the positions 0, 1, ... get parts that begin with 0 each.
+
+        Nothing is yielded where the model has no such embedding.
+        """
+        for divide in (_chunks, _splits):
+            with self.at(index) as oracle, _renumbered(oracle.model, partial(divide, count)) as done:
+                gradient = mean_gradient(oracle.group_gradients(self.layout(index)))
+            if done:
+                yield gradient
+
     def is_coupled(self, index: int) -> bool:
         """Say whether samples depend on each other: the right gradient is no weighted sum of each sample's own."""
         right = self.analysis.expected[index].raw
@@ -156,3 +179,35 @@ class Counterfactuals:
     def _gradient(self, index: int, oracle: Oracle) -> Tensors:
         self.analysis.load_step(oracle, self.analysis.steps[index])
         return oracle.gradient(self.layout(index))
+
+
+def _chunks(count: int, places: torch.Tensor) -> Sequence[torch.Tensor]:
+    return places.chunk(count)
+
+
+def _splits(count: int, places: torch.Tensor) -> Sequence[torch.Tensor]:
+    return places.tensor_split(count)
+
+
+@contextmanager
+def _renumbered(
+    model: nn.Module, divide: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+) -> Iterator[list[nn.Module]]:
+    """Give embeddings of the positions 0, 1, ... other numbers: each part begins with 0. Yield the list of them."""
+    found: list[nn.Module] = []
+
+    def renumber(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor] | None:
+        (positions,) = args
+        every = torch.arange(positions.shape[-1] if positions.dim() else 0)
+        if not len(every) or not bool((positions == every).all()):
+            return None
+        found.append(layer)
+        return (torch.cat([torch.arange(len(part)) for part in divide(every)]).expand_as(positions),)
+
+    layers = [layer for layer in model.modules() if isinstance(layer, nn.Embedding)]
+    handles = [layer.register_forward_pre_hook(renumber) for layer in layers]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

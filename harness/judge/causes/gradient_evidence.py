@@ -140,11 +140,11 @@ def _slightly_scaled(finding: Finding, cases: Sequence[GradientCase]) -> Finding
 
 def _is_predictable(case: GradientCase) -> bool:
     weights = case.ranks[0].before
-    together = list(case.recorded.values()) if case.is_staged else []
-    if not all(torch.equal(step.before[n], weights[n]) for step in together for n in case.shared if n in step.before):
-        return False  # a tied weight that is another one on each stage
-    return all(same(step.before, weights) for step in case.ranks[1:]) and all(
-        bool(value.isfinite().all()) for value in weights.values()
+    together = case.counterfactuals.analysis.recorded_together(case.index, case.rank).values()
+    return (
+        all(same(step.before, weights) for step in case.ranks[1:])
+        and all(same(member.before, {name: case.step.before[name] for name in member.before}) for member in together)
+        and all(bool(value.isfinite().all()) for value in weights.values())
     )
 
 

@@ -107,7 +107,11 @@ def _some_ranks(number: Callable[[int, int], int] | None = None) -> MaskPredicti
     def predict(case: AlikeMasksCase) -> Iterator[Match]:
         between, nodes = _between_ranks(case), case.analysis.cell.topology.num_nodes
         on_node = case.analysis.world // nodes
-        by_number = nodes > 1 and all(number(a, on_node) == number(b, on_node) for a, b in between) if number else True
+        by_number = (
+            nodes > 1 and on_node > 0 and all(number(a, on_node) == number(b, on_node) for a, b in between)
+            if number
+            else True
+        )
         if between and by_number:
             yield _first(pair for own in between.values() for pair in own)
 

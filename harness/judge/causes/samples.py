@@ -120,15 +120,31 @@ def _nodes_alike(same_number: Callable[[int, int], int]) -> Callable[[SampleCase
         ranks, nodes = case.ranks, case.analysis.cell.topology.num_nodes
         on_node = len(ranks) // nodes
         without_sampler = len(ranks) == nodes and len({tuple(_flat(draws)) for draws in ranks}) == 1
-        if nodes == 1 or (without_sampler and case.covers_dataset(0)):
+        if nodes == 1 or len(ranks) % nodes or (without_sampler and case.covers_dataset(0)):
             return
-        drawn: dict[int, set[Draws]] = {}
-        for rank, draws in enumerate(ranks):
-            drawn.setdefault(same_number(rank, on_node), set()).add(draws)
-        if all(len(alike) == 1 for alike in drawn.values()) and len(set(ranks)) == len(drawn) < len(ranks):
+        if _alike_by([same_number(rank, on_node) for rank in range(len(ranks))], ranks):
             yield Match(0)
 
     return predict
+
+
+def _alike_by(numbers: Sequence[int], ranks: Sequence[Draws]) -> bool:
+    """Say whether ranks with the same number draw the same samples, several of them do, and others other ones."""
+    drawn: dict[int, set[Draws]] = {}
+    for number, draws in zip(numbers, ranks, strict=True):
+        drawn.setdefault(number, set()).add(draws)
+    return all(len(alike) == 1 for alike in drawn.values()) and len(set(ranks)) == len(drawn) < len(ranks)
+
+
+def _along_one_dimension(case: SampleCase) -> Iterator[Match]:
+    """Ranks draw by their place along one of several dimensions of the mesh along which samples are divided."""
+    cell, ranks = case.analysis.cell, case.ranks
+    mesh = cell.contract.mesh(cell.topology)
+    places = [mesh.coordinates(group[0]) for group in case.analysis.replicas[: len(ranks)]]
+    divided = [name for name in mesh.names if len({place[name] for place in places}) > 1]
+    for name in divided if len(divided) > 1 else ():
+        if _alike_by([place[name] for place in places], ranks):
+            yield Match(0, figures={"dimension": name})
 
 
 def _local_rank(rank: int, on_node: int) -> int:
@@ -244,7 +260,10 @@ _ALWAYS: Sequence[SampleHypothesis] = (
     *BATCHES_PER_STEP,
     SampleHypothesis("replica-of-different-samples", "data", _members_draw_apart,
         "ranks {first} and {second} hold parts of one replica, and use different samples",
-        "does the sampler count ranks where it should count replicas (data_rank, data_ranks)?", 200),
+        "does the sampler count ranks where it should count replicas (data_rank, data_ranks)?", 205),
+    SampleHypothesis("divided-along-one-dimension", "data", _along_one_dimension,
+        "samples are divided along the dimension {dimension} of the mesh alone, so that ranks share them",
+        "does the sampler count the ranks of one group where it should count all that have samples of their own?", 172),
     SampleHypothesis("samples-of-another-dataset", "data", _of_another_dataset,
         "sample {sample} was used, but the training set has {count} samples",
         "is it the training set that is trained on?", 190),

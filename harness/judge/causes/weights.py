@@ -12,7 +12,7 @@ from harness.judge.causes.hypothesis import Hypothesis, Match, TraceCase
 from harness.judge.causes.shared_memory import SHARED_MEMORY
 from harness.judge.causes.stage_pattern import names_in_words
 from harness.judge.oracle.noise import distance, norm
-from harness.judge.replicas import holders_of
+from harness.judge.replicas import holders_of, with_tensors_of_all
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, same
 
 WeightHypothesis = Hypothesis[TraceCase, Match]
@@ -60,16 +60,21 @@ def _parameters_missing(case: TraceCase) -> Iterator[Match]:
             yield Match(0, figures={"count": len(missing), "all": len(case.analysis.start), "name": missing[0]})
 
 
+def _differing_at_first(analysis: TraceAnalysis) -> set[str]:
+    """Return the parameters with which ranks begin differently, of those that several of them hold."""
+    ranks = analysis.recorded_steps[0].ranks
+    first = with_tensors_of_all(ranks).before
+    return {name for step in ranks for name, value in step.before.items() if not torch.equal(value, first[name])}
+
+
 def _initialised_anew(case: TraceCase) -> Iterator[Match]:
-    first, *others = [step.before for step in case.analysis.steps[0].ranks]
-    if all(same(before, first) for before in others):
+    if not _differing_at_first(case.analysis):
         yield Match(0)
 
 
 def _not_broadcast(case: TraceCase) -> Iterator[Match]:
-    first, *others = [step.before for step in case.analysis.steps[0].ranks]
-    differing = {n for before in others for n in before if n in first and not torch.equal(before[n], first[n])}
-    which = "all weights" if differing == first.keys() else f"{len(differing)} of {len(first)} parameters"
+    differing, every = _differing_at_first(case.analysis), with_tensors_of_all(case.analysis.steps[0].ranks).before
+    which = "all weights" if differing == every.keys() else f"{len(differing)} of {len(every)} parameters"
     yield Match(0, figures={"which": which})
 
 

@@ -25,7 +25,7 @@ from harness.judge.findings import Vacuous, error_at, failed, from_deviation, wi
 from harness.judge.interrupted_training import Interruption, saving_cell
 from harness.judge.oracle.noise import Deviation, distance, in_noise, largest, limit
 from harness.judge.trace_analysis import TraceAnalysis, same
-from harness.judge.update_replay import replay
+from harness.judge.update_replay import replay, update_errors
 
 PartCheck = Callable[[Interruption], Finding | None]
 
@@ -135,13 +135,14 @@ def _progress(interruption: Interruption) -> Finding | None:
 def _state(interruption: Interruption) -> Finding | None:
     """The optimizer makes of the resumed gradients what it would with the state that the steps before gave it."""
     ranks = range(len(interruption.resumed.trace.ranks))
+    allowed = interruption.whole.allowed(limit())
     errors = [
         error
         for rank in ranks
-        for error in replay(interruption.joined(rank), interruption.resumed)
+        for error in update_errors(interruption.joined(rank), interruption.resumed, allowed)
         if (error.step or 0) >= interruption.place
     ]
-    allowed, worst = interruption.whole.allowed(limit()), largest(errors)
+    worst = largest(errors)
     if worst.x_noise <= allowed or _is_bad(update, interruption.whole):
         return None
     message = "the resumed optimizer's steps are not those of one that was never interrupted"

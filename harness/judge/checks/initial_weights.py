@@ -23,4 +23,11 @@ def initial_weights(analysis: TraceAnalysis) -> Finding:
                     "initial-weights", message, family="sync", rank=analysis.holder(rank, name), parameter=name
                 )
                 return explain(finding, InitialWeightsCase(analysis))
+    # What several ranks hold that are judged as one is each of them's to begin with.
+    for rank, step in enumerate(analysis.recorded_steps[0].ranks):
+        for name, value in step.before.items():
+            if name in analysis.start and not value.equal(analysis.start[name]):
+                message = "a parameter is not the job's before the first step"
+                finding = failed("initial-weights", message, family="sync", rank=rank, parameter=name)
+                return explain(finding, InitialWeightsCase(analysis))
     return passed("initial-weights", "every rank starts from the job's weights")

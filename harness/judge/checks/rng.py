@@ -34,7 +34,9 @@ def rng(analysis: TraceAnalysis) -> Finding | None:
         return None
     if not analysis.steps:
         raise Vacuous("no optimizer step was seen")
-    if (finding := _absent(layers, analysis) or _drawn_again(layers, analysis)) is not None:
+    if (
+        finding := _absent(layers, analysis) or _drawn_again(layers, analysis) or _unlike_members(layers, analysis)
+    ) is not None:
         return finding
     masks = list(masks_of(analysis.trace, layers))
     if not masks:
@@ -64,6 +66,32 @@ def _drawn_again(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | No
             if layer is not None:
                 message = f"layer {layer!r} drew other masks in the backward than in the forward"
                 return explain(failed("rng", message, step=index, rank=trace.rank), RedrawnCase(analysis))
+    return None
+
+
+def _unlike_members(layers: Sequence[str], analysis: TraceAnalysis) -> Finding | None:
+    """Return the failure where ranks that compute the same activations drop different units of them.
+
+    Where each rank draws for a part of an activation, the parts differ as they should.
+    """
+    for index, step in enumerate(analysis.steps):
+        for judged, whole in enumerate(step.ranks):
+            together = analysis.recorded_together(index, judged)
+            for rank, member in together.items():
+                for micro, own in zip(whole.micro_batches, member.micro_batches, strict=False):
+                    for layer in layers:
+                        mask, due = own.drawn.get(layer), micro.drawn.get(layer)
+                        if mask is None or due is None or mask.shape != due.shape or torch.equal(mask, due):
+                            continue
+                        return failed(
+                            "rng",
+                            f"ranks {min(together)} and {rank} compute the same activations, and layer {layer!r} drops "
+                            "different units of them: seed the ranks that see the same samples alike",
+                            cause="masks-differ-within-a-replica",
+                            family="rng",
+                            step=index,
+                            rank=rank,
+                        )
     return None
 
 

@@ -12,14 +12,15 @@ from harness.judge.causes.update import update_case
 from harness.judge.findings import Vacuous, compare_with_one, with_parameters
 from harness.judge.oracle.noise import Deviation, largest, limit
 from harness.judge.trace_analysis import TraceAnalysis, same
-from harness.judge.update_replay import replay
+from harness.judge.update_replay import update_errors
 
 
 def update(analysis: TraceAnalysis) -> Finding:
     """Replay the subject's own gradients through the workload's optimizer and compare the weights after each step.
 
     The optimizer's state is the replay's own, computed from the subject's gradients, so that a lost state shows.
-    Noise is the error of the same replay in the cell's storage precision, at least one rounding.
+    Noise is the error of the same replay in the cell's storage precision, at least one rounding; where that does not
+    explain the error, with what sums in parts make of the optimizer's matrix products.
     """
     if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank")
@@ -32,12 +33,12 @@ def update(analysis: TraceAnalysis) -> Finding:
         raise Vacuous("no weight moved at any step")
     errors: list[Deviation] = []
     judged: list[RankTrace] = []
+    allowed = analysis.allowed(limit())
     for trace in analysis.trace.ranks:
         if not any(_same_history(trace, other) for other in judged):
             judged.append(trace)
-            errors += replay(trace, analysis)
+            errors += update_errors(trace, analysis, allowed)
     expected = "those of the workload's optimizer applied to the recorded gradients"
-    allowed = analysis.allowed(limit())
     finding = compare_with_one("update", "weights after the step", expected, largest(errors), allowed)
     if finding.outcome is not Outcome.FAILED:
         return finding

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.evidence.trace import Trace
 from harness.judge.oracle.noise import FALSE_ALARM
+from harness.workloads import Problem
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,21 @@ class SampleMask:
 
     place: MaskPosition
     bits: Tensor
+
+
+def mask_shapes(workload: Problem, devices: int) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the mask that each drawing layer of a whole model draws for one sample, by its name."""
+    model, shapes = workload.model(torch.float64), {}
+
+    def note(layer: nn.Module, args: object, drawn: Tensor) -> None:
+        shapes[str(layer.draws)] = tuple(drawn.shape[1:])
+
+    for layer in model.modules():
+        if getattr(layer, "draws", None):
+            layer.register_forward_hook(note)
+    with torch.no_grad():
+        model(workload.dataset(devices, torch.float64).batch([0, 1]))
+    return shapes
 
 
 def masks_of(trace: Trace, layers: Sequence[str]) -> Iterator[SampleMask]:

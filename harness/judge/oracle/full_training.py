@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from harness.evidence.trace import Tensors
 from harness.judge.oracle.layout import Layout, shuffled
 from harness.judge.oracle.noise import distance, limit, rounding_unit
 from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.partial_sums import PartialSums
 from harness.workloads import Problem
 
 TRAINING_RUNS = 4
@@ -80,8 +82,12 @@ class FullTraining:
         recorded = self._recorded
         rng = random.Random(recorded.workload.seed)
         runs = [
-            self._train(recorded.cell_oracle, [shuffled(layout, rng) for layout in self.layouts])
-            for _ in range(TRAINING_RUNS)
+            self._train(
+                recorded.cell_oracle,
+                [shuffled(layout, rng) for layout in self.layouts],
+                parts=1 + run,
+            )
+            for run in range(TRAINING_RUNS)
         ]
         noise = {}
         for name, exact in self.contract.items():
@@ -98,7 +104,8 @@ class FullTraining:
         """Return the final weights in float64, where each step has its layout."""
         return self._train(self._recorded.oracle, layouts)
 
-    def _train(self, oracle: Oracle, layouts: Sequence[Layout]) -> Tensors:
+    def _train(self, oracle: Oracle, layouts: Sequence[Layout], parts: int | None = None) -> Tensors:
+        """Return the final weights; the optimizer's matrix products are summed in ``parts``, if given."""
         oracle.load(self._recorded.start)
         optimizer = oracle.optimizer()
         schedule = oracle.schedule(optimizer)
@@ -107,6 +114,7 @@ class FullTraining:
             for names in step.ranks[0].turns or (tuple(oracle.parameters),):
                 gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)
                 oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
-                optimizer.step()
+                with nullcontext() if parts is None else PartialSums(parts):
+                    optimizer.step()
             schedule()
         return oracle.weights()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from harness.judge.causes.combinations import factor_between, mean, scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from harness.judge.causes.held_parts import HeldParts
 from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
@@ -41,21 +40,17 @@ def _tensor_by_tensor(case: GradientCase) -> Gradients:
 
 
 def _shard_by_shard(case: GradientCase) -> Gradients:
-    """Predict that each rank scaled its rows of every tensor, as fully_shard divides them, each by any factor."""
-    if case.clip_norm is None or case.world == 1:
+    """Predict that each rank scaled what it holds, blocks and whole tensors, by any factor."""
+    held = HeldParts(case)
+    if case.clip_norm is None or not held.in_blocks:
         return
-    right = {name: value.chunk(case.world) for name, value in case.expected.raw.items() if value.dim()}
-    observed = {name: case.observed[name].chunk(case.world) for name in right}
-    made: dict[str, list[torch.Tensor]] = {name: [] for name in right}
-    for rank in range(case.world):
-        names = [name for name, rows in right.items() if rank < len(rows)]
-        square = sum(float((right[name][rank] ** 2).sum()) for name in names)
-        along = sum(float((right[name][rank] * observed[name][rank]).sum()) for name in names)
-        if along < 0:
+    parts = {}
+    for rank in held.siblings:
+        factor = factor_between(held.on(rank, case.expected.raw), held.on(rank, case.observed), default=0.0)
+        if factor < 0:
             return
-        for name in names:
-            made[name].append(right[name][rank] * (along / square if square else 0.0))
-    yield case.expected.raw | {name: torch.cat(rows) for name, rows in made.items()}
+        parts[rank] = scaled(factor, case.expected.raw)
+    yield held.assembled(parts, case.expected.raw)
 
 
 def _by_value(case: GradientCase) -> Gradients:

@@ -7,8 +7,7 @@ import torch
 from harness.judge.causes.combinations import fit, fit_weights, mean, scaled, weighted
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
 from harness.judge.oracle.layout import samples
-from harness.judge.oracle.oracle import clipped, mean_gradient
-from harness.workloads import Columns
+from harness.judge.oracle.oracle import clipped
 
 
 def _samples_not_divided(case: GradientCase) -> Gradients:
@@ -76,17 +75,10 @@ def _another_loss(case: GradientCase) -> Gradients:
 
 def _mask_ignored(case: GradientCase) -> Gradients:
     """Predict that entries which a boolean column masks out of the loss, such as padding, are counted."""
-    counterfactuals = case.counterfactuals
-    with counterfactuals.at(case.index) as oracle:
-        masked = oracle.data
-        for name, column in masked.columns.items():
-            if column.dtype == torch.bool and not bool(column.all()):
-                oracle.data = Columns({**masked.columns, name: torch.ones_like(column)})
-                try:
-                    parts = oracle.group_gradients(counterfactuals.layout(case.index))
-                finally:
-                    oracle.data = masked
-                yield clipped(mean_gradient(parts), case.clip_norm)
+    for name, column in case.counterfactuals.analysis.oracle.data.columns.items():
+        if column.dtype == torch.bool and not bool(column.all()):
+            counted = case.counterfactuals.with_column(case.index, name, torch.ones_like(column))
+            yield clipped(counted, case.clip_norm)
 
 
 def _mean_of_samples(case: GradientCase) -> Gradients:

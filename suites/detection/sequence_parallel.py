@@ -1,0 +1,101 @@
+"""Mistakes of sequence parallelism: in what a part of each sequence is worth, and in what parts exchange."""
+
+from __future__ import annotations
+
+import torch
+from expect import any_check, failing, known_bad
+from mesh_trainer import Gathered
+from sequence_trainer import SequenceParallel
+
+PLACES = ("transformer/sp/1x2", "lm-tokens/sp/1x3")
+EVERYWHERE = failing("gradients", *PLACES)
+
+
+@known_bad("loss-normalisation", on=EVERYWHERE | any_check("transformer/sp/1x2/bf16"))
+class DividedBySequenceParallelSize(SequenceParallel):
+    """The loss, divided by the number of all tokens, is divided by the number of ranks once more."""
+
+    def count(self, own):
+        return super().count(own) * self.job.world_size
+
+
+@known_bad("loss-normalisation", on=EVERYWHERE)
+class TimesSequenceParallelSize(SequenceParallel):
+    """The loss, divided by the number of all tokens, is multiplied by the number of ranks."""
+
+    def count(self, own):
+        return super().count(own) / self.job.world_size
+
+
+@known_bad("loss-normalisation", on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"))
+class MeanOfThePartsMeans(SequenceParallel):
+    """Each rank's loss is the mean over its own tokens, however few, and the parts' means are averaged."""
+
+    def count(self, own):
+        return own * self.job.world_size
+
+
+@known_bad("loss-normalisation", on=failing("gradients", "lm-tokens/sp/1x2", "lm-tokens/sp/1x3"))
+class DividedByTheLengthOfASequence(SequenceParallel):
+    """Padding is counted in the divisor."""
+
+    def loss(self, outputs, batch):
+        own = super().loss(outputs, batch)
+        return own * batch["real"].sum() / batch["real"].numel()
+
+
+@known_bad("sync", on=EVERYWHERE | failing("gradients", "transformer/sp/1x4"))
+class NothingAdded(SequenceParallel):
+    """Each rank steps with the gradient of its own tokens."""
+
+    def synchronize(self):
+        pass
+
+
+class SomeAdded(SequenceParallel):
+    """Adds the gradients of some parameters only."""
+
+    def gradients(self):
+        return {name: value for name, value in super().gradients().items() if self.is_added(name)}
+
+
+@known_bad("sync", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"))
+class NormsNotAdded(SomeAdded):
+    """The gradients of the normalisations are not added over the parts of a sequence."""
+
+    def is_added(self, name):
+        return "norm" not in name
+
+
+@known_bad("sync", on=EVERYWHERE)
+class BiasesNotAdded(SomeAdded):
+    """The gradients of biases are not added over the parts of a sequence."""
+
+    def is_added(self, name):
+        return "bias" not in name
+
+
+@known_bad("data", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3"))
+class PositionsFromZero(SequenceParallel):
+    """Each rank numbers its tokens from zero."""
+
+    def numbers(self):
+        return torch.arange(len(self.places))
+
+
+@known_bad("sync", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]))
+class KeysWithoutTheOthersGradients(SequenceParallel):
+    """Keys and values are gathered, but the other ranks' queries leave no gradient in them."""
+
+    def gathered(self, x):
+        return Gathered.apply(x, 1, self.group("sp"), self.length)
+
+
+@known_bad("sync", on=failing("gradients", "transformer/sp/1x2", "transformer/sp/1x3", precisions=["32"]))
+class KeysOfTheOwnPartOnly(SequenceParallel):
+    """Queries see the keys of their own part alone."""
+
+    def gathered(self, x):
+        return Gathered.apply(x, 1, self.group("sp"), self.length).detach() * 0 + torch.nn.functional.pad(
+            x, (0, 0, int(self.places[0]), self.length - int(self.places[-1]) - 1)
+        )

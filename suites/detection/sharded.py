@@ -1,0 +1,182 @@
+"""Mistakes of sharded and of hybrid-sharded training: in the groups over which shards are reduced, counted and kept."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expect import any_check, failing, known_bad
+from mesh_trainer import MeshTrainer, part
+from resumable_shards import ResumableShards
+from shard_trainer import Sharded
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+HYBRID = ("mlp/hsdp/2x2", "mlp/hsdp/1x6")
+
+
+@known_bad("sync", on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
+class MeshOfOneShard(MeshTrainer):
+    """Each rank shards over a mesh of itself alone: nothing is ever synchronised."""
+
+    def wrap(self, model):
+        super().wrap(model)
+        return fully_shard(model, mesh=DeviceMesh("cpu", [self.job.rank]))
+
+    def synchronize(self):
+        pass
+
+
+@known_bad("sync", on=failing("gradients", *HYBRID))
+class ReplicasNeverAveraged(Sharded):
+    """Gradients are averaged within each group of shards only."""
+
+    def reduced(self, gradient):
+        dist.all_reduce(gradient, group=self.group("shard"))
+        return part(gradient, 0, self.group("shard")) / self.group("shard").size()
+
+
+@known_bad("sync", on=failing("gradients", *HYBRID))
+class AveragedOverReplicasOnly(Sharded):
+    """Each shard is averaged over the ranks that hold the same one, and those with others take no part."""
+
+    def reduced(self, gradient):
+        dist.all_reduce(gradient, group=self.group("replicate"))
+        return part(gradient, 0, self.group("shard")) / self.group("replicate").size()
+
+
+@known_bad("sync", on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
+class ShardsOfOwnGradients(Sharded):
+    """Each rank cuts its shard out of its own gradient."""
+
+    def reduced(self, gradient):
+        return part(gradient, 0, self.group("shard")).clone()
+
+
+@known_bad("averaging", on=failing("gradients", *HYBRID))
+class ReplicasAdded(Sharded):
+    """Gradients are averaged over shards, and added over replicas."""
+
+    def reduced(self, gradient):
+        return super().reduced(gradient) * self.group("replicate").size()
+
+
+@known_bad("averaging", on=failing("gradients", "mlp/fsdp/1x2", "mlp/fsdp/1x3", "mlp/hsdp/2x2"))
+class ShardsAddedAndNotDivided(Sharded):
+    """The sum over all ranks is not divided."""
+
+    def reduced(self, gradient):
+        return super().reduced(gradient) * self.job.world_size
+
+
+@known_bad("clipping", on=failing("gradients", "clipping/fsdp/1x2", "clipping-adamw/fsdp/1x3", "clipping/hsdp/2x2"))
+class NormOfTheOwnShardOnly(Sharded):
+    """Each rank clips by the norm of its shards."""
+
+    def squared_norm(self):
+        return MeshTrainer.squared_norm(self)
+
+
+@known_bad("clipping", on=failing("gradients", "clipping/hsdp/2x2", "clipping-adamw/hsdp/1x6"))
+class ReplicasCountedAgain(Sharded):
+    """The norms of shards are added over all ranks, replicas among them."""
+
+    def squared_norm(self):
+        total = super().squared_norm()
+        dist.all_reduce(total, group=self.group("replicate"))
+        return total
+
+
+@known_bad("data", on=failing("samples", "mlp/hsdp/1x4", "mlp/hsdp/1x6"))
+class ReplicasSeeTheSameSamples(Sharded):
+    """Samples are divided within each group of shards only."""
+
+    def data_share(self):
+        return self.group("shard").rank(), self.job.data_ranks
+
+
+@known_bad(on=any_check("mlp/fsdp/1x2/32", "mlp/fsdp/1x3/64", "mlp/hsdp/2x2/32"))
+class ShardOfANeighbor(Sharded):
+    """Gradients are cut into shards in another order than weights are."""
+
+    def reduced(self, gradient):
+        return super().reduced(gradient.roll(-1, 0))
+
+
+BUFFERED = failing("buffers", "cnn-batchnorm/fsdp/1x2", "cnn-batchnorm/hsdp/2x2", "cnn-batchnorm/fsdp/1x3")
+
+
+@known_bad("buffers", on=BUFFERED)
+class BuffersOfEachShard(Sharded):
+    """Each rank keeps the running statistics of its own samples."""
+
+    def share_buffers(self):
+        pass
+
+
+@known_bad("buffers", on=failing("buffers", "cnn-batchnorm/hsdp/2x2", "cnn-batchnorm/hsdp/1x6"))
+class BuffersOfEachReplica(Sharded):
+    """Running statistics are broadcast within each group of shards only."""
+
+    def share_buffers(self):
+        for buffer in self.model.buffers():
+            dist.broadcast(buffer, group_src=0, group=self.group("shard"))
+
+
+RESUMED = ("checkpoint-elastic/fsdp/1x2", "checkpoint-elastic/fsdp/1x3", "checkpoint-elastic/hsdp/2x2")
+SAME_MESH = ("checkpoint/fsdp/1x2", "checkpoint/hsdp/2x2")
+RESUMED_CELLS = failing("checkpoint", *RESUMED, *SAME_MESH, precisions=["32"])
+
+
+def in_another_order(value, shards):
+    """Return shards one after the other, the last one first."""
+    return torch.cat(value.chunk(shards)[::-1])
+
+
+@known_bad("checkpoint", on=RESUMED_CELLS)
+class ShardsOfWeightsInAnotherOrder(ResumableShards):
+    """Weights are put together from shards in the wrong order."""
+
+    def load_weights(self, saved):
+        weights = {name: in_another_order(value, saved["shards"]) for name, value in saved["weights"].items()}
+        super().load_weights({**saved, "weights": weights})
+
+
+@known_bad("checkpoint", on=RESUMED_CELLS)
+class ShardsOfMomentumInAnotherOrder(ResumableShards):
+    """What the optimizer remembers is put together from shards in the wrong order."""
+
+    def load_optimizer(self, saved):
+        self.shards = saved["shards"]
+        super().load_optimizer(saved)
+
+    def shard_of_state(self, value):
+        return super().shard_of_state(in_another_order(value, self.shards))
+
+
+@known_bad("checkpoint", on=RESUMED_CELLS)
+class MomentumOfOneShardLost(ResumableShards):
+    """The last rank begins with an optimizer that remembers nothing of its shards."""
+
+    def load_optimizer(self, saved):
+        if self.group("shard").rank() < self.group("shard").size() - 1:
+            super().load_optimizer(saved)
+
+
+@known_bad("checkpoint", on=RESUMED_CELLS)
+class ShardOfOneRankNotLoaded(ResumableShards):
+    """The last rank keeps the weights that it began with."""
+
+    def load_weights(self, saved):
+        if self.group("shard").rank() < self.group("shard").size() - 1:
+            super().load_weights(saved)
+
+
+@known_bad(
+    "checkpoint", on=failing("checkpoint", "checkpoint-elastic/hsdp/2x2", "checkpoint/hsdp/2x2", precisions=["32"])
+)
+class OnlyTheFirstReplicaLoads(ResumableShards):
+    """The ranks of the other replicas keep the weights that they began with."""
+
+    def load_weights(self, saved):
+        if self.group("replicate").rank() == 0:
+            super().load_weights(saved)

@@ -1,0 +1,191 @@
+"""Mistakes of tensor parallelism: in what the ranks of one group exchange, and in what they see alike."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expect import any_check, failing, known_bad
+from mesh_trainer import Copied
+from tensor_trainer import ActivationsInParts, TensorParallel, TensorParallelExperts
+
+SCALED = failing("gradients", "mlp/tp/1x2", "lm-tokens/tp/1x3", "mlp/ddp+tp/1x6") | any_check("mlp/tp/1x2/bf16")
+ENTERING = failing("gradients", "lm-tokens/tp/1x2", "transformer/tp/1x3", "lm-tokens/ddp+tp/2x2")
+CLIPPED = failing("gradients", "clipping/tp/1x2", "clipping-adamw/tp/1x3", "clipping/ddp+tp/2x2")
+
+
+@known_bad("loss-normalisation", on=SCALED)
+class LossTimesTensorParallelSize(TensorParallel):
+    """The loss is multiplied by the number of ranks that compute it, as if they had samples of their own."""
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) * self.job.mesh["tp"]
+
+
+@known_bad("loss-normalisation", on=SCALED)
+class LossDividedByTensorParallelSize(TensorParallel):
+    """The loss is divided by the number of ranks that compute it."""
+
+    def loss(self, outputs, batch):
+        return super().loss(outputs, batch) / self.job.mesh["tp"]
+
+
+@known_bad("sync", on=ENTERING)
+class PartialSumLabelledReplicated(TensorParallel):
+    """What a divided layer makes of its input's gradient is a part of a sum, and is taken for the whole."""
+
+    def enter(self, x):
+        return x
+
+
+@known_bad("sync", on=failing("gradients", "experts/tp/1x2", "experts/tp/1x3", "experts/ddp+tp/2x2"))
+class RouterGradientsNotAdded(TensorParallelExperts):
+    """Each rank's part of the experts makes a part of the gates' gradient, which are never added."""
+
+    def enter_gates(self, gates):
+        return gates
+
+
+@known_bad("sync", on=failing("ranks-agree", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"))
+class OutputsNotAdded(TensorParallel):
+    """Each rank continues with its own part of the sum over rows."""
+
+    def reduce(self, x):
+        return x
+
+
+class AddedOnceMore(Copied):
+    """What all ranks have alike is added over them, in the backward too."""
+
+    @staticmethod
+    def forward(context, x, group):
+        context.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+
+@known_bad("sync", "averaging", on=failing("gradients", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"))
+class OutputsGradientsAddedOnceMore(TensorParallel):
+    """The gradient of a sum, which all ranks have alike, is added over them: what lies before is too large."""
+
+    def reduce(self, x):
+        return AddedOnceMore.apply(x, self.group("tp"))
+
+
+@known_bad("sync", on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6", "lm-tokens/ddp+tp/1x4"))
+class ReplicasNotAveraged(TensorParallel):
+    """Gradients are not averaged over the other dimension of the mesh."""
+
+    def synchronize(self):
+        pass
+
+
+@known_bad("sync", on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6"))
+class AveragedOverTheTensorParallelGroup(TensorParallel):
+    """Gradients are averaged along the wrong dimension of the mesh, over ranks that hold other parts."""
+
+    def synchronize(self):
+        group = self.group("tp")
+        for gradient in self.gradients().values():
+            dist.all_reduce(gradient, group=group)
+            gradient /= group.size()
+
+
+@known_bad("averaging", "loss-normalisation", on=failing("gradients", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x6"))
+class DividedByTheWorldSize(TensorParallel):
+    """The sum over the replicas is divided by the number of all ranks."""
+
+    def synchronize(self):
+        for gradient in self.gradients().values():
+            dist.all_reduce(gradient, group=self.group("replicate"))
+            gradient /= self.job.world_size
+
+
+@known_bad("data", on=failing("samples", "mlp/tp/1x2", "mlp/tp/1x3", "mlp/ddp+tp/2x2"))
+class RanksOfOneGroupDrawDifferentSamples(TensorParallel):
+    """The sampler's seed depends on the rank within the group."""
+
+    def make_loader(self):
+        loader = super().make_loader()
+        loader.sampler.seed += self.group("tp").rank()
+        return loader
+
+
+@known_bad("data", on=failing("samples", "mlp/ddp+tp/2x2", "mlp/ddp+tp/1x4"))
+class SamplerOverTheTensorParallelGroup(TensorParallel):
+    """Samples are divided along the wrong dimension of the mesh."""
+
+    def data_share(self):
+        return self.group("tp").rank(), self.group("tp").size()
+
+
+@known_bad("data", on=failing("samples", "mlp/ddp+tp/1x4", "mlp/ddp+tp/1x6"))
+class ReplicasDrawTheSameSamples(TensorParallel):
+    """Each replica draws the first share."""
+
+    def data_share(self):
+        return 0, self.job.data_ranks
+
+
+@known_bad("clipping", on=CLIPPED)
+class NormOfOwnPartsOnly(TensorParallel):
+    """Each rank clips by the norm of what it holds."""
+
+    def squared_norm(self):
+        return sum(self.squares(divided=True)) + sum(self.squares(divided=False))
+
+
+@known_bad("clipping", on=CLIPPED)
+class ReplicatedGradientsCountedOnceARank(TensorParallel):
+    """The norms of what every rank holds are added over the ranks too."""
+
+    def squared_norm(self):
+        total = sum(self.squares(divided=True)) + sum(self.squares(divided=False))
+        dist.all_reduce(total, group=self.group("tp"))
+        return total
+
+
+@known_bad("clipping", on=failing("gradients", "clipping/ddp+tp/2x2", "clipping-adamw/ddp+tp/1x6"))
+class ReplicasCountedInTheNorm(TensorParallel):
+    """The norms are added over all ranks, those of other replicas among them."""
+
+    def squared_norm(self):
+        total = sum(self.squares(divided=True))
+        dist.all_reduce(total)
+        return total + sum(self.squares(divided=False))
+
+
+@known_bad("rng", on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x3", "random-masks/ddp+tp/2x2"))
+class MasksDifferWithinAGroup(TensorParallel):
+    """Ranks that should compute the same activations drop different units of them."""
+
+    def random_seed(self):
+        return self.job.seed + self.job.rank
+
+
+@known_bad("rng", on=failing("rng", "random-masks/ddp+tp/2x2", "random-masks/ddp+tp/1x6"))
+class MasksAlikeOnReplicas(TensorParallel):
+    """All ranks draw from one seed, whatever their samples."""
+
+    def random_seed(self):
+        return self.job.seed
+
+
+@known_bad("rng", on=failing("rng", "random-masks/tp/1x2", "random-masks/tp/1x4", "random-masks/ddp+tp/2x2"))
+class PartsOfAnActivationDropAlike(ActivationsInParts):
+    """Ranks draw for different units, from generators with one state."""
+
+    def own_state(self):
+        return torch.Generator().manual_seed(self.job.seed + 1000 + self.job.data_rank).get_state()
+
+
+@known_bad("sync", on=any_check("mlp/tp/1x2/32", "lm-tokens/tp/1x3/64", "mlp/ddp+tp/2x2/32"))
+class BiasesBeginDifferently(TensorParallel):
+    """Each rank initialises anew what no rank divides."""
+
+    def divide(self, model):
+        super().divide(model)
+        torch.manual_seed(self.job.rank)
+        for layer in self.plan(model)[1]:
+            if layer.bias is not None:
+                torch.nn.init.normal_(layer.bias)
