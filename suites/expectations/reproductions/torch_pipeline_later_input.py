@@ -1,4 +1,4 @@
-"""An input that only a later stage takes does not get there: torchrun --nproc-per-node 2 torch_pipeline_later_input.py"""
+"""An input that only a later stage takes does not get there. Run it with torchrun --nproc-per-node 2."""
 
 import torch
 import torch.distributed as dist
