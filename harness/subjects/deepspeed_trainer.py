@@ -17,7 +17,7 @@ with installed_by("pip install deepspeed"):
 # On a cpu its first process would compile a kernel, with a lock that remains where it is ended meanwhile.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 
-STAGES = {"none": 0, "ddp": 0, "zero": 1, "zero2": 2, "fsdp": 3}
+STAGES = {"none": 0, "ddp": 0, "pp": 0, "zero": 1, "zero2": 2, "fsdp": 3}
 
 CAPABILITIES = [
     "accumulation", "clipping", "scheduler", "validation", "checkpoint", "metrics",
@@ -68,7 +68,7 @@ def settings(job):
     }
 
 
-def fit(job):
+def fit(job, backward=lambda engine, loss: engine.backward(loss)):
     """Train ``job``: ``engine.backward`` and ``engine.step`` for each batch."""
     deepspeed.init_distributed(job.comm)
     torch.manual_seed(job.seed + job.rank)
@@ -93,7 +93,7 @@ def fit(job):
             if epoch == progress["epoch"] and number < progress["batches"]:
                 continue  # trained on before the interruption
             loss = engine(**batch.to(engine.device)).loss
-            engine.backward(loss)
+            backward(engine, loss)
             stepped = engine.is_gradient_accumulation_boundary()
             engine.step()
             sums += weighed(loss, batch)
@@ -134,10 +134,9 @@ def flat_parts(engine, parameters):
         }
         return {name: of_stage_3(one, trained.get(one)) for name, one in parameters.items()}
     if stage in (1, 2):
-        flat = zero.single_partition_of_fp32_groups
-        groups = [(one, flat[number]) for number, group in enumerate(zero.bit16_groups) for one in group]
+        groups = zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True)
         names = {one: name for name, one in parameters.items()}
-        return {names[one]: of_fragment(one._hp_mapping, tensor) for one, tensor in groups}
+        return {names[one]: of_fragment(one._hp_mapping, flat) for group, flat in groups for one in group}
     return {}
 
 
