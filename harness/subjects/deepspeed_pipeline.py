@@ -1,6 +1,6 @@
 """DeepSpeed's pipeline under test: a PipelineModule of the model's layers, and ``engine.train_batch``.
 
-https://www.deepspeed.ai/tutorials/pipeline. Its accumulation steps are the micro-batches of all batches of a step.
+https://www.deepspeed.ai/tutorials/pipeline. What it calls accumulation steps are the micro-batches of a batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from deepspeed.pipe import PipelineModule, TiedLayerSpec  # isort: skip
     name="deepspeed",
     backends=["pp"],
     precisions=["32"],
-    capabilities=["accumulation", "clipping", "scheduler"],
+    capabilities=["clipping", "scheduler"],
     library="deepspeed",
 )
 def train(job):
@@ -27,7 +27,7 @@ def train(job):
     torch.manual_seed(job.seed)
     model = job.model()
     names = list(next(iter(DataLoader(job.dataset))))
-    layers = layers_of(model)
+    layers = layers_of(model, names)
     model.forward = layers[0]  # job.model() sees the batch
     net = PipelineModule(
         [lambda columns: model(dict(zip(names, columns, strict=True))), *layers[1:]],
@@ -50,7 +50,7 @@ def pipeline_settings(job):
     """Return the settings of an engine that passes batches in micro-batches."""
     return settings(job) | {
         "train_micro_batch_size_per_gpu": job.batch_size // job.micro_batches,
-        "gradient_accumulation_steps": job.micro_batches * job.accumulate,
+        "gradient_accumulation_steps": job.micro_batches,
     }
 
 
@@ -59,7 +59,7 @@ def fit(job, engine):
     sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size // job.micro_batches, sampler=sampler)
     micro_batches = in_epochs(job, sampler, loader)
-    for _ in range(job.epochs * len(loader) // engine.gradient_accumulation_steps()):
+    for _ in range(job.epochs * len(loader) // job.micro_batches):
         job.log("loss", engine.train_batch(micro_batches))
 
 
@@ -85,8 +85,10 @@ def gather(model, held):
         torch.distributed.broadcast(tensor.data, holders.index(True))
 
 
-def layers_of(model):
+def layers_of(model, columns):
     """Return a job's model as layers, as its author would write it for DeepSpeed; the first one takes the batch."""
+    if "views" in columns:
+        return [lambda batch: batch["views"], *model.layers, lambda x: torch.nn.functional.normalize(x, dim=-1)]
     if hasattr(model, "layers"):
         return [lambda batch: batch["x"], *model.layers]
     if hasattr(model, "features"):
@@ -100,6 +102,23 @@ def layers_of(model):
             Called((model.norm_2, model.feed), lambda both, x: x + both[1](both[0](x))),
             model.norm_3,
             TiedLayerSpec("tokens", Tied, model.tokens, forward_fn=lambda tokens, x: x @ tokens.weight.T),
+        ]
+    if hasattr(model, "drop_middle") and not hasattr(model.drop_middle, "coins"):  # its masks follow from the samples
+        return [
+            lambda batch: (batch["x"], batch["index"]),
+            Called(model.first, lambda first, both: (first(both[0]).tanh(), both[1])),
+            lambda both: (model.drop_first(*both), both[1]),
+            Called(model.middle, lambda middle, both: (middle(both[0]).tanh(), both[1])),
+            lambda both: model.drop_middle(*both),
+            model.last,
+        ]
+    if hasattr(model, "mix"):
+        return [
+            lambda batch: batch["tokens"][:, :-1],
+            model.embedding,
+            lambda x: torch.cat((x, x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]), -1),
+            Called(model.mix, lambda mix, x: mix(x).tanh()),
+            model.head,
         ]
     raise NotImplementedError(f"{type(model).__name__} is not written as a sequence of layers")
 
