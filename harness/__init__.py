@@ -9,14 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from harness.core.flat_part import FlatPart
     from harness.slurm.grid_search import HyperOptArgumentParser, SlurmCluster
     from harness.subjects.declare import subject
     from harness.trainer import Module, Trainer, TrainLoop
     from harness.worker.rank import current_job
 
-__all__ = ["HyperOptArgumentParser", "Module", "SlurmCluster", "TrainLoop", "Trainer", "current_job", "subject"]
+__all__ = [
+    "FlatPart",
+    "HyperOptArgumentParser",
+    "Module",
+    "SlurmCluster",
+    "TrainLoop",
+    "Trainer",
+    "current_job",
+    "subject",
+]
 
 _HOMES = {
+    "FlatPart": "harness.core.flat_part",
     "HyperOptArgumentParser": "harness.slurm.grid_search",
     "SlurmCluster": "harness.slurm.grid_search",
     "subject": "harness.subjects.declare",

@@ -217,10 +217,17 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
         _DP,
         Backend("ddp", (Dimension("replicate", devices),), "DDP"),
         Backend("ddp2", (Dimension("replicate", nodes), _REPLICAS), "DDP2"),
-        # What ddp promises; ranks shard weights, gradients and the optimizer's state, or that state alone.
+        # What ddp promises; ranks shard weights, gradients and the optimizer's state, that state alone, or
+        # that state and the gradients.
         Backend("fsdp", (Dimension("shard", devices, MODEL | {Held.SAMPLES}),), "FSDP", rare=True),
         Backend(
             "zero", (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.OPTIMIZER_STATE})),), "ZeRO", rare=True
+        ),
+        Backend(
+            "zero2",
+            (Dimension("shard", devices, frozenset({Held.SAMPLES, Held.GRADIENTS, Held.OPTIMIZER_STATE})),),
+            "ZeRO-2",
+            rare=True,
         ),
         # Shards within a group of devices, replicas over the groups.
         Backend(

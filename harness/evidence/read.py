@@ -173,10 +173,10 @@ class _Assembly:
             flaw = _flaw(value, rank, shards)
             if flaw:
                 raise TraceError(f"{name} ({where}) is sharded over several ranks, but {flaw}; run the cell again")
-            whole = torch.empty(value.shape, dtype=value.values.dtype)
+            whole = torch.empty(value.space, dtype=value.values.dtype)
             for shard in shards:
                 whole[_slices(_block(shard))] = shard.values
-            self._tensors[key] = whole
+            self._tensors[key] = whole.reshape(value.shape)
         return self._tensors[key]
 
 
@@ -187,9 +187,9 @@ def _flaw(own: Shard, rank: int, shards: Sequence[Any]) -> str | None:
     for other, shard in zip(own.ranks, shards, strict=True):
         if not isinstance(shard, Shard):
             return f"rank {other} recorded no shard of it"
-        if (shard.shape, shard.values.dtype) != (own.shape, own.values.dtype):
+        if (shard.shape, shard.space, shard.values.dtype) != (own.shape, own.space, own.values.dtype):
             return f"rank {other} recorded a shard of {_kind(shard)}, rank {rank} one of {_kind(own)}"
-    return _gap(own.shape, tuple(map(_block, shards)))
+    return _gap(own.space, tuple(map(_block, shards)))
 
 
 @lru_cache(maxsize=256)
@@ -219,4 +219,5 @@ def _slices(block: Block) -> tuple[slice, ...]:
 
 
 def _kind(shard: Shard) -> str:
-    return f"{list(shard.shape)} {dtype_name(shard.values.dtype)}"
+    flattened = "" if shard.space == shard.shape else ", flattened"
+    return f"{list(shard.shape)} {dtype_name(shard.values.dtype)}{flattened}"

@@ -5,6 +5,7 @@ Tensors are torch's. This module only carries them, so it imports torch for anno
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -47,6 +48,7 @@ class StoredTensor:
 class Shard:
     """One rank's block of a tensor of ``shape``; ``begin`` is the index of its first entry in that tensor.
 
+    Of a flattened tensor it is a run of entries: ``values`` has one dimension, and ``begin`` one number.
     ``values`` is on the cpu, and may be empty. ``ranks`` are the ranks whose blocks make up the tensor, this one
     included; of several replicas they are those of one. It is empty where a rank holds no block, but for example its
     part of a sum over ranks.
@@ -56,6 +58,11 @@ class Shard:
     begin: tuple[int, ...]
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
+
+    @property
+    def space(self) -> tuple[int, ...]:
+        """The shape in which it is a block: that of the tensor, or of the flattened one."""
+        return self.shape if len(self.begin) == len(self.shape) else (math.prod(self.shape),)
 
 
 @dataclass(frozen=True)

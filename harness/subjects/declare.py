@@ -80,8 +80,8 @@ def subject(
 
     Args:
         name: what reports call it.
-        backends: which of ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero`` it can do. Where some of them do less
-            than others, declare two functions by one name, each with its backends.
+        backends: which of ``none``, ``dp``, ``ddp``, ``ddp2``, ``fsdp``, ``zero``, ``zero2`` it can do. Where some of
+            them do less than others, declare two functions by one name, each with its backends.
         precisions: which of ``64``, ``32``, ``16``, ``bf16`` it can do; where that depends on what computes, a dict of
             them by accelerator, ``cpu`` and ``cuda``.
         capabilities: what it does beyond forward, backward, step, epochs and shuffling.

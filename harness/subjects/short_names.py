@@ -37,6 +37,7 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "sentence-transformers-gather": ShippedAdapter("harness.subjects.sentence_transformers_gather", SENTENCES),
     "composer": ShippedAdapter("harness.subjects.composer_trainer", "mosaicml", torch="torch==2.7.0"),
     "ray": ShippedAdapter("harness.subjects.ray_trainer", "ray[train]"),
+    "deepspeed": ShippedAdapter("harness.subjects.deepspeed_trainers", "deepspeed"),
     # Some ninety packages that draw, upload and report are what it asks for.
     "aitoolbox": ShippedAdapter("harness.subjects.aitoolbox_trainer", "aitoolbox", dependencies=("tqdm",)),
 }

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from harness.core.flat_part import FlatPart
 from harness.own_workloads.find import workload_of
 from harness.worker.assignment import Assignment
 from harness.worker.step_hooks import StepHooks
@@ -136,7 +137,10 @@ class Job:
         return self._workload.scheduler(optimizer)
 
     def trial(self) -> AbstractContextManager[None]:
-        """Return a context in which forwards are no training, as where a trainer measures what its layers cost."""
+        """Return a context in which forwards and optimizer steps are no training.
+
+        A trainer measures in it what its layers cost, or makes the optimizer's state by a step over gradients of zero.
+        """
         return self._recorder.paused()
 
     def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
@@ -146,6 +150,19 @@ class Job:
         same samples hold the model together. After the context the model is whole again.
         """
         return self._recorder.holding(names)
+
+    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int] | None = None) -> None:
+        """Say where this rank has its part of the model, if its trainer trains flat tensors of many parameters.
+
+        Args:
+            parts: by the names of the parameters in ``model()``, this rank's part of each; those of which it has
+                nothing included. Weights and gradients of a parameter that is not named are read from itself.
+            ranks: whose parts make up these parameters; all ranks unless given.
+
+        Raises:
+            TraceError: a parameter is unknown, or a part exceeds it or the tensor in which it lies.
+        """
+        self._recorder.flat_parts(parts, range(self.world_size) if ranks is None else ranks)
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's context for forward and loss; it does nothing for 32 and 64."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from harness.core.flat_part import FlatPart
 from harness.evidence.trace import RankTrace
 from harness.worker.exception_text import calls_in, in_words
 
@@ -73,6 +74,9 @@ class StepHooks(ABC):
     def holding(self, names: Collection[str]) -> AbstractContextManager[None]:
         """Return a context in which the model has values of the parameters and buffers ``names`` alone."""
         return nullcontext()
+
+    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:  # noqa: B027
+        """Note where this rank has its part of flattened parameters."""
 
     def on_loss(self, batch: Any) -> None:  # noqa: B027
         """Note that the loss of ``batch`` is computed."""

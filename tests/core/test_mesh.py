@@ -64,6 +64,7 @@ def test_a_member_that_is_not_there_has_no_coordinates():
             {Held.SAMPLES, Held.PARAMETERS, Held.GRADIENTS, Held.OPTIMIZER_STATE}, {(0, 1, 2)}, {(0, 1, 2)},
         ),
         ("zero", Topology(1, 2), {Held.SAMPLES, Held.OPTIMIZER_STATE}, {(0, 1)}, {(0,), (1,)}),
+        ("zero2", Topology(1, 2), {Held.SAMPLES, Held.GRADIENTS, Held.OPTIMIZER_STATE}, {(0, 1)}, {(0, 1)}),
     ],
 )  # fmt: skip
 def test_who_holds_what_and_over_whom_it_is_reduced(backend, topology, holding_a_part, reduced, normed):
@@ -85,6 +86,7 @@ def test_devices_of_one_process_are_in_the_mesh_of_devices_alone():
 def test_each_backend_is_tried_first_on_the_smallest_topology_that_it_fits():
     assert {name: str(backend.smallest) for name, backend in BACKENDS.items()} == {
         "none": "1x1", "auto": "1x2", "dp": "1x2", "ddp": "1x2", "ddp2": "2x2", "fsdp": "1x2", "zero": "1x2",
+        "zero2": "1x2",
         "hsdp": "1x4", "tp": "1x2", "ddp+tp": "1x4", "fsdp+tp": "1x4", "sp": "1x2", "ep": "1x2", "pp": "1x2",
         "balanced": "1x2",
     }  # fmt: skip

@@ -43,7 +43,7 @@ def test_one_device_is_for_no_backend_alone(topology):
         assert fitting == {"none"}
 
 
-ONE_DIMENSION = {"ddp", "fsdp", "zero", "tp", "sp", "ep", "pp", "balanced"}
+ONE_DIMENSION = {"ddp", "fsdp", "zero", "zero2", "tp", "sp", "ep", "pp", "balanced"}
 TWO_DIMENSIONS = {"hsdp", "ddp+tp", "fsdp+tp"}
 
 

@@ -26,6 +26,7 @@ LIBRARIES = {
     "sentence-transformers-gather": ("sentence_transformers", "pip install 'sentence-transformers[train]'"),
     "composer": ("composer", "pip install mosaicml"),
     "ray": ("ray", "pip install 'ray[train]'"),
+    "deepspeed": ("deepspeed", "pip install deepspeed"),
     "aitoolbox": ("aitoolbox", "pip install tqdm && pip install aitoolbox --no-deps"),
 }
 
@@ -65,6 +66,11 @@ def test_a_loss_that_gathers_is_that_of_one_device(warm_pool, cell_of, tmp_path)
 
 def test_fabric_trains_in_shards(warm_pool, cell_of, tmp_path):
     trains_as_one_device("fabric", cell_of("mlp", "fsdp", "1x2", subject="fabric"), warm_pool, tmp_path)
+
+
+@pytest.mark.parametrize("backend", ["zero", "zero2", "fsdp"])
+def test_deepspeed_trains_in_flat_shards(backend, warm_pool, cell_of, tmp_path):
+    trains_as_one_device("deepspeed", cell_of("mlp", backend, "1x2", subject="deepspeed"), warm_pool, tmp_path)
 
 
 def trains_as_one_device(name, cell, warm_pool, tmp_path):

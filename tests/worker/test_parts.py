@@ -39,6 +39,25 @@ def training():
     return recorder, model, optimizers, backward
 
 
+def test_one_optimizer_that_is_given_one_group_after_the_other_makes_one_step(training):
+    recorder, model, _, backward = training
+    groups = [{"params": list(model.trunk.parameters())}, {"params": list(model.head.parameters()), "lr": 0.5}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    optimizer.register_step_pre_hook(recorder._before_step)
+    optimizer.register_step_post_hook(recorder._after_step)
+    every = optimizer.param_groups
+    for _ in range(2):
+        backward()
+        for group in every:
+            optimizer.param_groups = [group]
+            optimizer.step()
+        model.zero_grad()
+    assert len(recorder.steps) == 2
+    for step in recorder.steps:
+        assert tuple(step.gradients) == TRUNK + HEAD
+        assert (step.learning_rates, step.turns, len(step.micro_batches)) == ((0.1, 0.5), (), 1)
+
+
 TRUNK, HEAD = ("trunk.weight", "trunk.bias"), ("head.weight", "head.bias")
 
 

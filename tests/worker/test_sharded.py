@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from harness.core.errors import TraceError
+from harness.core.flat_part import FlatPart
 from harness.evidence.read import read_rank, read_trace
 from harness.evidence.trace import Shard
 from harness.launch.cell_launch import launch
 from harness.launch.settings import Settings
+from harness.worker.recording.recorder import Recorder
 from harness.workloads import WORKLOADS
 
 SUBJECTS = Path(__file__).parent / "subjects" / "sharded.py"
@@ -22,7 +25,7 @@ def trained(warm_pool, cell_of, tmp_path):
     """Return the trace of one of the trainers, and the folder in which it lies."""
 
     def trained(subject, topology, workload="mlp", precision="64", store_above=2**16):
-        backend = {"copies": "ddp", "zero": "zero"}.get(subject, "fsdp")
+        backend = {"copies": "ddp", "zero": "zero", "flat-parts": "zero"}.get(subject, "fsdp")
         cell = cell_of(workload, backend, topology, precision, subject=subject)
         folder = tmp_path / cell.id
         return launch(warm_pool(SUBJECTS), cell, folder, Settings(600, store_above=store_above)), folder
@@ -41,7 +44,9 @@ def tensors(trace):
             yield (rank.rank, None, "final", name), value
 
 
-@pytest.mark.parametrize(("subject", "topology"), [("shards", "1x4"), ("hybrid", "2x2"), ("zero", "1x4")])
+@pytest.mark.parametrize(
+    ("subject", "topology"), [("shards", "1x4"), ("hybrid", "2x2"), ("zero", "1x4"), ("flat-parts", "1x3")]
+)
 def test_where_every_sum_is_exact_the_evidence_is_that_of_copies_bit_for_bit(subject, topology, trained):
     shared, _ = trained(subject, topology, "linear-exact", "32")
     copies, _ = trained("copies", topology, "linear-exact", "32")
@@ -50,7 +55,7 @@ def test_where_every_sum_is_exact_the_evidence_is_that_of_copies_bit_for_bit(sub
     assert all(torch.equal(found[place], expected[place]) for place in expected)
 
 
-@pytest.mark.parametrize("subject", ["shards", "zero"])
+@pytest.mark.parametrize("subject", ["shards", "zero", "flat-parts"])
 def test_each_rank_has_all_of_every_tensor_where_they_are_not_divisible(subject, trained):
     trace, _ = trained(subject, "1x3")
     shapes = {name: parameter.shape for name, parameter in WORKLOADS["mlp"].model().named_parameters()}
@@ -87,6 +92,27 @@ def test_weights_that_did_not_change_between_steps_are_written_once(trained):
 def test_a_rank_that_steps_alone_is_recorded_and_the_sentence_says_who_is_missing(trained):
     with pytest.raises(TraceError, match=r"layers\.\d\.\w+ \(before, step 0\) .* rank 1 recorded no shard of it"):
         trained("astray", "1x2")
+
+
+PART = FlatPart(torch.zeros(8), offset=2, length=6, begin=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "said"),
+    [
+        ("other", PART, "'other', which is no parameter of job.model()"),
+        ("weight", PART._replace(begin=1), "entries 1 to 7 of weight, of 6"),
+        ("weight", PART._replace(offset=3), "weight in entries 3 to 9 of a tensor of [8]"),
+        ("weight", PART._replace(tensor=torch.zeros(8, 1)), "weight in entries 2 to 8 of a tensor of [8, 1]"),
+        ("weight", PART._replace(length=-1), "entries 0 to -1 of weight"),
+    ],
+)
+def test_a_flat_part_that_cannot_be_one_is_an_error_that_names_it(name, part, said):
+    recorder = Recorder()
+    recorder.watch(nn.Linear(3, 2, bias=False))
+    with pytest.raises(TraceError) as raised:
+        recorder.flat_parts({name: part}, range(2))
+    assert said in str(raised.value)
 
 
 @pytest.mark.parametrize("precision", ["64", "32"], ids=["pieces with names", "vectors without"])

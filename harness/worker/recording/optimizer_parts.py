@@ -21,8 +21,13 @@ class OptimizerPart:
 
 
 def belongs(part: OptimizerPart, to: Sequence[OptimizerPart]) -> bool:
-    """Return whether a part belongs to the step begun by others: parameters of its own, and no samples but theirs."""
-    if not to or any(part.optimizer == other.optimizer or set(part.names) & set(other.names) for other in to):
+    """Return whether a part belongs to the step begun by others: parameters of its own, and no samples but theirs.
+
+    One optimizer that is given one group of its parameters after the other makes one step of them too.
+    """
+    if not to or any(set(part.names) & set(other.names) for other in to):
+        return False
+    if any(part.optimizer == other.optimizer for other in to) and not part.names:
         return False
     own = part.step.micro_batches
     return not own or _samples(own) == _samples(to[0].step.micro_batches)

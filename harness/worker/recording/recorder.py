@@ -19,8 +19,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from harness.core.errors import TraceError
+from harness.core.flat_part import FlatPart
 from harness.evidence.tensor_store import TensorStore
 from harness.evidence.trace import Evaluation, Logged, MicroBatch, RankTrace, Step, Tensors
+from harness.worker.recording.flat_shards import FlatShard, FlatShards
 from harness.worker.recording.optimizer_parts import OptimizerPart, belongs, joined
 from harness.worker.recording.passes import Forward, Passes
 from harness.worker.recording.tensor_copies import copied, is_flattened, is_still, is_zero, kept
@@ -51,6 +53,7 @@ class Recorder(StepHooks):
         self._parts: list[OptimizerPart] = []
         self._paused = False
         self._held: frozenset[str] | None = None
+        self._flat = FlatShards()
         self._holds_nothing = False
 
     def watch(self, model: nn.Module) -> None:
@@ -65,7 +68,7 @@ class Recorder(StepHooks):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Record no forward, no loss and no draw."""
+        """Record no forward, no loss, no draw and no step."""
         self._paused = True
         try:
             yield
@@ -81,6 +84,10 @@ class Recorder(StepHooks):
             yield
         finally:
             self._held = None
+
+    def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:
+        """Read weights and gradients of these parameters where this rank has its part of them."""
+        self._flat.declare(parts, self._shapes, ranks)
 
     @property
     def has_steps(self) -> bool:
@@ -169,6 +176,8 @@ class Recorder(StepHooks):
         return tuple(micro_batches)
 
     def _begin_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._paused:
+            return None
         if not self.steps:
             self._refuse_flattened()
         self._before = self._current_weights()
@@ -192,6 +201,8 @@ class Recorder(StepHooks):
         return ((args[0], recorded, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": recorded})
 
     def _end_step(self, optimizer: Optimizer) -> None:
+        if self._paused:
+            return
         skipped = _skips_in_its_kernel(optimizer)
         self._append(optimizer, self._before, self._gradients, self._weights(), skipped=skipped)
 
@@ -201,7 +212,9 @@ class Recorder(StepHooks):
         # Asked at every step: the group may be gone by the time the subject returns.
         self._note_world()
         micro_batches = self._settle()
-        rates = tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group)
+        # Of flat tensors a trainer steps one after the other, and takes the rest out of their groups meanwhile.
+        groups = [group for group in optimizer.param_groups if group["params"] or not self._flat]
+        rates = tuple(float(group["lr"]) for group in groups if "lr" in group)
         if not micro_batches and rates and not any(rates) and all(map(is_zero, gradients.values())):
             return  # no training: torch.distributed.checkpoint lets an optimizer make the state that it will load into
         step = Step(
@@ -214,7 +227,8 @@ class Recorder(StepHooks):
             scale=self._scale,
             buffers=self._buffers,
         )
-        part = OptimizerPart(id(optimizer), tuple(filter(None, self._names_of(optimizer))), step)
+        names = [*self._names_of(optimizer), *self._flat.names_in(_parameters_of(optimizer))]
+        part = OptimizerPart(id(optimizer), tuple(filter(None, names)), step)
         if belongs(part, self._parts):
             self._parts.append(part)
             self.steps[-1] = joined(self._parts)
@@ -241,9 +255,13 @@ class Recorder(StepHooks):
             return {}
         return {name: kept(parameter, self._store) for name, parameter in self._own_parameters().items()}
 
-    def _own_parameters(self) -> dict[str, nn.Parameter]:
+    def _own_parameters(self) -> dict[str, nn.Parameter | FlatShard]:
         every = () if self._model is None else self._model.named_parameters()
-        return {name: parameter for name, parameter in every if self._holds(name)}
+        return {
+            name: self._flat.weight(name) if name in self._flat else parameter
+            for name, parameter in every
+            if self._holds(name)
+        }
 
     def _holds(self, name: str) -> bool:
         return self._held is None or name in self._held
@@ -251,10 +269,11 @@ class Recorder(StepHooks):
     def _refuse_flattened(self) -> None:
         """Raise where the model's parameters are pieces of flat vectors, which cannot be put together."""
         for name, parameter in self._model.named_parameters() if self._model is not None else ():
-            if is_flattened(parameter) or parameter.shape != self._shapes.get(name, parameter.shape):
+            changed = is_flattened(parameter) or parameter.shape != self._shapes.get(name, parameter.shape)
+            if changed and name not in self._flat:
                 raise TraceError(
-                    f"{name} is flattened, as FullyShardedDataParallel does it: of sharded parameters only DTensors "
-                    "can be recorded, which fully_shard (FSDP2) makes"
+                    f"{name} is flattened, as FullyShardedDataParallel does it: of sharded parameters only DTensors, "
+                    "which fully_shard (FSDP2) makes, and what the subject declares by job.flat_parts can be recorded"
                 )
 
     def _current_weights(self) -> Tensors:
@@ -267,7 +286,7 @@ class Recorder(StepHooks):
 
     def _names_of(self, optimizer: Optimizer) -> list[str | None]:
         """Return the names of an optimizer's parameters, in its own order; None for one that is not the model's."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _parameters_of(optimizer)
         if any(id(parameter) not in self._named for parameter in parameters) and self._model is not None:
             # As the model is now: fully_shard has put others in the place of the parameters that there were at first.
             self._named = {id(parameter): (name, parameter) for name, parameter in self._model.named_parameters()}
@@ -279,13 +298,19 @@ class Recorder(StepHooks):
 
     def _received(self, optimizer: Optimizer) -> Tensors:
         """Return the gradients that the optimizer has received, by the names of their parameters."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        parameters = _parameters_of(optimizer)
         scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's kernel unscales
-        return {
+        received = {
             name: kept(parameter.grad if scale is None else parameter.grad.detach() / float(scale), self._store)
             for name, parameter in zip(self._names_of(optimizer), parameters, strict=True)
             if name is not None and parameter.grad is not None
         }
+        flat = self._flat.gradients_in(parameters, 1.0 if scale is None else float(scale))
+        return received | {name: kept(gradient, self._store) for name, gradient in flat}
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _skips_in_its_kernel(optimizer: Optimizer) -> bool:

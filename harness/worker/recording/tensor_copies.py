@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.evidence.tensor_store import TensorStore, reference
 from harness.evidence.trace import Shard, StoredTensor
+from harness.worker.recording.flat_shards import FlatShard
 
 PLAIN = (Tensor, nn.Parameter)
 """Classes of tensors that are known to hold no DTensor."""
@@ -20,22 +21,23 @@ BLOCKS = ("Shard", "_StridedShard", "Replicate")
 """Placements, by the names of their classes, under which a rank holds a block of a DTensor."""
 
 
-def kept(tensor: Tensor, store: TensorStore | None) -> Any:
+def kept(tensor: Tensor | FlatShard, store: TensorStore | None) -> Any:
     """Return what is kept of weights or gradients, on the cpu.
 
-    It is the shard of a DTensor, as FSDP2's are, which no other rank has. Of any other one it is a reference where
-    ``store`` takes it, and a dense copy else.
+    It is the shard of a DTensor, as FSDP2's are, or of a flattened tensor, which no other rank has. Of any other one it
+    is a reference where ``store`` takes it, and a dense copy else.
     """
-    if _is_shared_out(tensor):
+    if isinstance(tensor, FlatShard) or _is_shared_out(tensor):
         return _shard(tensor)
     dense = _dense(tensor)
     return store.keep(dense) if store is not None and store.takes(dense) else copied(dense)
 
 
-def is_still(tensor: Tensor, recorded: Any) -> bool:
+def is_still(tensor: Tensor | FlatShard, recorded: Any) -> bool:
     """Return whether a tensor has the bits, on this rank, of which ``recorded`` was kept."""
-    if _is_shared_out(tensor) or isinstance(recorded, Shard):
-        if not (_is_shared_out(tensor) and isinstance(recorded, Shard)):
+    sharded = isinstance(tensor, FlatShard) or _is_shared_out(tensor)
+    if isinstance(tensor, FlatShard) or sharded or isinstance(recorded, Shard):
+        if not (sharded and isinstance(recorded, Shard)):
             return False
         values, *place = _placed(tensor)
         return place == [recorded.begin, recorded.shape, recorded.ranks] and _is_equal(values, recorded.values)
@@ -73,18 +75,21 @@ def _is_shared_out(tensor: Tensor) -> bool:
     return type(tensor) not in PLAIN and hasattr(tensor, "device_mesh")
 
 
-def _shard(tensor: Tensor) -> Shard:
+def _shard(tensor: Tensor | FlatShard) -> Shard:
     values, *place = _placed(tensor)
     return Shard(copied(values), *place)
 
 
 def _placed(tensor: Any) -> tuple[Tensor, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return this rank's part of a DTensor, where in it that begins, the whole's shape, and whose parts make it up.
+    """Return this rank's part of a tensor, where in it that begins, the whole's shape, and whose parts make it up.
 
+    Of what is flat the entries are counted, so that the part begins at one number.
     Along each dimension of its mesh a DTensor is replicated, or sharded along one of its own as ``torch.chunk`` would.
     What is strided is divided after everything else, outer dimensions last: fully_shard divides the blocks of tensor
     parallelism, whose dimension of the mesh is an inner one.
     """
+    if isinstance(tensor, FlatShard):
+        return tensor.values, (tensor.begin,), tensor.shape, tensor.ranks
     with torch.no_grad():  # else autograd would note it down
         values: Tensor = tensor.to_local()
     mesh, shape = tensor.device_mesh, tuple(tensor.shape)

@@ -8,7 +8,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from harness import subject
+from harness import FlatPart, subject
 
 PRECISIONS = ["64", "32"]
 
@@ -59,6 +59,75 @@ def zero(job):
     model = DistributedDataParallel(job.model())
     plain = job.optimizer(model.parameters())
     fit(job, model, ZeroRedundancyOptimizer(model.parameters(), type(plain), lr=plain.defaults["lr"]))
+
+
+@subject(name="flat-parts", backends=["zero"], precisions=PRECISIONS)
+def flat_parts(job):
+    """ZeRO by hand: a flat tensor for each group of parameters, of which each rank steps an equal part."""
+    dist.init_process_group(job.comm)
+    model = DistributedDataParallel(job.model())
+    names = [name for name, _ in model.module.named_parameters()]
+    optimizer = job.optimizer(model.parameters())
+    groups, parts = [], {}
+    for some in filter(None, (names[::2], names[1::2])):  # one after the other, as trainers do that save memory
+        group = Flat(job, model.module, some)
+        groups.append({**optimizer.param_groups[0], "params": [group.own]})
+        parts |= group.parts()
+    with job.trial():  # a step before any training makes the optimizer's state
+        for group in groups:
+            group["params"][0].grad = torch.zeros_like(group["params"][0])
+            optimizer.param_groups = [group]
+            optimizer.step()
+    job.flat_parts(parts)
+    for batch in batches(job):
+        job.loss(model(batch), batch).backward()
+        for group in groups:
+            group["params"][0].group.take()
+            optimizer.param_groups = [group]
+            optimizer.step()
+        for group in groups:
+            group["params"][0].group.give()
+        model.zero_grad()
+
+
+class Flat:
+    """Some parameters in one flat tensor, padded; ``own`` is this rank's part of it."""
+
+    def __init__(self, job, model, names):
+        self.job, self.held = job, {name: model.get_parameter(name) for name in names}
+        self.size = -(-sum(one.numel() for one in self.held.values()) // job.world_size)
+        self.own = self.mine(one.detach() for one in self.held.values())
+        self.own.group = self
+
+    def mine(self, tensors):
+        """Return a copy of this rank's part of all of them."""
+        flat = torch.cat([one.reshape(-1) for one in tensors])
+        padded = torch.nn.functional.pad(flat, (0, self.size * self.job.world_size - len(flat)))
+        return padded[self.job.rank * self.size :][: self.size].clone()
+
+    def parts(self):
+        """Return which entries of which parameters are in this rank's part."""
+        parts, offset = {}, -self.job.rank * self.size
+        for name, one in self.held.items():
+            low, high = max(offset, 0), min(offset + one.numel(), self.size)
+            parts[name] = (
+                FlatPart(self.own, low, high - low, low - offset) if low < high else FlatPart(self.own, 0, 0, 0)
+            )
+            offset += one.numel()
+        return parts
+
+    def take(self):
+        """Take this rank's part of the gradients."""
+        self.own.grad = self.mine(one.grad for one in self.held.values())
+
+    def give(self):
+        """Put the parts of all ranks in the place of the weights."""
+        parts = [torch.empty_like(self.own) for _ in range(self.job.world_size)]
+        dist.all_gather(parts, self.own)
+        flat = torch.cat(parts)
+        for one in self.held.values():
+            one.data.copy_(flat[: one.numel()].view(one.shape))
+            flat = flat[one.numel() :]
 
 
 @subject(name="astray", backends=["fsdp"], precisions=PRECISIONS)

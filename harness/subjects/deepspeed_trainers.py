@@ -1,0 +1,7 @@
+"""DeepSpeed's trainers: one subject, whose backends are declared each by its own file."""
+
+from harness.subjects.deepspeed_pipeline import train as train_pipeline
+from harness.subjects.deepspeed_trainer import train as train
+from harness.subjects.deepspeed_trainer import train_zero
+
+__all__ = ["train", "train_pipeline", "train_zero"]

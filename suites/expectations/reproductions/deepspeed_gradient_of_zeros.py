@@ -1,0 +1,22 @@
+"""DeepSpeed 0.19.8: a parameter that no loss depends on is handed a gradient of zeros, and weight decay moves it.
+
+Run by torchrun --nproc_per_node 1, it prints 0.95 for the weight that is not used; in a loop of one's own it is 1.
+"""
+
+import sys
+
+import deepspeed
+import torch
+
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
+deepspeed.init_distributed("gloo")
+model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in ("used", "unused")})
+model.forward = model["used"].forward
+for weight in model.parameters():
+    torch.nn.init.ones_(weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0}
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+engine.backward(engine(torch.ones(1, 1)).mean())
+engine.step()
+print("deepspeed", deepspeed.__version__, *(f"- {name}: {layer.weight.item():.2f}" for name, layer in model.items()))

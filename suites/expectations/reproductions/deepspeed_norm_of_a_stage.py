@@ -1,0 +1,30 @@
+"""DeepSpeed 0.19.8: in a pipeline without ZeRO each stage clips its gradients by the norm of its own parameters.
+
+Run by torchrun --nproc_per_node 2, it prints a gradient of 1 on both ranks. Both are 2 before they are clipped, so the
+norm is the root of 8, and with a limit of 1 they should be 0.7071.
+"""
+
+import sys
+
+import deepspeed
+import torch
+from deepspeed.pipe import PipelineModule
+
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
+deepspeed.init_distributed("gloo")
+layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+for layer in layers:
+    torch.nn.init.ones_(layer.weight)
+model = PipelineModule(layers, num_stages=2, loss_fn=lambda outputs, labels: (outputs * labels).mean())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+rank = torch.distributed.get_rank()
+
+
+def show(*_):
+    print(f"deepspeed {deepspeed.__version__}, rank {rank}: gradient", *(one.grad.item() for one in model.parameters()))
+
+
+optimizer.register_step_pre_hook(show)
+engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+engine.train_batch(iter([(torch.ones(1, 1), torch.full((1, 1), 2.0))]))
