@@ -170,7 +170,7 @@ def _known(what: str, wanted: Iterable[str] | None, known: Iterable[str]) -> lis
         return known
     for name in wanted:
         if name not in known:
-            close = " or ".join(map(repr, difflib.get_close_matches(name, known, 3)))
+            close = " or ".join(map(repr, difflib.get_close_matches(name, known, 4)))
             hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
             raise PlanError(f"there is no {what} {name!r}: {hint}")
     return list(dict.fromkeys(wanted))

@@ -29,7 +29,7 @@ _OF_A_MEASUREMENT: Final = ["metric", "value", "unit", "rank", "low", "high", "b
 
 METRIC_COLUMNS: Final = ("run", *_CELL, "check", *_OF_A_MEASUREMENT, "conformance")
 
-_CONFIGURATION = ("subject", "backend", "num_nodes", "gpus", "precision", "accelerator")
+_CONFIGURATION = ("subject", "backend", "num_nodes", "gpus", "precision", "accelerator", "mesh")
 _BAD = tuple(outcome.value for outcome in Outcome if outcome.is_bad)
 
 
