@@ -146,4 +146,4 @@ def test_the_projects_own_trainers_say_that_they_evaluate_and_report(name):
         asked = (
             {"validation", "metrics"} if tuple(subject.backends) != ("pp",) else set()
         )  # torch's pipelines evaluate nothing
-        assert asked <= subject.capabilities
+        assert pipelines or {"validation", "metrics"} <= subject.capabilities
