@@ -129,7 +129,8 @@ def train_balanced(problem: Problem, steps: int, paces: list[Pace]) -> dict[str,
 
 def train_with_equal_counts(problem: Problem, steps: int, paces: list[Pace]) -> dict[str, Any]:
     """Train on two devices with equally many blocks on each, and the best number of micro-batches for that."""
-    plan.partition = equal_counts  # this process is forked for this training alone
+    # This process is forked for this training alone.
+    plan.partition, plan.moved_by_one = equal_counts, lambda stages: iter(())
     return train_balanced(problem, steps, paces)
 
 
