@@ -144,15 +144,15 @@ def best_plan(
                 refusals[isinstance(refusal, DoesNotFitError), number, count] = refusal
     if not found:
         raise refusals[max(refusals)]
-    found.sort(key=lambda one: cost(one[0]))
-    return min((improved(*one) for one in found[:IMPROVED]), key=cost)
+    most = WORTH_IMPROVING * min(planned.predicted.period_seconds for planned, _ in found)
+    return min((improved(*one) for one in found if one[0].predicted.period_seconds <= most), key=cost)
 
 
 LEAST_GAIN = 1e-9
 """The least part of a step that is worth another plan: below it is rounding."""
 
-IMPROVED = 4
-"""How many of the best plans are improved block by block: a simulation takes a while where micro-batches are many."""
+WORTH_IMPROVING = 2.0
+"""Plans that take up to so many times the best one's step are improved block by block; simulations take a while."""
 
 
 def cost(planned: StagePlan) -> tuple[float, int]:
