@@ -12,30 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from harness.trainer import Module
+from harness.workloads.performance.gpt import TransformerBlock
+from harness.workloads.performance.resnet import ResidualBlock
 
 DIFFERENT = 4
 """Batches of data; after them they come again."""
-
-
-class TransformerBlock(nn.Module):
-    """Causal attention, then a perceptron, each behind a LayerNorm and with a way around it."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return activations of the same shape."""
-        batch, length, width = x.shape
-        split = (batch, length, 3, self.heads, width // self.heads)
-        query, key, value = self.project(self.norm_1(x)).view(split).permute(2, 0, 3, 1, 4)
-        attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        outputs: Tensor = x + self.feed(self.norm_2(x))
-        return outputs
 
 
 class Tokens(nn.Module):
@@ -48,25 +29,6 @@ class Tokens(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return (batch, length, width) for (batch, length)."""
         outputs: Tensor = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        return outputs
-
-
-class ResidualBlock(nn.Module):
-    """Two convolutions and a way around them (He et al. 2016)."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.way = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs),
-        )  # fmt: skip
-        self.around: nn.Module = nn.Identity()
-        if inputs != outputs or stride > 1:
-            self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return activations."""
-        outputs: Tensor = (self.way(x) + self.around(x)).relu()
         return outputs
 
 

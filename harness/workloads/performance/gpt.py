@@ -12,8 +12,8 @@ from harness.workloads.dataset import Batch
 from harness.workloads.performance.performance_workload import PerformanceWorkload, ProblemSize
 
 
-class _TransformerBlock(nn.Module):
-    """Attention, then a perceptron, each behind a LayerNorm and with a way around it."""
+class TransformerBlock(nn.Module):
+    """Causal attention, then a perceptron, each behind a LayerNorm and with a way around it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -23,6 +23,7 @@ class _TransformerBlock(nn.Module):
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return activations of the same shape, (batch, length, width)."""
         batch, length, width = x.shape
         split = (batch, length, 3, self.heads, width // self.heads)
         query, key, value = self.project(self.norm_1(x)).view(split).permute(2, 0, 3, 1, 4)
@@ -36,7 +37,7 @@ class _Gpt(nn.Module):
     def __init__(self, width: int, heads: int, layers: int, vocabulary: int, length: int) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(_TransformerBlock(width, heads) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, batch: Batch) -> Tensor:

@@ -14,7 +14,7 @@ from harness.workloads.performance.performance_workload import PerformanceWorklo
 CLASSES = 10
 
 
-class _ResidualBlock(nn.Module):
+class ResidualBlock(nn.Module):
     """Two convolutions and a way around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
@@ -28,6 +28,7 @@ class _ResidualBlock(nn.Module):
             self.around = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return activations (batch, outputs, height / stride, width / stride)."""
         outputs: Tensor = (self.way(x) + self.around(x)).relu()
         return outputs
 
@@ -41,7 +42,7 @@ class _ResNet(nn.Module):
         layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
         for before, now in zip([width, *widths], widths, strict=False):
             stride = 1 if now == width else 2
-            layers += [_ResidualBlock(before, now, stride), *(_ResidualBlock(now, now, 1) for _ in range(blocks - 1))]
+            layers += [ResidualBlock(before, now, stride), *(ResidualBlock(now, now, 1) for _ in range(blocks - 1))]
         self.features, self.head = nn.Sequential(*layers), nn.Linear(widths[-1], CLASSES)
 
     def forward(self, batch: Batch) -> Tensor:
