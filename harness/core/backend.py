@@ -205,8 +205,6 @@ class Backend:
 
 _REPLICAS = Dimension("replica", gpus, local=True)
 _DP = Backend("dp", (_REPLICAS,), "DP")
-# Each rank holds some of the layers, and all of them see the same samples.
-_PP = Backend("pp", (Dimension("stage", devices, MODEL),), "PP", rare=True, micro_batches=4)
 
 BACKENDS: NamedRegistry[Backend] = NamedRegistry(
     "backend",
