@@ -25,7 +25,7 @@ from harness.evidence.dtypes import dtype_name
 from harness.evidence.rank_file import CHECKSUM, NO_CHECKSUM, unflatten
 from harness.evidence.tensor_store import FOLDER
 from harness.evidence.tensor_store import load as load_stored
-from harness.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace
+from harness.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index
 
 SAVED, RESUMED = "saved", "resumed"
 """Folders, beside the files of the uninterrupted launch, of the launch that stops and of the one that continues."""
@@ -175,7 +175,7 @@ class _Assembly:
                 raise TraceError(f"{name} ({where}) is sharded over several ranks, but {flaw}; run the cell again")
             whole = torch.empty(value.space, dtype=value.values.dtype)
             for shard in shards:
-                whole[_slices(_block(shard))] = shard.values
+                whole[block_index(_block(shard))] = shard.values
             self._tensors[key] = whole.reshape(value.shape)
         return self._tensors[key]
 
@@ -205,17 +205,13 @@ def _gap(shape: tuple[int, ...], blocks: tuple[Block, ...]) -> str | None:
         return f"at least {missing} of its {every} entries are in no shard"
     times = torch.zeros(shape, dtype=torch.uint8)
     for block in blocks:
-        times[_slices(block)] += 1
+        times[block_index(block)] += 1
     twice = int((times > 1).sum())
     return f"{twice} of its {every} entries are in several shards" if twice else None
 
 
 def _block(shard: Shard) -> Block:
     return shard.begin, tuple(shard.values.shape)
-
-
-def _slices(block: Block) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(*block, strict=True))
 
 
 def _kind(shard: Shard) -> str:

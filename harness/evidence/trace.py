@@ -31,6 +31,11 @@ Block = tuple[tuple[int, ...], tuple[int, ...]]
 """Where in a tensor a block of it begins, and the shape of the block."""
 
 
+def block_index(block: Block) -> tuple[slice, ...]:
+    """Return the index of a block in its tensor."""
+    return tuple(slice(begin, begin + size) for begin, size in zip(*block, strict=True))
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """A tensor that lies in its launch's tensor store, where equal ones of several ranks and steps lie once.

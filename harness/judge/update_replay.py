@@ -71,7 +71,7 @@ def _noise_of_parts(trace: RankTrace, analysis: TraceAnalysis) -> dict[str, floa
 
 
 @dataclass(frozen=True)
-class _ReplayedStep:
+class _StepReplays:
     """A step that a rank took, and the weights after it in each replay; the first one is exact."""
 
     index: int
@@ -90,7 +90,7 @@ def _replays(
     precisions: Sequence[Precision | None],
     parts: Sequence[int | None],
     intervene: Intervention | None = None,
-) -> Iterator[_ReplayedStep]:
+) -> Iterator[_StepReplays]:
     """Yield each step taken, replayed in each of these precisions, with matrix products in so many parts."""
     oracles = [Oracle(analysis.workload, analysis.devices, precision) for precision in precisions]
     replays = [(oracle, oracle.optimizer(), count) for oracle, count in zip(oracles, parts, strict=True)]
@@ -104,7 +104,7 @@ def _replays(
             weights_after(oracle, optimizer, step.before, step.gradients, step.learning_rates, count)
             for oracle, optimizer, count in replays
         ]
-        yield _ReplayedStep(index, step, weights)
+        yield _StepReplays(index, step, weights)
 
 
 def weights_after(

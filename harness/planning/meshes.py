@@ -62,7 +62,7 @@ def parse_mesh(text: str) -> MeshChoice:
 
 def _sizes_for(backend: Backend, sizes: dict[str, int]) -> tuple[int, ...] | None:
     """Return the sizes in the backend's order; None where its dimensions are others."""
-    if any(one.local for one in backend.dimensions):
+    if backend.gathers:
         return None
     data = [one.name for one in backend.dimensions if Held.SAMPLES in one.splits]
     own = {data[0] if name == DATA and len(data) == 1 else name: size for name, size in sizes.items()}
@@ -74,4 +74,4 @@ def _sizes_for(backend: Backend, sizes: dict[str, int]) -> tuple[int, ...] | Non
 
 def _names(backend: Backend) -> str:
     names = [one.name for one in backend.dimensions]
-    return "" if any(one.local for one in backend.dimensions) else ",".join(names)
+    return "" if backend.gathers else ",".join(names)

@@ -52,15 +52,17 @@ class Matrix:
     def topologies(self) -> list[Topology]:
         """The topologies of the budget, or those of the meshes."""
         if self.meshes:
-            return list(dict.fromkeys(mesh.topology(self.nodes or 1) for mesh in self.meshes))
+            return self._topologies_of(self.meshes)
         return topologies(self.gpus, self.nodes)
 
     def places(self, backend: Backend) -> list[Topology]:
         """Return the topologies on which a backend is planned."""
         if not self.meshes:
             return list(filter(backend.fits, self.topologies))
-        chosen = (mesh for mesh in self.meshes if mesh.backend == backend.name)
-        return list(dict.fromkeys(mesh.topology(self.nodes or 1) for mesh in chosen))
+        return self._topologies_of(mesh for mesh in self.meshes if mesh.backend == backend.name)
+
+    def _topologies_of(self, meshes: Iterable[MeshChoice]) -> list[Topology]:
+        return list(dict.fromkeys(mesh.topology(self.nodes or 1) for mesh in meshes))
 
     def refusal(self, cell: Cell) -> Refusal | None:
         """Return why ``cell`` cannot be trained on shared devices, None if it can.

@@ -9,14 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from harness.evidence.trace import Block, Step, Tensors
+from harness.evidence.trace import Block, Step, Tensors, block_index
 from harness.judge.causes.gradient_case import GradientCase
 from harness.judge.oracle.noise import distance
-
-
-def slices(block: Block) -> tuple[slice, ...]:
-    """Return the index of a block in its tensor."""
-    return tuple(slice(begin, begin + size) for begin, size in zip(*block, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +44,7 @@ class HeldParts:
 
     def blocks_of(self, name: str) -> dict[int, tuple[slice, ...]]:
         """Return the index of each sibling's block of a tensor; none where siblings hold it whole."""
-        return {rank: slices(own[name]) for rank, own in self.blocks.items() if name in own}
+        return {rank: block_index(own[name]) for rank, own in self.blocks.items() if name in own}
 
     @property
     def in_blocks(self) -> bool:

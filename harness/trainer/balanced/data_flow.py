@@ -9,7 +9,7 @@ from harness.trainer.balanced.labels import Carried, Label
 
 
 @dataclass
-class Journey:
+class CarriedTensor:
     """A tensor that a step computes from what blocks return: ``last_use`` is the last place where it is used."""
 
     last_use: int
@@ -26,15 +26,15 @@ class DataFlow:
     """
 
     calls: Sequence[str]
-    journeys: dict[Label, Journey] = field(default_factory=dict)
+    tensors: dict[Label, CarriedTensor] = field(default_factory=dict)
     weights: list[set[int]] = field(default_factory=list)
     drawn: set[Label] = field(default_factory=set)
     obstacles: dict[int, str] = field(default_factory=dict)
 
     def live(self, cut: int) -> tuple[Carried, ...]:
         """Return the tensors that cross the cut before place ``cut``: computed before it, and used later."""
-        crossing = [label for label, one in self.journeys.items() if label.place < cut <= one.last_use and cut]
-        return tuple(Carried(label, self.journeys[label].differentiable) for label in sorted(crossing))
+        crossing = [label for label, one in self.tensors.items() if label.place < cut <= one.last_use and cut]
+        return tuple(Carried(label, self.tensors[label].differentiable) for label in sorted(crossing))
 
     @property
     def end(self) -> int:
@@ -56,7 +56,7 @@ class DataFlow:
         return [(2 * call, 2 * call - 1) for call in range(1, len(self.calls))]
 
     def _crossing_bytes(self, cut: int) -> int:
-        return sum(self.journeys[carried.label].bytes for carried in self.live(cut))
+        return sum(self.tensors[carried.label].bytes for carried in self.live(cut))
 
     def forbid(self, first: int, last: int, reason: str) -> None:
         """Note that the step cannot be cut after place ``first``, up to before place ``last``."""

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from harness.trainer.balanced.blocks import bytes_of, held_tensors, tensors_in
 from harness.trainer.balanced.calls import ModuleCall, replaced_forwards
-from harness.trainer.balanced.data_flow import DataFlow, Journey
+from harness.trainer.balanced.data_flow import CarriedTensor, DataFlow
 from harness.trainer.balanced.elsewhere import runs_without_values
 from harness.trainer.balanced.labels import Label, Position
 from harness.trainer.errors import MisconfigurationError
@@ -28,7 +28,7 @@ def record_data_flow(module: nn.Module, calls: Sequence[ModuleCall], step: Calla
 
     """
     flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
-    recorder = Recorder(flow, module, calls)
+    recorder = FlowRecorder(flow, module, calls)
     with replaced_forwards([call.module for call in calls], recorder.standing_in), recorder:
         outputs = step()
     recorder.leave(outputs)
@@ -43,7 +43,7 @@ class Change:
     place: int
 
 
-class Recorder(TorchFunctionMode):
+class FlowRecorder(TorchFunctionMode):
     """Notes each operation of a step, within blocks and between them.
 
     Tensors that depend on a block's output, or are drawn, have labels: one stage computes them. Others, as those that
@@ -134,7 +134,7 @@ class Recorder(TorchFunctionMode):
     def _differentiable(self, tensor: Tensor) -> bool:
         label = self.labels.get(tensor)
         if label is not None:
-            return self.flow.journeys[label].differentiable
+            return self.flow.tensors[label].differentiable
         return isinstance(tensor, nn.Parameter) or tensor in self.from_weights or self._memory(tensor) in self.spoiled
 
     def _label(self, made: list[Tensor], differentiable: bool) -> None:
@@ -143,7 +143,7 @@ class Recorder(TorchFunctionMode):
             self.made_at.setdefault(tensor, label.place)
             self.since.setdefault(self._memory(tensor), label.place)
             floating = tensor.is_floating_point() or tensor.is_complex()
-            self.flow.journeys[label] = Journey(label.place, differentiable and floating, bytes_of(tensor))
+            self.flow.tensors[label] = CarriedTensor(label.place, differentiable and floating, bytes_of(tensor))
 
     def _use(self, given: list[Tensor]) -> None:
         place = max(self.position.place, 0)
@@ -151,7 +151,7 @@ class Recorder(TorchFunctionMode):
         for tensor in given:
             label = self.labels.get(tensor)
             if label is not None:
-                self.flow.journeys[label].last_use = place
+                self.flow.tensors[label].last_use = place
             if id(tensor) in self.held:
                 self.first_use.setdefault(id(tensor), place)
                 for weights in self.flow.weights[place : place + 1 if here_only else None]:
@@ -184,7 +184,7 @@ class Recorder(TorchFunctionMode):
                 self.changes.setdefault(memory, []).append(Change(id(tensor), place))
                 sharing = [one for one in self.labels if differentiable and self._memory(one) == memory]
                 for label in map(self.labels.__getitem__, sharing):
-                    self.flow.journeys[label].differentiable = tensor.is_floating_point() or tensor.is_complex()
+                    self.flow.tensors[label].differentiable = tensor.is_floating_point() or tensor.is_complex()
             elif self.position.inside and not returning:
                 pass  # nothing but what a block has made itself: its arguments are compared when it returns
             elif id(tensor) in self.held:
