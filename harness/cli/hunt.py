@@ -46,7 +46,10 @@ def hunt(options: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
-        print("plumbline: hunt draws with hypothesis, which is not here: pip install hypothesis", file=sys.stderr)
+        print(
+            "plumbline: hunt draws problems with hypothesis, which is not installed: pip install 'plumbline[hunt]'",
+            file=sys.stderr,
+        )
         return TROUBLE
     try:
         with tempfile.TemporaryDirectory(prefix="plumbline-") as scratch:

@@ -37,7 +37,7 @@ class Recipe:
             ``classes`` and a squared error.
         optimizer: of ``OPTIMIZERS``; ``groups`` is AdamW with two groups, ``several`` is SGD and Adam.
         batch_size: samples of a global batch, rounded up to a multiple of the devices.
-        left_out: how many samples the last batch of an epoch lacks; a batch keeps at least one for each device.
+        left_out: how many samples the last of several batches lacks; it keeps at least one for each device.
         clip_norm: norm to which gradients are clipped, None: they are not.
     """
 
@@ -114,7 +114,8 @@ class Generated(Workload):
     def samples(self, devices: int) -> int:
         """Return whole batches but for what the last one lacks."""
         size = self.global_batch_size(devices)
-        return self.steps_per_epoch * size - min(self.recipe.left_out, size - devices)
+        most = size - devices if self.steps_per_epoch > 1 else 0
+        return self.steps_per_epoch * size - min(self.recipe.left_out, most)
 
 
 def _needs(recipe: Recipe) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,12 @@ from harness.cli.main import main
 from harness.core.exit_codes import USAGE
 from harness.hunt.corpus import Corpus
 from harness.hunt.problems import Drawn
-from harness.hunt.subject import started
+from harness.hunt.search import Search
+from harness.hunt.subject import cells_of, started
+from harness.planning.declaration import Declaration
 from harness.workloads.generated import Recipe
+
+MISTAKE = str(Path(__file__).parents[1] / "extending" / "outside" / "mistake.py")
 
 WRONG = """
 from harness import subject
@@ -32,36 +37,41 @@ def train(job):
 """
 
 
-@pytest.fixture(scope="module")
-def search(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hunt")
-    (folder / "forgets.py").write_text(WRONG)
-    search = started(str(folder / "forgets.py"), 1, folder)
+def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
+    (tmp_path / "forgets.py").write_text(WRONG)
+    search = started(str(tmp_path / "forgets.py"), 1, tmp_path)
     with closing(search.pool):
-        yield search
+        search.until = math.inf
+        found = search.round(0)
+    assert found.cause == "steps: short-last-window-dropped"
+    assert found.drawn.recipe == Recipe(accumulate=2, steps_per_epoch=3)
 
 
-def test_what_fails_is_shrunk_to_what_it_takes_to_fail(search):
-    search.until = math.inf
-    found = search.round(0)
-    assert found.cause.startswith("steps: ")
-    recipe = found.drawn.recipe
-    assert recipe.accumulate == 2
-    assert recipe.steps_per_epoch == 1
-    assert (recipe.layers, recipe.optimizer, recipe.inputs) == ((), "sgd", "features")
+@pytest.fixture
+def search(warm_pool, tmp_path):
+    """A search among problems of a trainer that is wrong on all of them."""
+    pool = warm_pool(MISTAKE)
+    (declared,) = (Declaration.of(MISTAKE, one) for one in pool.subjects if one["name"] == "rolls")
+    return Search(pool, declared, cells_of([declared], 1, "cpu"), tmp_path)
 
 
 def test_a_corpus_is_trained_again(search, tmp_path):
-    search.until = math.inf
-    wrong = search.train(Drawn(Recipe(accumulate=2), search.cells[0]))
-    right = search.train(Drawn(Recipe(accumulate=2, steps_per_epoch=2), search.cells[0]))
-    assert right is None
+    failure = search.train(Drawn(Recipe(epochs=2), search.cells[0]))
     corpus = Corpus(tmp_path / "corpus")
-    file = corpus.add(wrong)
-    assert "Recipe(accumulate=2)" in file.read_text()
+    assert "recipe = Recipe(epochs=2)" in corpus.add(failure).read_text()
     (found,) = corpus
-    assert (found.cause, found.drawn) == (wrong.cause, wrong.drawn)
+    assert (found.cause, found.drawn) == (failure.cause, failure.drawn)
+    assert corpus.causes == {failure.cause}
     assert search.train(found.drawn).cause == found.cause
+
+
+def test_what_is_known_is_passed_over(search):
+    search.until = math.inf
+    failure = search.train(Drawn(Recipe(), search.cells[0]))
+    search.known = {failure.cause}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "train", lambda self, drawn: failure)
+        assert search.round(0) is None
 
 
 def test_counts_of_several_searches_add_up(tmp_path):
@@ -75,7 +85,7 @@ def test_counts_of_several_searches_add_up(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--subject", "nowhere.py"], "nowhere.py"),
+        pytest.param(["--subject", "nowhere.py"], "nowhere.py", marks=pytest.mark.nightly),
         (["--subject", "torch", "--minutes", "0"], "minutes"),
     ],
 )
