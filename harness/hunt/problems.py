@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.planning.declaration import Declaration
 from harness.workloads.generated import INPUTS, LAYERS, LOSSES, OPTIMIZERS, SCHEDULES, Recipe
@@ -30,9 +31,11 @@ class Drawn:
     cell: Cell
 
 
-def problems(declared: Declaration, cells: Sequence[Cell]) -> st.SearchStrategy[Drawn]:
-    """Return recipes that need nothing beyond what is declared, each on one of ``cells``: the simplest come first."""
-    return st.builds(Drawn, recipes(declared.capabilities), st.sampled_from(list(cells)))
+@st.composite
+def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[Cell]) -> Drawn:
+    """Draw one of ``cells`` and a recipe that needs nothing beyond what is declared for its backend."""
+    cell = draw(st.sampled_from(list(cells)))
+    return Drawn(draw(recipes(declared_for(cell.subject, cell.backend, declared).capabilities)), cell)
 
 
 @st.composite
