@@ -100,7 +100,7 @@ def test_a_workload_that_shows_nothing_is_vacuous(project, monkeypatch):
     [
         ("-n", "2"),
         ("--launcher", "torchrun"),
-        ("--launcher", "hosts", "--node-command", "env -C / NODE={node}"),
+        ("--launcher", "hosts", "--node-command", "env -C / NODE={node}", "--listen", "127.0.0.1"),
         ("--subject", f"{STARTING}::forking"),
         ("--subject", f"{STARTING}::spawning"),
         ("--subject", f"torch;python={sys.executable}"),
