@@ -275,7 +275,9 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except PlumblineError as error:
-        raise pytest.UsageError(str(error)) from None
+        from harness.report.text import printable_lines
+
+        raise pytest.UsageError(printable_lines(str(error))) from None  # it may quote a run that is resumed
 
 
 def _notify(config: pytest.Config, message: str) -> None:
