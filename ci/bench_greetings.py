@@ -37,7 +37,7 @@ REPORT = Path(__file__).parents[1] / "reports" / "greetings.md"
 
 _HEAD = """# Nodes that join a launcher
 
-How long a node takes to join, measured by `{command}`, {cores} cores, load average {load:.1f} at the beginning.
+How long a node takes to join: `{command}`, {cores} cores, load average {load:.1f}.
 Strangers connect from a process of their own, all at once; *again* means that they connect again whenever they are
 turned away. A launcher greets {most} at a time, a further one ends the oldest.
 
