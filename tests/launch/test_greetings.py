@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from functools import cache
@@ -24,7 +25,7 @@ from harness.launch.remote import greetings, own_address
 from harness.launch.remote.node_checks import Node
 from harness.launch.remote.node_listener import NodeListener
 from harness.launch.remote.node_processes import NodeProcesses
-from harness.launch.remote.remote_pool import RemotePool
+from harness.launch.remote.remote_pool import WORKER, RemotePool
 from harness.launch.start_wait import StartWait
 from harness.trainer.environments.plain import free_port
 from harness.worker import authenticated_channel
@@ -298,6 +299,55 @@ def test_a_message_that_was_changed_on_the_way_ends_the_pool_with_a_sentence():
         _ = pool.subjects
     assert not pool.alive
     connection.close()
+
+
+class ChangingProxy:
+    """A network between a node and the launcher at ``port``; once told to, it changes a bit of what it forwards."""
+
+    def __init__(self, port):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._launcher = port
+        self.changes = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self):
+        node, _ = self._listener.accept()
+        launcher = socket.create_connection(("127.0.0.1", self._launcher))
+        threading.Thread(target=self._forward, args=(node, launcher), daemon=True).start()
+        self._forward(launcher, node, changing=True)
+
+    def _forward(self, source, sink, *, changing=False):
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if changing and self.changes.is_set():
+                    data = data[:20] + bytes([data[20] ^ 1]) + data[21:]
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        self._listener.close()
+
+
+def test_a_server_whose_commands_are_changed_on_the_way_obeys_none_of_them_and_says_so():
+    proxies = []
+
+    def start_commands(port):
+        proxies.append(ChangingProxy(port))
+        return [[sys.executable, str(WORKER), "--connect", f"127.0.0.1:{proxies[0].port}", "--as-node", "0", "torch"]]
+
+    pool = RemotePool("torch", 1, start_commands, ("127.0.0.1", 0))
+    try:
+        assert pool.subjects
+        pool.settle()
+        proxies[0].changes.set()
+        with pytest.raises(
+            LaunchError, match=r"it is gone: harness.worker: the launcher is lost: the MAC of message 1 is"
+        ):
+            pool.settle()
+    finally:
+        pool.close()
+        proxies[0].close()
 
 
 def listening(address):
