@@ -62,11 +62,11 @@ class NodeListener:
                 try:
                     node, channel = self._greetings.joined.get(timeout=_CHECK_INTERVAL_S)
                 except queue.Empty:
-                    missing = f"{count - len(here)} of {count} nodes to connect to port {self.port}"
+                    refused = f"; {self.refusals}" if self.refusals else ""
+                    missing = f"{count - len(here)} of {count} nodes to connect to port {self.port}{refused}"
                     if processes.ended is None and wait.goes_on(missing):
                         continue
                     how = processes.ended or f"waited {wait.seconds:.0f} s"
-                    refused = f"; {self.refusals}" if self.refusals else ""
                     raise LaunchError(
                         f"{len(here)} of {count} nodes came up; {how}{refused}: {processes.output}"
                     ) from None
