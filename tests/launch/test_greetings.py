@@ -268,6 +268,7 @@ def test_one_that_is_too_slow_is_turned_away_and_said_where_a_start_fails(monkey
         (b"nothing", "Expecting value"),
         (b"[" * 4000, "no JSON object"),
         (description(host=3), "no right 'host'"),
+        (description().replace(b"servers", b"serving"), "no right 'servers'"),
         (description(at=float("nan")), "no right number, or no right time"),
         (description(node=-1), "no right number"),
     ],

@@ -60,7 +60,7 @@ class Node:
         if not isinstance(said, dict):
             raise ValueError("its description is no JSON object")
         for name, kind in _DESCRIPTION.items():
-            if not isinstance(said.get(name), kind):
+            if name not in said or not isinstance(said[name], kind):
                 raise ValueError(f"its description has no right {name!r}")
         if said["node"] < 0 or not math.isfinite(said["at"]):
             raise ValueError("it has no right number, or no right time")
