@@ -1,4 +1,4 @@
-"""A submission on disk: its cells, its batch script, its jobs and its paths. JSON, no pickle."""
+"""A submission on disk: its cells, what its tasks run, its jobs and its paths. JSON, no pickle."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from typing import Any
 from harness.core.errors import PlumblineError
 from harness.results.atomic import point_symlink
 from harness.results.run import LATEST
-from harness.slurm.script import BatchScript
-from harness.slurm.select_cells import SelectedCell
+from harness.submit.engine import Engine
+from harness.submit.engines import ENGINES
+from harness.submit.select_cells import SelectedCell
 
 FOLDER = "submission"
-"""The folder of the jobs' files, in the run's folder."""
-
-LOG = "log-%A_%a.txt"
-"""The file of a task's output, by job and index, in SLURM's notation."""
+"""The folder of the tasks' files, in the run's folder."""
 
 
 class NoSubmissionError(PlumblineError):
@@ -26,16 +24,40 @@ class NoSubmissionError(PlumblineError):
 
 
 @dataclass(frozen=True)
-class Submission:
-    """One job array over cells.
+class Work:
+    """What each task runs: pytest with ``flags`` over its own cells, on ``nodes`` nodes of ``gpus`` devices each.
 
-    ``command`` is the user's command. ``batch`` is the script of each task. ``tasks`` holds the ids of each task's
-    cells. ``run`` is the folder of the run that collects them.
+    ``python`` and ``folder`` are the interpreter and the folder of the process that submits, ``suites`` the folder of
+    the suites that flags and cells name, ``subjects`` the locators that ``--subject`` names.
+    """
+
+    nodes: int
+    gpus: int
+    accelerator: str
+    flags: tuple[str, ...]
+    subjects: tuple[str, ...]
+    python: str
+    folder: str
+    suites: str
+
+    def command(self, launcher: str) -> list[str]:
+        """Return the command of every task, which is followed by its report directory and its cells."""
+        flags = [*self.flags, "--accelerator", self.accelerator, "--launcher", launcher]
+        return [self.python, "-m", "pytest", *flags]
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Tasks over cells, for one engine.
+
+    ``command`` is the user's command. ``tasks`` holds the ids of each task's cells. ``run`` is the folder of the run
+    that collects them.
     """
 
     run: Path
     command: tuple[str, ...]
-    batch: BatchScript
+    engine: Engine
+    work: Work
     cells: tuple[SelectedCell, ...]
     tasks: tuple[tuple[str, ...], ...]
 
@@ -52,10 +74,6 @@ class Submission:
         """Return the file with the cells of a task, as arguments for pytest."""
         return self.part(task) / "cells.txt"
 
-    def log(self, job: int, task: int) -> Path:
-        """Return the file with the output of a task of a job."""
-        return self.folder / LOG.replace("%A", str(job)).replace("%a", str(task))
-
     def select(self, task: int, cells: Sequence[str]) -> None:
         """Write the file with the cells that a task is to examine."""
         nodeids = {cell.cell: cell.nodeid for cell in self.cells}
@@ -66,9 +84,9 @@ class Submission:
         """Write it to a new folder."""
         self.folder.mkdir(parents=True)
         point_symlink(self.run.parent / LATEST, self.run.name)
-        values = {**asdict(self), "run": str(self.run)}
+        engine = {"name": self.engine.name, **self.engine.settings()}
+        values = {**asdict(self), "run": str(self.run), "engine": engine}
         (self.folder / "submission.json").write_text(json.dumps(values, indent=1))
-        (self.folder / "batch.sh").write_text(self.batch.text())
 
     @classmethod
     def load(cls, run: Path) -> Submission:
@@ -80,28 +98,41 @@ class Submission:
         run = run.resolve()
         try:
             values = json.loads((run / FOLDER / "submission.json").read_text())
-            lists = {name: tuple(values["batch"][name]) for name in ("modules", "commands")}
-            batch = BatchScript(**{**values["batch"], **lists})
+            engine = ENGINES[values["engine"].pop("name")]
             cells = tuple(SelectedCell(**cell) for cell in values["cells"])
             tasks = tuple(map(tuple, values["tasks"]))
-            return cls(run, tuple(values["command"]), batch, cells, tasks)
+            work = Work(**_with_tuples(values["work"]))
+            return cls(run, tuple(values["command"]), engine(**_with_tuples(values["engine"])), work, cells, tasks)
         except FileNotFoundError as error:
             raise NoSubmissionError(f"{run} was not made by `plumbline submit`: name a run that was") from error
         except (ValueError, LookupError, TypeError) as error:
             raise NoSubmissionError(f"{run / FOLDER / 'submission.json'} cannot be read: {error}") from error
 
-    def add_job(self, job: int, tasks: Sequence[int]) -> None:
-        """Record that a job array was submitted for some of the tasks."""
-        with (self.folder / "jobs.jsonl").open("a") as file:
+    def new_job(self) -> str:
+        """Return a name that no job of this submission has yet: lower-case letters, digits and hyphens."""
+        return f"plumbline-{self.run.name.lower()}-{len(self._lines())}"
+
+    def add_job(self, job: str, tasks: Sequence[int]) -> None:
+        """Record that a job was sent for some of the tasks."""
+        with self._file.open("a") as file:
             file.write(json.dumps({"job": job, "tasks": list(tasks)}) + "\n")
 
-    def jobs(self) -> dict[int, int]:
-        """Return the job that was last submitted for each task."""
-        file = self.folder / "jobs.jsonl"
-        lines: list[dict[str, Any]] = list(map(json.loads, file.read_text().splitlines())) if file.exists() else []
-        return {task: line["job"] for line in lines for task in line["tasks"]}
+    def jobs(self) -> dict[int, str]:
+        """Return the job that was last sent for each task."""
+        return {task: line["job"] for line in self._lines() for task in line["tasks"]}
+
+    @property
+    def _file(self) -> Path:
+        return self.folder / "jobs.jsonl"
+
+    def _lines(self) -> list[dict[str, Any]]:
+        return list(map(json.loads, self._file.read_text().splitlines())) if self._file.exists() else []
 
 
 def split_cells(cells: Sequence[str], tasks: int) -> tuple[tuple[str, ...], ...]:
     """Split cells among at most ``tasks`` tasks, round-robin: large topologies come last, so each task gets some."""
     return tuple(tuple(cells[task::tasks]) for task in range(min(tasks, len(cells))))
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
