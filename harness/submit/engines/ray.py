@@ -85,7 +85,7 @@ class RayEngine(Engine):
     def _entrypoint(self, submission: Submission, task: int) -> str:
         part = str(submission.part(task))
         words = [*submission.work.command(self.launcher), "--report-dir", part, f"@{submission.selection(task)}"]
-        return f"cd {shlex.quote(submission.work.folder)} && exec {shlex.join(words)}"
+        return shlex.join(["env", f"--chdir={submission.work.folder}", *words])
 
     def _client(self) -> Any:
         try:

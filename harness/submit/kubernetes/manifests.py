@@ -156,7 +156,7 @@ def _pod(
         # There may be no entry for the user in the image, and no home.
         "env": [{"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "plumbline"}, *variables],
         "envFrom": [{"secretRef": {"name": settings.secret}}],
-        "ports": [{"name": "pytorchjob-port", "containerPort": PORT}],
+        "ports": [{"name": "pytorchjob-port", "containerPort": PORT, "protocol": "TCP"}],
         "volumeMounts": [{"name": "runs", "mountPath": settings.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
     }
     if settings.folder:
