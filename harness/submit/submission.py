@@ -121,6 +121,10 @@ class Submission:
         """Return the job that was last sent for each task."""
         return {task: line["job"] for line in self._lines() for task in line["tasks"]}
 
+    def tasks_of(self, job: str) -> list[int]:
+        """Return the tasks that were sent as one job, in their order."""
+        return next(line["tasks"] for line in self._lines() if line["job"] == job)
+
     @property
     def _file(self) -> Path:
         return self.folder / "jobs.jsonl"

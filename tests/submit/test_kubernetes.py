@@ -128,6 +128,7 @@ def test_secrets_are_in_the_secret_alone_and_only_its_owner_can_read_it(submissi
         EngineError, match=r"kubectl is not installed here[\s\S]*--namespace lab apply -f [\s\S]*--attach"
     ):
         made.engine.send(made, made.new_job(), [1])
+    assert "-l plumbline-job=plumbline-" in made.engine.log(made, made.jobs()[1], 1)
     assert made.jobs() == {1: "plumbline-20261123t014053z-cae93168-0"}, "somebody applies it elsewhere"
     file = made.folder / "secret.yaml"
     values = yaml.safe_load(file.read_text())["stringData"]

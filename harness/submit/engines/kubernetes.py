@@ -121,14 +121,15 @@ class KubernetesEngine(Engine):
 
     def text(self, submission: Submission, job: str, tasks: Sequence[int]) -> str:
         """Return the manifests, with a Secret whose values are left out."""
-        hidden = dict.fromkeys((TOKEN, *self.environment), "(not shown)")
+        hidden = dict.fromkeys(self._variables(submission), "(not shown)")
         return _dumped([secret(_secret(submission), hidden), *self._objects(submission, job, tasks)])
 
     def send(self, submission: Submission, job: str, tasks: Sequence[int]) -> str:
         """Write the manifests and apply them."""
         objects = submission.folder / f"{job}.yaml"
         objects.write_text(_dumped(self._objects(submission, job, tasks)))
-        apply = ["apply", "-f", str(self._secret_file(submission)), "-f", str(objects)]
+        self._write_secret(submission)
+        apply = ["apply", "-f", str(_secret_file(submission)), "-f", str(objects)]
         if shutil.which("kubectl") is None:
             submission.add_job(job, tasks)
             raise EngineError(
@@ -149,15 +150,14 @@ class KubernetesEngine(Engine):
 
     def log(self, submission: Submission, job: str, task: int) -> str:
         """Return the command that shows the output of a task's pods."""
-        tasks = sorted(number for number, own in submission.jobs().items() if own == job)
         one = f"{TASK_LABEL}={task}"
         if self._kind(submission) == "job":
-            one = f"{INDEX_LABEL}={tasks.index(task)}"
+            one = f"{INDEX_LABEL}={submission.tasks_of(job).index(task)}"
         return shlex.join(self._kubectl("logs", "--tail=-1", "--prefix", "-l", f"{JOB_LABEL}={job},{one}"))
 
     def end(self, submission: Submission) -> None:
         """Remove the run's Secret."""
-        self._secret_file(submission).unlink()
+        _secret_file(submission).unlink(missing_ok=True)
         if shutil.which("kubectl"):
             self._call("delete", "secret", _secret(submission), "--ignore-not-found")
 
@@ -180,14 +180,17 @@ class KubernetesEngine(Engine):
     def _mount(self, submission: Submission) -> Path:
         return Path(self.mount) if self.mount else submission.run.parent
 
-    def _secret_file(self, submission: Submission) -> Path:
-        """Return the manifest of the run's Secret, which only its owner can read; it is written once."""
-        file = submission.folder / "secret.yaml"
+    def _write_secret(self, submission: Submission) -> None:
+        """Write the manifest of the run's Secret, once, so that only its owner can read it."""
+        file = _secret_file(submission)
         if not file.exists():
-            values = {TOKEN: secrets.token_hex(32), **self.environment}
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as private:
-                private.write(_dumped([secret(_secret(submission), values)]))
-        return file
+                private.write(_dumped([secret(_secret(submission), self._variables(submission))]))
+
+    def _variables(self, submission: Submission) -> dict[str, str]:
+        """Return the user's variables, with a new secret by which the nodes of a task know each other."""
+        token = {TOKEN: secrets.token_hex(32)} if submission.work.nodes > 1 else {}
+        return {**token, **self.environment}
 
     def _kubectl(self, *words: str) -> list[str]:
         return ["kubectl", *(("--namespace", self.namespace) if self.namespace else ()), *words]
@@ -201,6 +204,10 @@ class KubernetesEngine(Engine):
         if done.returncode:
             raise EngineError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
         return done.stdout
+
+
+def _secret_file(submission: Submission) -> Path:
+    return submission.folder / "secret.yaml"
 
 
 def _secret(submission: Submission) -> str:

@@ -6,8 +6,9 @@ The environment, the checkout if there is one, and the report directory are on a
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -57,26 +58,23 @@ class RayEngine(Engine):
 
     def send(self, submission: Submission, job: str, tasks: Sequence[int]) -> str:
         """Submit a job for each task."""
-        client = self._client()
-        for task in tasks:
-            client.submit_job(
-                entrypoint=self._entrypoint(submission, task),
-                submission_id=f"{job}-{task}",
-                runtime_env={"env_vars": dict(self.environment)},
-                metadata={"run": submission.run.name, "task": str(task)},
-            )
+        with self._client() as client:
+            for task in tasks:
+                client.submit_job(
+                    entrypoint=self._entrypoint(submission, task),
+                    submission_id=f"{job}-{task}",
+                    runtime_env={"env_vars": dict(self.environment)},
+                )
         return job
 
     def states(self, submission: Submission, jobs: Mapping[int, str]) -> dict[int, TaskState]:
-        """Ask the cluster for each job."""
+        """Ask the cluster for its jobs."""
         if not jobs:
             return {}
-        known = {job.submission_id: job for job in self._client().list_jobs()}
+        with self._client() as client:
+            known = {job.submission_id: job.status.value for job in client.list_jobs()}
         found = {task: known[f"{job}-{task}"] for task, job in jobs.items() if f"{job}-{task}" in known}
-        return {
-            task: TaskState(str(job.status), _PHASES.get(str(job.status), Phase.ENDED), job.message or "")
-            for task, job in found.items()
-        }
+        return {task: TaskState(name, _PHASES.get(name, Phase.ENDED)) for task, name in found.items()}
 
     def log(self, submission: Submission, job: str, task: int) -> str:
         """Return the command that shows a job's output."""
@@ -87,12 +85,14 @@ class RayEngine(Engine):
         words = [*submission.work.command(self.launcher), "--report-dir", part, f"@{submission.selection(task)}"]
         return shlex.join(["env", f"--chdir={submission.work.folder}", *words])
 
-    def _client(self) -> Any:
+    @contextlib.contextmanager
+    def _client(self) -> Iterator[Any]:
+        """Yield a client of the cluster, whose errors become ``EngineError``."""
         try:
             from ray.job_submission import JobSubmissionClient
         except ImportError as error:
             raise PlanError("--engine ray sends jobs with Ray: pip install 'ray[default]'") from error
         try:
-            return JobSubmissionClient(self.address)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise EngineError(f"no Ray cluster answers at {self.address or 'its default address'}: {error}") from error
+            yield JobSubmissionClient(self.address)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise EngineError(f"Ray's cluster at {self.address or 'its default address'}: {error}") from error
