@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,9 +227,31 @@ def test_a_wrong_option_is_said_before_anything_is_planned(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_pod_whose_volume_is_another_says_so(tmp_path, capfd):
+def test_a_pod_whose_volume_is_another_says_so(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(pod.signal, "signal", lambda *handler: None)
     assert pod.main([str(tmp_path), "0"]) == 2
     assert "Is the volume what the submitting machine has mounted" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("index", "left"), [("0", [0, 2]), ("1", [1])])
+def test_a_pod_examines_what_is_left_of_the_task_at_its_index(submission, monkeypatch, index, left):
+    example = ROOT / "reports" / "example-simulated"
+    made = submission()
+    cells = (*made.cells[:3], replace(made.cells[3], cell=read_run(example).results[0].cell))
+    made = replace(made, cells=cells, tasks=(made.tasks[0], ("cell-1", cells[3].cell)))
+    made.save()
+    for task, own in enumerate(made.tasks):
+        made.select(task, own)
+    shutil.copytree(example, made.part(1) / "20261123T014100Z-00000000")
+    examined = []
+    monkeypatch.setattr(pod, "examine", lambda submission, task, cells: examined.append((task, cells)) or 0)
+    monkeypatch.setattr(pod.signal, "signal", lambda *handler: None)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", index)
+    assert pod.main([str(made.run), "0", "1"]) == 0
+    assert examined == [(int(index), [f"/suites/a.py::[{number}]" for number in left])]
+    made.selection(int(index)).write_text("")
+    assert pod.main([str(made.run), "0", "1"]) == 0
+    assert len(examined) == 1, "nothing is left"
 
 
 @pytest.fixture
