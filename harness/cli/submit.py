@@ -27,7 +27,8 @@ def add_to(commands: Any) -> None:
     add("--nodes", type=int, metavar="N", help="nodes of each task")
     add("--gpus", type=int, metavar="N", help="devices of each node")
     add("--array", type=int, default=1, metavar="N", help="tasks that share the cells (default: 1)")
-    add("--env", action="append", default=[], metavar="NAME=VALUE", help="a variable to set (repeatable)")
+    variable = "a variable to set; NAME alone has the value of here (repeatable)"
+    add("--env", action="append", default=[], metavar="NAME[=VALUE]", help=variable)
     add("--accelerator", choices=("auto", "cuda", "cpu"), default="auto", help="cpu requests no gpus from the engine")
     add("--report-dir", type=Path, metavar="DIR", help="where the run is written (default: reports/)")
     add("--dry-run", action="store_true", help="print what would be sent, and the cells, and submit nothing")

@@ -31,7 +31,7 @@ from harness.submit.kubernetes.manifests import (
     secret,
 )
 from harness.submit.kubernetes.states import states_of
-from harness.submit.pairs import pairs
+from harness.submit.pairs import variables
 from harness.worker.node_server import TOKEN
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class KubernetesEngine(Engine):
         patch = _yaml().safe_load(options.pod.read_text()) if options.pod else {}
         if not isinstance(patch, dict):
             raise PlanError(f"--pod {options.pod}: a pod's spec is a mapping, such as nodeSelector: {{pool: gpu}}")
-        environment = pairs("--env", options.env)
+        environment = variables(options.env)
         path = str(Path(mount).resolve()) if mount else None
         return cls(options.image, claim, path, options.namespace, options.kind, patch, environment)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from harness.core.errors import PlanError
 from harness.submit.engine import Engine, EngineError, Phase, TaskState
-from harness.submit.pairs import pairs
+from harness.submit.pairs import variables
 
 if TYPE_CHECKING:
     from harness.submit.submission import Submission
@@ -41,7 +41,7 @@ class RayEngine(Engine):
     @classmethod
     def of(cls, options: argparse.Namespace) -> RayEngine:
         """Return the engine with the settings that the options make."""
-        return cls(options.address, pairs("--env", options.env))
+        return cls(options.address, variables(options.env))
 
     def check(self, submission: Submission) -> None:
         """Refuse nothing: the cluster knows what it has."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from harness.slurm.scheduler import INTERRUPTED, LIVE, sbatch, states
 from harness.slurm.script import BatchScript
 from harness.submit.engine import Engine, Phase, TaskState
-from harness.submit.pairs import pairs
+from harness.submit.pairs import pairs, variables
 
 if TYPE_CHECKING:
     from harness.submit.submission import Submission
@@ -45,7 +45,7 @@ class SlurmEngine(Engine):
     @classmethod
     def of(cls, options: argparse.Namespace) -> SlurmEngine:
         """Return the engine with the settings that the options make."""
-        environment = pairs("--env", options.env)
+        environment = variables(options.env)
         slurm = pairs("--slurm", options.slurm, valueless=True)
         return cls(options.partition, options.time, tuple(options.module), environment, slurm)
 
