@@ -51,6 +51,7 @@ def prepare(request: SubmitRequest, command: tuple[str, ...]) -> Submission:
         accelerator=request.accelerator,
         flags=selection.flags,
         subjects=selection.subjects,
+        workloads=selection.workloads,
         python=sys.executable,
         folder=str(Path.cwd()),
         suites=str(suites()),

@@ -30,14 +30,15 @@ class SelectedCell:
 class Selection:
     """What a pytest command selects: cells, in order.
 
-    ``reports`` is the report directory, ``flags`` are the command's arguments without paths, and ``subjects`` the
-    locators that ``--subject`` names.
+    ``reports`` is the report directory, ``flags`` are the command's arguments without paths, ``subjects`` and
+    ``workloads`` the locators that ``--subject`` and ``--workload`` name.
     """
 
     cells: tuple[SelectedCell, ...]
     reports: Path
     flags: tuple[str, ...]
     subjects: tuple[str, ...]
+    workloads: tuple[str, ...]
 
 
 def select_cells(arguments: Sequence[str]) -> Selection:
@@ -62,7 +63,7 @@ def select_cells(arguments: Sequence[str]) -> Selection:
         raise PlanError(f"pytest {' '.join(arguments)}: selects no cell")
     flags = tuple(word for word in arguments if word not in values["paths"])
     cells = tuple(SelectedCell(**cell) for cell in values["cells"])
-    return Selection(cells, Path(values["reports"]), flags, tuple(values["subjects"]))
+    return Selection(cells, Path(values["reports"]), flags, tuple(values["subjects"]), tuple(values["workloads"]))
 
 
 class _Collector:
@@ -83,8 +84,9 @@ class _Collector:
                 cells.append({"cell": planned.cell.id, "nodeid": nodeid, "planned": described})
         config = session.config
         reports = Path(config.option.report_dir or config.rootpath / "reports").resolve()
-        options = {"paths": config.option.file_or_dir, "subjects": config.option.subject or ["reference"]}
-        found = {"reports": str(reports), "cells": cells, **options}
+        option = config.option
+        locators = {"subjects": option.subject or ["reference"], "workloads": option.workload or []}
+        found = {"reports": str(reports), "paths": option.file_or_dir, "cells": cells, **locators}
         self._file.write_text(json.dumps(found))
 
 

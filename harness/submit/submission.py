@@ -28,7 +28,7 @@ class Work:
     """What each task runs: pytest with ``flags`` over its own cells, on ``nodes`` nodes of ``gpus`` devices each.
 
     ``python`` and ``folder`` are the interpreter and the folder of the process that submits, ``suites`` the folder of
-    the suites that flags and cells name, ``subjects`` the locators that ``--subject`` names.
+    the suites that flags and cells name, ``subjects`` and ``workloads`` what ``--subject`` and ``--workload`` name.
     """
 
     nodes: int
@@ -36,6 +36,7 @@ class Work:
     accelerator: str
     flags: tuple[str, ...]
     subjects: tuple[str, ...]
+    workloads: tuple[str, ...]
     python: str
     folder: str
     suites: str

@@ -33,9 +33,9 @@ SPANNING = ("jobset", "pytorchjob")
 def submission(tmp_path):
     """Return a function that makes a submission of four cells in two tasks, in a new folder."""
 
-    def make(nodes=1, kind=None, *, accelerator="auto", subjects=("reference",), mount=None, **settings):
+    def make(nodes=1, kind=None, *, accelerator="auto", subjects=("reference",), workloads=(), mount=None, **settings):
         engine = KubernetesEngine("plumbline:1", "reports", mount or str(tmp_path), "lab", kind, **settings)
-        work = Work(nodes, 8, accelerator, ("-q",), tuple(subjects), sys.executable, str(ROOT), "/suites")
+        work = Work(nodes, 8, accelerator, ("-q",), subjects, workloads, sys.executable, str(ROOT), "/suites")
         cells = tuple(SelectedCell(f"cell-{number}", f"/suites/a.py::[{number}]", {}) for number in range(4))
         tasks = (("cell-0", "cell-2"), ("cell-1", "cell-3"))
         return Submission(tmp_path / "20261123T014053Z-CAE93168", ("plumbline",), engine, work, cells, tasks)
@@ -199,7 +199,8 @@ def test_a_task_of_several_nodes_runs_when_all_of_its_pods_do(submission, kind, 
     ("changed", "said"),
     [
         ({"mount": "/elsewhere"}, r"report directory .* is not on the volume reports, .* at /elsewhere"),
-        ({"subjects": (f"{ROOT}/suites/detection/sync.py::right",)}, "copy it there"),
+        ({"subjects": (f"{ROOT}/suites/detection/sync.py::right",)}, "copy the file to the volume"),
+        ({"workloads": (f"{ROOT}/harness/own_workloads/skeleton.py",)}, "copy the file to the volume"),
         ({"nodes": 2, "kind": "job"}, "--kind jobset or pytorchjob"),
         ({"nodes": 2, "subjects": ("torch", "reference")}, "one subject"),
         ({"nodes": 2, "subjects": ("torch;python=/venv/bin/python",)}, "the image's own interpreter"),

@@ -68,7 +68,7 @@ def test_a_cluster_that_cannot_be_asked_is_said():
 
 def test_what_is_sent_could_be_sent_by_hand(tmp_path):
     engine = RayEngine("http://head:8265")
-    work = Work(2, 8, "auto", ("-q",), ("reference",), "/env/bin/python", "/my folder", "/suites")
+    work = Work(2, 8, "auto", ("-q",), ("reference",), (), "/env/bin/python", "/my folder", "/suites")
     submission = Submission(tmp_path / "run", ("plumbline",), engine, work, (), ((), ()))
     assert engine.text(submission, "job", [1]) == (
         "ray job submit --no-wait --address http://head:8265 --submission-id job-1 -- env '--chdir=/my folder' "

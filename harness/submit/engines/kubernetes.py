@@ -102,12 +102,14 @@ class KubernetesEngine(Engine):
                 f"the report directory {submission.run.parent} is not on the volume {self.claim}, which is mounted at "
                 f"{mount}: name one that is with --report-dir, or the volume's place with --volume {self.claim}=PATH"
             )
-        for locator in work.subjects:
+        begins_there = Path(work.folder).is_relative_to(mount)
+        for locator in (*work.subjects, *work.workloads):
             file = Path(locator.partition(";")[0].partition("::")[0])
-            if file.is_file() and not file.resolve().is_relative_to(mount):
+            on_volume = file.resolve().is_relative_to(mount) and (file.is_absolute() or begins_there)
+            if file.is_file() and not on_volume:
                 raise PlanError(
-                    f"--subject {locator}: pods see the volume {self.claim}, at {mount}, and their image, and "
-                    f"{file.resolve()} is on neither: copy it there, or name a module that the image has"
+                    f"{locator}: pods see the volume {self.claim}, at {mount}, and their image: copy the file to the "
+                    "volume and give its whole path, or name a module that the image has"
                 )
         if work.nodes == 1:
             return
