@@ -191,8 +191,9 @@ class KubernetesEngine(Engine):
 
     def _variables(self, submission: Submission) -> dict[str, str]:
         """Return the user's variables, with a new secret by which the nodes of a task know each other."""
+        user = {"HOME": "/tmp", "USER": "plumbline"}  # the image need not know the user, nor have a home for it
         token = {TOKEN: secrets.token_hex(32)} if submission.work.nodes > 1 else {}
-        return {**token, **self.environment}
+        return {**user, **token, **self.environment}
 
     def _kubectl(self, *words: str) -> list[str]:
         return ["kubectl", *(("--namespace", self.namespace) if self.namespace else ()), *words]

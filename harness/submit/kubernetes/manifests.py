@@ -153,8 +153,7 @@ def _pod(
         "image": settings.image,
         "command": ["python3", "-m", "harness.submit.pod"],
         "args": [run, *map(str, tasks)],
-        # There may be no entry for the user in the image, and no home.
-        "env": [{"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "plumbline"}, *variables],
+        "env": list(variables),
         "envFrom": [{"secretRef": {"name": settings.secret}}],
         "ports": [{"name": "pytorchjob-port", "containerPort": PORT, "protocol": "TCP"}],
         "volumeMounts": [{"name": "runs", "mountPath": settings.mount}, {"name": "shm", "mountPath": "/dev/shm"}],
