@@ -228,6 +228,14 @@ def test_a_wrong_option_is_said_before_anything_is_planned(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("text", "said"), [("- a list", "a pod's spec is a mapping"), ("{", "is no YAML")])
+def test_a_patch_that_is_no_mapping_is_refused(tmp_path, capsys, text, said):
+    (tmp_path / "pod.yaml").write_text(text)
+    words = ["--engine", "kubernetes", "--image", "one", "--volume", "v", "--pod", str(tmp_path / "pod.yaml")]
+    assert main(["submit", "--nodes", "1", "--gpus", "1", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_pod_whose_volume_is_another_says_so(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(pod.signal, "signal", lambda *handler: None)
     assert pod.main([str(tmp_path), "0"]) == 2

@@ -6,6 +6,7 @@ The report directory lies on a volume that this machine and the pods mount at th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -82,12 +83,9 @@ class KubernetesEngine(Engine):
         for what, name in (("--volume", claim), ("--namespace", options.namespace)):
             if name is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", name):
                 raise PlanError(f"{what} {name}: Kubernetes has names of lower-case letters, digits and hyphens")
-        patch = _yaml().safe_load(options.pod.read_text()) if options.pod else {}
-        if not isinstance(patch, dict):
-            raise PlanError(f"--pod {options.pod}: a pod's spec is a mapping, such as nodeSelector: {{pool: gpu}}")
-        environment = variables(options.env)
+        patch = _patch(options.pod) if options.pod else {}
         path = str(Path(mount).resolve()) if mount else None
-        return cls(options.image, claim, path, options.namespace, options.kind, patch, environment)
+        return cls(options.image, claim, path, options.namespace, options.kind, patch, variables(options.env))
 
     def settings(self) -> dict[str, Any]:
         """Return all but the environment, which may hold secrets: it is in the run's Secret."""
@@ -158,9 +156,9 @@ class KubernetesEngine(Engine):
         return shlex.join(self._kubectl("logs", "--tail=-1", "--prefix", "-l", f"{JOB_LABEL}={job},{one}"))
 
     def end(self, submission: Submission) -> None:
-        """Remove the run's Secret."""
+        """Remove the run's Secret, if that is possible: the run itself is complete."""
         _secret_file(submission).unlink(missing_ok=True)
-        if shutil.which("kubectl"):
+        with contextlib.suppress(EngineError, FileNotFoundError):
             self._call("delete", "secret", _secret(submission), "--ignore-not-found")
 
     def _objects(self, submission: Submission, job: str, tasks: Sequence[int]) -> list[dict[str, Any]]:
@@ -199,13 +197,13 @@ class KubernetesEngine(Engine):
         return ["kubectl", *(("--namespace", self.namespace) if self.namespace else ()), *words]
 
     def _call(self, *words: str) -> str:
-        command = self._kubectl(*words)
+        asked = self._kubectl(*words)
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
+            done = subprocess.run(asked, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
-            raise EngineError(f"{shlex.join(command)} did not end within {COMMAND_TIMEOUT_S:.0f} s") from error
+            raise EngineError(f"{shlex.join(asked)} did not end within {COMMAND_TIMEOUT_S:.0f} s") from error
         if done.returncode:
-            raise EngineError(f"{shlex.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+            raise EngineError(f"{shlex.join(asked)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
         return done.stdout
 
 
@@ -215,6 +213,17 @@ def _secret_file(submission: Submission) -> Path:
 
 def _secret(submission: Submission) -> str:
     return f"plumbline-{submission.run.name.lower()}"
+
+
+def _patch(file: Path) -> dict[str, Any]:
+    yaml = _yaml()
+    try:
+        patch = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise PlanError(f"--pod {file} is no YAML: {error}") from error
+    if not isinstance(patch, dict):
+        raise PlanError(f"--pod {file}: a pod's spec is a mapping, such as nodeSelector: {{pool: gpu}}")
+    return patch
 
 
 def _dumped(objects: Sequence[Mapping[str, Any]]) -> str:
