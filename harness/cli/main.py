@@ -23,7 +23,7 @@ COMMANDS: Final = {
     "report": "write a run's pages and tables again, or print one of them",
     "show": "show everything that a run knows about one cell",
     "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
-    "submit": "run the matrix on a SLURM cluster, as one job array",
+    "submit": "run the matrix on a SLURM, Kubernetes or Ray cluster, split over tasks",
     "hunt": "search for training problems on which a trainer is wrong, and shrink what is found",
     "doctor": "check whether this machine is fit for a run: devices, links, communication, limits, versions",
 }

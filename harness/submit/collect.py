@@ -13,7 +13,7 @@ from harness.results.header_footer import Footer, Header
 from harness.results.json_lines import line_of
 from harness.results.records import UNEXPECTED_PASS, CellRecord, Measurement, PlannedCell, Result, ending
 from harness.results.run import RESULTS, Run, read_run
-from harness.slurm.submission import Submission
+from harness.submit.submission import Submission
 
 
 @dataclass(frozen=True)
