@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -89,7 +90,9 @@ def _take_part(submission: Submission, task: int, cells: Sequence[str]) -> int:
     nodes, rank = submission.work.nodes, int(os.environ["PET_NODE_RANK"])
     host, port = os.environ["PET_MASTER_ADDR"], int(os.environ["PET_MASTER_PORT"])
     # Kept until the end: a node that takes the place of a lost one meets the others there, too.
-    meeting = TCPStore(host, port + 1, nodes, rank == 0, MEETING_TIMEOUT)
+    # The first node listens at its own address alone.
+    listener = socket.create_server((socket.gethostbyname(host), port + 1)).detach() if rank == 0 else None
+    meeting = TCPStore(host, port + 1, nodes, rank == 0, MEETING_TIMEOUT, master_listen_fd=listener)
     launcher = f"{host}:{port + 2}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1"]
     torchrun += ["--node-rank", str(rank), "--master-addr", host, "--master-port", str(port)]
