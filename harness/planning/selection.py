@@ -54,7 +54,7 @@ def _narrow(backend: Backend, small: Sequence[Topology]) -> set[Topology]:
     if backend.narrow:
         return {backend.smallest}
     found = {small[0], small[-1]}
-    tried_with = backend.divides_experts  # no other workloads are
+    tried_with = backend.divides_experts or backend.divides_sequences  # few other workloads are
     return found | {backend.smallest} if tried_with or backend.smallest not in small else found
 
 
