@@ -143,7 +143,8 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
         for workload, precision in product(workloads, precisions):
             if few and not is_among_few(workload, backend, topology, precision):
                 continue
-            if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes):
+            per_rank = declared.behavior.stages_per_rank
+            if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes, per_rank):
                 cell = Cell(
                     name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed,
                     workload.locator,
