@@ -80,8 +80,8 @@ class Stages:
             self.holder_of[name] = min(holders, default=0)
             if len(holders) > 1 and isinstance(tensor, nn.Parameter):
                 self.shared[tensor] = min(holders), torch.distributed.new_group(holders)
-        # Stages of one rank that follow each other send to themselves while those of build_stage are warmed up, and gloo
-        # raises (suites/expectations/reproductions/torch_pipeline_in_a_v.py).
+        # Of stages that build_stage makes, those of one rank that follow each other are warmed up by messages from the
+        # rank to itself, and gloo raises (suites/expectations/reproductions/torch_pipeline_in_a_v.py).
         built = built_by_hand if schedule.turn else Pipe.build_stage
         stages = [built(pipe, number, job.device) for number in numbers[job.rank]]
         self.has_first, self.has_last = stages[0].is_first, stages[-1].is_last
