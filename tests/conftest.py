@@ -54,6 +54,7 @@ TOGETHER = {
 
 ONE_POOL = (
     "torch",
+    "torch-schedules",
     "reference",
     *(str(HERE / "extending" / "outside" / f"{name}.py") for name in ("backend", "mistake", "precision", "subject")),
     str(HERE / "extending" / "outside" / "workload.py"),

@@ -47,15 +47,28 @@ def devices(topology: Topology) -> int:
 
 
 def innermost(topology: Topology) -> int:
-    """Return the size of the inner of two dimensions: a node's devices; on one node the smallest prime factor."""
-    if topology.num_nodes > 1:
-        return topology.gpus
-    return next((n for n in range(2, topology.gpus) if topology.gpus % n == 0), 1)
+    """Return the size of the inner of several dimensions: a node's devices; on one node the smallest prime factor."""
+    return topology.gpus if topology.num_nodes > 1 else _factor(topology.gpus)
 
 
 def outermost(topology: Topology) -> int:
     """Return the size of the outer of two dimensions: how many groups of the inner one there are."""
     return topology.devices // innermost(topology)
+
+
+def middle(topology: Topology) -> int:
+    """Return the size of the middle one of three dimensions: the smallest prime factor of the inner groups' number."""
+    return _factor(outermost(topology))
+
+
+def above_middle(topology: Topology) -> int:
+    """Return the size of the outer one of three dimensions."""
+    return outermost(topology) // middle(topology)
+
+
+def _factor(count: int) -> int:
+    """Return the smallest factor of a number that is neither 1 nor the number itself, 1 where there is none."""
+    return next((n for n in range(2, count) if count % n == 0), 1)
 
 
 def stages(topology: Topology) -> int:
@@ -94,7 +107,8 @@ class Backend:
     it, unless the user does. ``narrow``: unless the user names it, a few cells are planned. ``chosen_by_trainer``: the
     trainer is told no backend and takes this one by itself, so that one topology is enough to ask. Each of
     :meth:`loss_ranks` has its batch pass in ``micro_batches`` of equal size, whose losses count as those of
-    accumulation do.
+    accumulation do. Each rank along a dimension that splits sequences has ``sequence_pieces`` of equal size of each of
+    them; None: one piece, and sizes may differ.
     """
 
     name: str
@@ -104,6 +118,7 @@ class Backend:
     chosen_by_trainer: bool = False
     narrow: bool = False
     micro_batches: int = 1
+    sequence_pieces: int | None = None
 
     def device_mesh(self, topology: Topology) -> Mesh:
         """Return how the devices are arranged."""
@@ -157,6 +172,11 @@ class Backend:
     def divides_experts(self) -> bool:
         """Whether ranks have experts of their own."""
         return any(Held.EXPERTS in one.splits for one in self.dimensions)
+
+    @property
+    def divides_sequences(self) -> bool:
+        """Whether ranks have a part of each sample's sequence."""
+        return any(Held.SEQUENCE in one.splits for one in self.dimensions)
 
     @property
     def gathers(self) -> bool:
@@ -243,8 +263,22 @@ BACKENDS: NamedRegistry[Backend] = NamedRegistry(
             "FSDP+TP",
             rare=True,
         ),
+        # Shards within a group of groups that hold a part of each layer, replicas over these.
+        Backend(
+            "hsdp+tp",
+            (
+                Dimension("replicate", above_middle),
+                Dimension("shard", middle, MODEL | {Held.SAMPLES}),
+                Dimension("tp", innermost, MODEL),
+            ),
+            "HSDP+TP",
+            rare=True,
+        ),
         # Ranks have the whole model, and a part of each sample's sequence.
         Backend("sp", (Dimension("sp", devices, frozenset({Held.SEQUENCE})),), "SP", rare=True),
+        # What sp promises, by an exchange of keys and values in the ranks' attention. Each rank has an early and a late
+        # piece of a sequence: early queries see few keys, and late ones many.
+        Backend("cp", (Dimension("cp", devices, frozenset({Held.SEQUENCE})),), "CP", rare=True, sequence_pieces=2),
         # Ranks have their own experts, and everything else as in ddp.
         Backend("ep", (Dimension("ep", devices, frozenset({Held.SAMPLES, Held.EXPERTS})),), "EP", rare=True),
         # Each rank holds some of the layers, and all of them see the same samples.

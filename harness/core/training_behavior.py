@@ -28,6 +28,8 @@ class TrainingBehavior:
         loss: ``job``: the loss is the job's. ``labels``: the trainer computes it by itself, as the mean cross entropy
             of the tokens in the column ``labels``, and so it trains no other workloads.
         max_nodes: it does not train on more nodes than this; None: on any number.
+        stages_per_rank: how many stages each rank of a pipeline has.
+        max_stages: its pipelines have no more stages than this; None: any number.
 
     Raises:
         ValueError: a value is not one of these, or two of them contradict each other.
@@ -38,14 +40,18 @@ class TrainingBehavior:
     buffers: str = "shared"
     loss: str = "job"
     max_nodes: int | None = None
+    stages_per_rank: int = 1
+    max_stages: int | None = None
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"there is no {name}={getattr(self, name)!r}; there are {', '.join(choices)}")
-        nodes = self.max_nodes
-        if nodes is not None and (isinstance(nodes, bool) or not isinstance(nodes, int) or nodes < 1):
-            raise ValueError(f"max_nodes={nodes!r} is not a number of nodes: give 1 or more, or leave it out")
+        for name in ("max_nodes", "stages_per_rank", "max_stages"):
+            given, what = getattr(self, name), "nodes" if name == "max_nodes" else "stages"
+            left_out = given is None and name.startswith("max_")
+            if not left_out and (type(given) is not int or given < 1):
+                raise ValueError(f"{name}={given!r} is not a number of {what}: give 1 or more, or leave it out")
         if self.by_iterations and self.shuffle != "job":
             raise ValueError(
                 f"data='iterations' has no epochs that could be in order or not: leave shuffle={self.shuffle!r} out"

@@ -19,6 +19,7 @@ from harness.core.errors import PlanError, SubjectError
 from harness.core.exit_codes import ADAPTER_WRONG
 from harness.core.invocation import command
 from harness.core.precision import PRECISIONS
+from harness.core.training_behavior import TrainingBehavior
 from harness.launch.pool import Pool
 from harness.planning.plan import smoke_workload
 from harness.report.text import printable, printable_lines
@@ -87,18 +88,25 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
     Ranks may share one of the ``present`` CUDA devices, but the replicas of one rank may not: a backend that needs
     more of these is left out.
     """
-    most = declared.get("conduct", {}).get("max_nodes", math.inf)
+    behavior = TrainingBehavior.of(declared.get("conduct", {}))
     asked = [one for one in smoke_order() if one.name in declared["backends"]]
-    backends = [one for one in asked if one.smallest.num_nodes <= most]
+    backends = [one for one in asked if one.smallest.num_nodes <= (behavior.max_nodes or math.inf)]
     if accelerator == "cuda":
         backends = [one for one in backends if one.devices_per_process(one.smallest) <= present]
     precisions = sorted(declared["precisions"][accelerator], key=_simplest_first)
     pairs = [(backend, precision) for backend in backends for precision in precisions[:1]]
     pairs += [(backend, precision) for backend in backends[:1] for precision in precisions[1:]]
-    own = "lm-tokens" if declared.get("conduct", {}).get("loss") == "labels" else None
+    own = "lm-tokens" if behavior.own_loss else None
     name = declared["name"]
     return [
-        Cell(name, own or smoke_workload(backend), backend.name, backend.smallest, precision, accelerator)
+        Cell(
+            name,
+            own or smoke_workload(backend, behavior.stages_per_rank),
+            backend.name,
+            backend.smallest,
+            precision,
+            accelerator,
+        )
         for backend, precision in pairs
     ]
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from harness.core.backend import Held
 from harness.core.cell import Cell
 from harness.core.software import UNKNOWN, Software
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
@@ -51,6 +52,13 @@ class Declaration:
         """Return why the subject does not do ``cell``, None if it does."""
         if cell.backend not in self.backends:
             return Refusal(f"{self.name} does not declare backend {cell.backend!r}", (f"backend {cell.backend}",))
+        if not self.precisions[cell.accelerator]:
+            others = " and ".join(name for name, some in self.precisions.items() if some) or "nothing"
+            return Refusal(
+                f"{self.name} declares backend {cell.backend!r} for {others} alone, and this cell is on "
+                f"{cell.accelerator}",
+                (f"backend {cell.backend} on {cell.accelerator}",),
+            )
         if cell.precision not in self.precisions[cell.accelerator]:
             return Refusal(
                 f"{self.name} does not declare precision {cell.precision!r} on {cell.accelerator}",
@@ -68,14 +76,24 @@ class Declaration:
             return Refusal(workload.gloo_only)
         if cell.contract.divides_experts and workload.experts < cell.processes:
             return Refusal(f"the model of {cell.workload} has {workload.experts} experts for {cell.processes} ranks")
-        indivisible = _unstaged(cell, workload) if cell.contract.micro_batches > 1 else _undivided(cell, workload)
+        stages = self._stages(cell)
+        indivisible = _unstaged(cell, workload, stages) if stages else _undivided(cell, workload)
         return None if indivisible is None else Refusal(indivisible)
+
+    def _stages(self, cell: Cell) -> int:
+        """Return how many stages a pipeline of the cell has, 0 where there is none."""
+        if cell.contract.micro_batches == 1:
+            return 0
+        return len(cell.contract.replicas(cell.topology)[0]) * self.behavior.stages_per_rank
 
     def _limits(self, cell: Cell) -> Iterator[tuple[str, str]]:
         """Yield what of ``cell`` is beyond the way in which the subject trains, each with a sentence about it."""
         nodes, most = cell.topology.num_nodes, self.behavior.max_nodes
         if most is not None and nodes > most:
             yield f"{nodes} nodes", f"{self.name} declares max_nodes={most}, and this cell has {nodes} nodes"
+        stages, most = self._stages(cell), self.behavior.max_stages
+        if most is not None and stages > most:
+            yield f"{stages} stages", f"{self.name} declares max_stages={most}, and this cell has {stages} stages"
         needs_epochs = EVERY[cell.workload].needs_epochs
         if self.behavior.by_iterations and needs_epochs:
             yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"
@@ -84,16 +102,21 @@ class Declaration:
 
 
 def _undivided(cell: Cell, workload: Workload) -> str | None:
-    """Return why ranks that see the same samples cannot have a part of each layer, None if they can."""
-    if not cell.contract.divides_layers or workload.whole_layers is None:
-        return None
-    return f"{cell.workload} has layers that are not divided: {workload.whole_layers}"
+    """Return why ranks that see the same samples cannot have a part of each layer or sequence, None if they can."""
+    if cell.contract.divides_layers and workload.whole_layers is not None:
+        return f"{cell.workload} has layers that are not divided: {workload.whole_layers}"
+    parts, tokens = cell.contract.part(0, cell.topology, Held.SEQUENCE).count, workload.sequence
+    if parts > max(tokens, 1):
+        return f"the samples of {cell.workload} have {tokens or 'no'} tokens in a sequence, for {parts} ranks"
+    pieces = cell.contract.sequence_pieces
+    if pieces is not None and tokens % (parts * pieces):
+        return f"{cell.workload} has a sequence of {tokens} tokens, which does not divide into {parts * pieces} pieces"
+    return None
 
 
-def _unstaged(cell: Cell, workload: Workload) -> str | None:
+def _unstaged(cell: Cell, workload: Workload, stages: int) -> str | None:
     """Return why the stages of a pipeline cannot train a workload on micro-batches of equal size, None if they can."""
-    pipelines = cell.contract.replicas(cell.topology)
-    stages, parts = len(pipelines[0]), len(pipelines) * cell.contract.micro_batches
+    parts = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
     if workload.blocks is not None and workload.blocks < stages:
         return f"the model of {cell.workload} has too few blocks for {stages} stages: {workload.blocks}"
     batch = workload.global_batch_size(cell.topology.devices)

@@ -11,7 +11,10 @@ from harness.core.errors import PlanError
 from harness.core.topology import Topology
 
 DATA = "dp"
-"""Names the one dimension along which samples are divided, whatever the backend calls it."""
+"""Names the one dimension along which samples are divided, whatever the backend calls it; of two the one not named."""
+
+SHARDS = {"fsdp": "shard"}
+"""What a dimension is also called."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,8 @@ def parse_mesh(text: str) -> MeshChoice:
             return MeshChoice(text, backend.name, ordered)
     known = "; ".join(f"{names} ({backend.name})" for backend in BACKENDS.values() if (names := _names(backend)))
     raise PlanError(
-        f"--mesh {text}: no backend has these dimensions. There are {known}; {DATA} is any that has samples"
+        f"--mesh {text}: no backend has these dimensions. There are {known}; {DATA} is any that has samples, "
+        "and fsdp is shard"
     )
 
 
@@ -64,8 +68,11 @@ def _sizes_for(backend: Backend, sizes: dict[str, int]) -> tuple[int, ...] | Non
     """Return the sizes in the backend's order; None where its dimensions are others."""
     if backend.gathers:
         return None
-    data = [one.name for one in backend.dimensions if Held.SAMPLES in one.splits]
-    own = {data[0] if name == DATA and len(data) == 1 else name: size for name, size in sizes.items()}
+    named = {SHARDS.get(name, name): size for name, size in sizes.items()}
+    data = [one.name for one in backend.dimensions if Held.SAMPLES in one.splits and one.name not in named]
+    own = {data[0] if name == DATA and len(data) == 1 else name: size for name, size in named.items()}
+    if len(named) < len(sizes):
+        return None
     required = {one.name for one in backend.dimensions if not one.optional}
     if not required <= own.keys() <= {one.name for one in backend.dimensions}:
         return None

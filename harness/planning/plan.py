@@ -23,11 +23,15 @@ from harness.results.records import PERFORMANCE
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 
 SMOKE_PRECISION = "32"
+SMOKE_WORKLOADS = ("mlp", "adamw", "cnn-batchnorm")
 
 
-def smoke_workload(backend: Backend) -> str:
-    """Return the workload with which a backend is tried first."""
-    return "experts" if backend.divides_experts else "mlp"
+def smoke_workload(backend: Backend, stages_per_rank: int = 1) -> str:
+    """Return the workload with which a backend is tried first: the simplest that has a block for each stage."""
+    if backend.divides_experts or backend.divides_sequences:
+        return "experts" if backend.divides_experts else "transformer"
+    stages = len(backend.replicas(backend.smallest)[0]) * stages_per_rank
+    return next((name for name in SMOKE_WORKLOADS if (WORKLOADS[name].blocks or 0) >= stages), SMOKE_WORKLOADS[0])
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,8 @@ class Planned:
         own = self.cell.contract
         return (
             self.refusal is None
-            and (self.cell.workload, self.cell.precision) == (smoke_workload(own), SMOKE_PRECISION)
+            and self.cell.workload == smoke_workload(own, self.behavior.stages_per_rank)
+            and self.cell.precision == SMOKE_PRECISION
             and self.cell.topology in {own.smallest, *(one.smallest for one in BACKENDS.values() if not one.rare)}
         )
 
@@ -138,7 +143,8 @@ def plan(matrix: Matrix, subjects: Sequence[Declaration], among: Mapping[str, Wo
         for workload, precision in product(workloads, precisions):
             if few and not is_among_few(workload, backend, topology, precision):
                 continue
-            if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes):
+            per_rank = declared.behavior.stages_per_rank
+            if matrix.meshes or is_worth_a_cell(workload, backend, topology, precision, sizes, per_rank):
                 cell = Cell(
                     name, workload.name, backend.name, topology, precision, matrix.accelerator, matrix.seed,
                     workload.locator,

@@ -10,7 +10,12 @@ from harness.workloads import PerformanceWorkload, Workload
 
 
 def is_worth_a_cell(
-    workload: Workload, backend: Backend, topology: Topology, precision: str, planned: Sequence[Topology]
+    workload: Workload,
+    backend: Backend,
+    topology: Topology,
+    precision: str,
+    planned: Sequence[Topology],
+    stages_per_rank: int = 1,
 ) -> bool:
     """Say whether a cell of the matrix asks something that no smaller one of the ``planned`` topologies does.
 
@@ -26,7 +31,9 @@ def is_worth_a_cell(
         return topology == small[1] and not workload.narrow
     if workload.elastic and not backend.fits(resized(topology, backend)):
         return False
-    return not workload.narrow or (precision in workload.precisions and topology in _narrow(backend, small))
+    return not workload.narrow or (
+        precision in workload.precisions and topology in _narrow(backend, small, stages_per_rank)
+    )
 
 
 def _suits_experts(workload: Workload, backend: Backend) -> bool:
@@ -45,17 +52,17 @@ def is_among_few(workload: Workload, backend: Backend, topology: Topology, preci
     return precision == "32" and topology in (backend.smallest, backend.smallest_whole)
 
 
-def _narrow(backend: Backend, small: Sequence[Topology]) -> set[Topology]:
+def _narrow(backend: Backend, small: Sequence[Topology], stages_per_rank: int) -> set[Topology]:
     """Return the topologies of narrow workloads: one device, and three or as many as there are.
 
-    For a backend that fits none of these it is also the smallest topology that it fits, and for a narrow one that
-    alone: more stages, for example, need more blocks than most models have.
+    It is also the smallest topology that a backend fits, where it fits none of these, or few workloads suit it: many
+    stages, for example, need more blocks than most models have. For a narrow backend it is that alone.
     """
     if backend.narrow:
         return {backend.smallest}
     found = {small[0], small[-1]}
-    tried_with = backend.divides_experts  # no other workloads are
-    return found | {backend.smallest} if tried_with or backend.smallest not in small else found
+    few = backend.divides_experts or backend.divides_sequences or stages_per_rank > 1
+    return found | {backend.smallest} if few or backend.smallest not in small else found
 
 
 def _is_worth_timing(

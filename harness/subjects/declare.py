@@ -75,6 +75,8 @@ def subject(
     buffers: str = "shared",
     loss: str = "job",
     max_nodes: int | None = None,
+    stages_per_rank: int = 1,
+    max_stages: int | None = None,
 ) -> Callable[[Train], Train]:
     """Declare a function ``train(job)`` as a trainer under test.
 
@@ -100,6 +102,8 @@ def subject(
         loss: ``job``: it trains on ``job.loss``. ``labels``: it computes its own loss, the mean cross entropy of the
             tokens in the column ``labels``, -100 left out; workloads with another loss are unsupported.
         max_nodes: on more nodes than this it does not train, and such cells are unsupported. None: on any number.
+        stages_per_rank: how many stages each rank of a pipeline has; cells of models with fewer blocks are unsupported.
+        max_stages: a pipeline of more stages than this it does not train. None: any number.
 
     Raises:
         SubjectError: a name is not one of those, or cannot stand in a test id and a file name.
@@ -119,7 +123,7 @@ def subject(
                 raise SubjectError(f"subject {name!r}: there is no {what} {value!r}; there are {', '.join(known)}")
 
     try:
-        behavior = TrainingBehavior(data, shuffle, buffers, loss, max_nodes)
+        behavior = TrainingBehavior(data, shuffle, buffers, loss, max_nodes, stages_per_rank, max_stages)
     except ValueError as error:
         raise SubjectError(f"subject {name!r}: {error}") from None
 

@@ -26,6 +26,7 @@ SHORT_NAMES: dict[str, ShippedAdapter] = {
     "reference": ShippedAdapter("harness.subjects.reference"),
     "train-loop": ShippedAdapter("harness.subjects.train_loop"),
     "torch": ShippedAdapter("harness.subjects.torch_trainers", "torch"),
+    "torch-schedules": ShippedAdapter("harness.subjects.torch_schedules", "torch"),
     "lightning": ShippedAdapter("harness.subjects.lightning_trainer", "lightning"),
     "fabric": ShippedAdapter("harness.subjects.fabric_trainer", "lightning"),
     "accelerate": ShippedAdapter("harness.subjects.accelerate_trainer", "accelerate"),

@@ -1,63 +1,96 @@
-"""Training with torch.distributed.pipelining, as its tutorial does: the model is traced, and cut into a stage a rank.
+"""Training with torch.distributed.pipelining, as its tutorial does: the model is traced, and cut into stages.
 
 https://docs.pytorch.org/docs/stable/distributed.pipelining.html. What it leaves to its users is done here: the sum of
-the gradients of tied weights, the norm over all stages, and a mean over micro-batches that holds under accumulation
-(``scale_grads`` divides what earlier batches of a window left by the micro-batches again).
+the gradients of tied weights, the norm over all stages, an infinity that all ranks learn of, and a mean over
+micro-batches that holds under accumulation (``scale_grads`` divides what earlier batches of a window left by the
+micro-batches again).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import chain
+
 import torch.distributed
 from torch import nn
-from torch.distributed.pipelining import Schedule1F1B, SplitPoint, pipeline
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.pipelining import Pipe, PipelineStage, Schedule1F1B, SplitPoint, pipeline
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.subjects.declare import subject
+from harness.subjects.handwritten import PRECISIONS
 
 CAPABILITIES = ["accumulation", "clipping", "scheduler", "frozen-parameters"]
 
 
-@subject(
-    name="torch",
-    backends=["pp"],
-    # A stage receives what it was traced with: activations that autocast makes narrower would be read as float32.
-    precisions=["64", "32"],
-    capabilities=CAPABILITIES,
-    library="torch",
-)
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule of torch's: its class, and how many stages a rank has.
+
+    Stages go round the ranks, or, where they ``turn``, from the first rank to the last and back again.
+    """
+
+    make: type
+    stages_per_rank: int = 1
+    turn: bool = False
+
+    def stages_of(self, rank, ranks):
+        """Return the numbers of a rank's stages, in the order of the model."""
+        if self.turn:
+            return [rank, 2 * ranks - 1 - rank]
+        return list(range(rank, self.stages_per_rank * ranks, ranks))
+
+
+@subject(name="torch", backends=["pp"], precisions=PRECISIONS, capabilities=CAPABILITIES, library="torch")
 def train(job):
     """Train ``job`` with a stage of its model on each rank."""
+    train_with(Schedule(Schedule1F1B), job)
+
+
+def train_with(schedule, job):
+    """Train ``job`` in the order of a schedule."""
     torch.distributed.init_process_group(job.comm)
-    stage = Stage(job)
-    with job.holding(stage.held):
-        fit(job, stage)
-    stage.gather()
+    stages = Stages(job, schedule)
+    with job.holding(stages.held):
+        fit(job, stages)
+    stages.gather()
 
 
-class Stage:
+class Stages:
     """The part of the model that this rank holds."""
 
-    def __init__(self, job):
+    def __init__(self, job, schedule):
         self.job = job
         self.model = job.model().to(job.device)
-        with job.trial(), torch.random.fork_rng(devices=[]):  # what is traced is no training
+        numbers = [schedule.stages_of(rank, job.world_size) for rank in range(job.world_size)]
+        # What is traced is no training. Stages receive what it had: autocast makes activations narrower.
+        with job.trial(), torch.random.fork_rng(devices=[]), job.autocast():
             example = self.micro_batch()
             self.columns = columns_used(self.model, example)
-            inputs = {name: example[name] for name in self.columns}
-            pipe = pipeline(OfColumns(self.model), (), inputs, split_spec=cuts(self.model, job.world_size))
-        stages = [tie(pipe.get_stage_module(rank), self.model) for rank in range(job.world_size)]
-        self.parameters = list(dict.fromkeys(stages[job.rank].parameters()))
+            inputs = tuple(example[name] for name in self.columns)
+            model = OfColumns(self.model, self.columns)
+            pipe = pipeline(model, inputs, split_spec=cuts(self.model, schedule.stages_per_rank * job.world_size))
+        modules = [[tie(pipe.get_stage_module(number), self.model) for number in own] for own in numbers]
+        self.parameters = list(dict.fromkeys(chain(*(module.parameters() for module in modules[job.rank]))))
         self.held, self.holder_of, self.shared = set(), {}, {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-            holders = [rank for rank, stage in enumerate(stages) if holds(stage, tensor)]
+            holders = [rank for rank, own in enumerate(modules) if any(holds(module, tensor) for module in own)]
             self.held |= {name} if job.rank in holders else set()
             self.holder_of[name] = min(holders, default=0)
             if len(holders) > 1 and isinstance(tensor, nn.Parameter):
                 self.shared[tensor] = min(holders), torch.distributed.new_group(holders)
-        stage = pipe.build_stage(job.rank, job.device)
-        self.compute, stage.submod.forward = stage.submod.forward, self.forward
-        self.model.forward = lambda batch: self.compute(*self.arguments[0], **self.arguments[1])
-        self.schedule = Schedule1F1B(stage, job.micro_batches, loss_fn=self.loss, scale_grads=False)
+        # Of stages that build_stage makes, those of one rank that follow each other are warmed up by messages from the
+        # rank to itself, and gloo raises (suites/expectations/reproductions/torch_pipeline_in_a_v.py).
+        built = built_by_hand if schedule.turn else Pipe.build_stage
+        stages = [built(pipe, number, job.device) for number in numbers[job.rank]]
+        self.has_first, self.has_last = stages[0].is_first, stages[-1].is_last
+        for stage in stages:
+            stage.submod.forward = self.recorded(stage.submod.forward, stage is stages[0])
+        own = stages if schedule.stages_per_rank > 1 else stages[0]
+        self.schedule = schedule.make(own, job.micro_batches, loss_fn=self.loss, scale_grads=False)
+        self.scaler = ShardedGradScaler(job.device.type, enabled=job.grad_scaler().is_enabled())
+        self.scaler.scale(torch.zeros((), device=job.device))  # the last stage alone scales a loss, and all unscale
 
     def gather(self):
         """Give the model on every rank the weights and buffers of all stages."""
@@ -67,18 +100,26 @@ class Stage:
     def micro_batch(self):
         """Return the first micro-batch of the dataset, for the shapes of what travels."""
         rows = range(self.job.batch_size // self.job.micro_batches)
-        return next(iter(DataLoader(self.job.dataset, batch_size=len(rows), sampler=rows)))
+        batch = next(iter(DataLoader(self.job.dataset, batch_size=len(rows), sampler=rows)))
+        return {name: column.to(self.job.device) for name, column in batch.items()}
 
-    def forward(self, *args, **kwargs):
-        """Return the stage's outputs for the next micro-batch, inside a call of the job's model, which records it."""
-        self.arguments = args, kwargs
-        with self.job.autocast():
-            return self.model(next(self.begun))
+    def recorded(self, forward, first):
+        """Return a stage's forward; that of the rank's first stage is a call of the job's model, which records it."""
+
+        def computed(*args, **kwargs):
+            with self.job.autocast():
+                if not first:
+                    return forward(*args, **kwargs)
+                self.model.forward = lambda batch: forward(*args, **kwargs)
+                return self.model(next(self.begun))
+
+        return computed
 
     def loss(self, outputs, index):
         """Return a micro-batch's part of the mean over the window."""
         with self.job.autocast():
-            return self.job.loss(outputs, self.batch_of(index)) / self.job.micro_batches / self.window
+            loss = self.job.loss(outputs, self.batch_of(index))
+        return self.scaler.scale(loss / self.job.micro_batches / self.window)
 
     def batch_of(self, index):
         """Return the micro-batch with these samples."""
@@ -89,16 +130,17 @@ class Stage:
         parts = zip(*(column.tensor_split(self.job.micro_batches) for column in batch.values()), strict=True)
         self.batches = [dict(zip(batch, columns, strict=True)) for columns in parts]
         self.window, self.begun = window, iter(self.batches)
-        inputs = {name: batch[name] for name in self.columns} if self.job.rank == 0 else {}
-        self.schedule.step(**inputs, target=batch["index"] if self.job.rank == self.job.world_size - 1 else None)
+        inputs = [batch[name] for name in self.columns] if self.has_first else []
+        self.schedule.step(*inputs, target=batch["index"] if self.has_last else None)
 
-    def complete(self, max_norm):
-        """Add up the gradients of tied weights, and scale all to at most this norm, if there is one."""
+    def complete(self):
+        """Add up the gradients of tied weights."""
         for parameter, (_, group) in self.shared.items():
             if any(parameter is one for one in self.parameters):
                 torch.distributed.all_reduce(parameter.grad, group=group)
-        if max_norm is None:
-            return
+
+    def clip(self, max_norm):
+        """Scale the gradients to at most this norm of all stages'."""
         square = torch.zeros((), dtype=torch.float64, device=self.job.device)
         for parameter in self.parameters:
             counts_here = self.shared.get(parameter, (self.job.rank,))[0] == self.job.rank
@@ -113,13 +155,13 @@ class Stage:
 class OfColumns(nn.Module):
     """The model as one that takes the columns of a batch, of which tracing asks that each is used."""
 
-    def __init__(self, model):
+    def __init__(self, model, names):
         super().__init__()
-        self.model = model
+        self.model, self.names = model, names
 
-    def forward(self, **columns):
+    def forward(self, *columns):
         """Return the model's outputs."""
-        return self.model(columns)
+        return self.model(dict(zip(self.names, columns, strict=True)))
 
 
 def columns_used(model, batch):
@@ -149,6 +191,18 @@ def cuts(model, stages):
     return {f"model.{layers[first]}": SplitPoint.BEGINNING for first in firsts}
 
 
+def built_by_hand(pipe, number, device):
+    """Return a stage of what was traced; told what it receives and returns, torch does not run it to find out."""
+    graph = pipe.get_stage_module(number).graph
+    inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+    outputs = [node.meta["val"] for node in tree_leaves(graph.output_node().args)]
+    inputs, outputs = (
+        tuple(torch.empty_like(one, device="meta", requires_grad=one.is_floating_point()) for one in several)
+        for several in (inputs, outputs)
+    )
+    return PipelineStage(pipe.get_stage_module(number), number, pipe.num_stages, device, inputs, outputs)
+
+
 def tie(module, model):
     """Give a stage the model's own parameters, of which tracing copies those that are tied; return it."""
     for name, _ in list(module.named_parameters()):
@@ -162,21 +216,32 @@ def holds(module, tensor):
     return any(tensor is one for one in (*module.parameters(), *module.buffers()))
 
 
-def fit(job, stage):
-    """Train the stage with a loop like that of one device."""
-    optimizers = job.optimizers(stage.parameters) if stage.parameters else []
+def fit(job, stages):
+    """Train the stages with a loop like that of one device."""
+    nothing = [torch.optim.SGD([{"params": []}])]  # all ranks take part when the scaler looks for infinities
+    optimizers = job.optimizers(stages.parameters) if stages.parameters else nothing
     sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
+    scaler = stages.scaler
     for epoch in range(job.epochs):
         sampler.set_epoch(epoch)
         for number, batch in enumerate(loader):
             place = number % job.accumulate
             window = min(job.accumulate, len(loader) - (number - place))  # the last one may be shorter
-            stage.step({name: column.to(job.device) for name, column in batch.items()}, window)
-            if place == window - 1:
-                stage.complete(job.clip_norm)
-                for part in (*optimizers, *schedulers):
-                    part.step()
-                for optimizer in optimizers:
-                    optimizer.zero_grad()
+            stages.step({name: column.to(job.device) for name, column in batch.items()}, window)
+            if place < window - 1:
+                continue
+            stages.complete()
+            for optimizer in optimizers:
+                scaler.unscale_(optimizer)
+            if job.clip_norm is not None:
+                stages.clip(job.clip_norm)
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scale = scaler.get_scale()
+            scaler.update()
+            for scheduler in schedulers if scaler.get_scale() >= scale else ():
+                scheduler.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()

@@ -1,12 +1,13 @@
 """Training with torch's tensor parallelism, as its tutorial does: each rank holds a part of each layer.
 
 https://docs.pytorch.org/tutorials/intermediate/TP_tutorial.html. With ``fsdp+tp`` fully_shard divides these parts among
-the ranks of the other dimension, with ``ddp+tp`` they are replicated along it.
+the ranks of the other dimension, with ``ddp+tp`` they are replicated along it, and with ``hsdp+tp`` both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed
 from torch import nn
@@ -24,7 +25,7 @@ PRECISIONS = ["64", "32", "bf16"] if COMPUTES_ON_A_CPU else []
 
 @subject(
     name="torch",
-    backends=["tp", "ddp+tp", "fsdp+tp"],
+    backends=["tp", "ddp+tp", "fsdp+tp", "hsdp+tp"],
     precisions=PRECISIONS,
     capabilities=[name for name in CAPABILITIES if name not in REFUSED],
     library="torch",
@@ -44,10 +45,10 @@ class Tp(Fsdp):
         torch.manual_seed(job.seed + job.data_rank)  # ranks of one replica draw the same dropout
         mesh = init_device_mesh(job.device.type, tuple(job.mesh.values()), mesh_dim_names=tuple(job.mesh))
         self.model = self.bare = parallelized(job.model().to(job.device), mesh["tp"])
-        self.sharded = "shard" in job.mesh
-        self.replicas = mesh["replicate"].get_group() if "replicate" in job.mesh else None
+        self.sharded, replicated = "shard" in job.mesh, "replicate" in job.mesh
+        self.replicas = mesh["replicate"].get_group() if replicated and not self.sharded else None
         if self.sharded:
-            self.model = self.bare = shard(self.model, mesh["shard"])
+            self.model = self.bare = shard(self.model, mesh["replicate", "shard"] if replicated else mesh["shard"])
         if job.data_ranks > 1:
             self.model.register_forward_pre_hook(broadcast_buffers, prepend=True)
         self.optimizers = job.optimizers(self.model.parameters())
@@ -63,19 +64,24 @@ class Tp(Fsdp):
             torch.distributed.all_reduce(local, op=torch.distributed.ReduceOp.AVG, group=self.replicas)
 
     def clip(self, max_norm):
-        """Scale the gradients to at most this norm; those of one mesh are normed together, as torch asks."""
-        by_mesh = {}
-        for gradient in self.gradients():
-            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
-        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_mesh.values()]
-        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-        total = torch.linalg.vector_norm(torch.stack(norms))
-        for gradient in self.gradients():
-            gradient.mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+        """Scale the gradients to at most this norm."""
+        clip(self.gradients(), max_norm)
 
     def gradients(self):
         """Return the gradients that there are."""
         return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
+
+def clip(gradients, max_norm):
+    """Scale gradients to at most this norm of them all; those of one mesh are normed together, as torch asks."""
+    by_mesh = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(alike) for alike in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    for gradient in gradients:
+        gradient.mul_(torch.clamp(max_norm / (total + 1e-6), max=1.0))
 
 
 def parallelized(model, mesh):
@@ -85,14 +91,22 @@ def parallelized(model, mesh):
     second by rows, so that nothing travels between them; that needs equal parts. Others are divided by columns, and
     what they return is gathered. A layer with fewer rows than there are ranks remains whole.
     """
-    owners = {}
-    for layer in divisible(model, mesh.size()).values():
-        owners.setdefault(id(layer.weight), []).append(layer)
-    parallelize_module(model, mesh, plan_of(model, mesh.size()))
-    for first, *others in owners.values():
-        for other in others:
-            other.weight = first.weight
+    with ties_kept(model):
+        parallelize_module(model, mesh, plan_of(model, mesh.size()))
     return model
+
+
+@contextmanager
+def ties_kept(model):
+    """Tie layers that share a parameter to each other again, when each of them has been given another one."""
+    owners = {}
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((layer, name))
+    yield
+    for (first, name), *others in owners.values():
+        for other, own in others:
+            setattr(other, own, getattr(first, name))
 
 
 def divisible(model, parts):

@@ -35,6 +35,7 @@ class LmTokens(Workload):
     name = "lm-tokens"
     exposes = "token means taken per rank or per micro-batch, division by the padded length"
     blocks = 3
+    sequence = LENGTH
     mean_over_labels = True
 
     def build(self) -> nn.Module:

@@ -133,6 +133,7 @@ class Transformer(Workload):
     name = "transformer"
     exposes = "tied weights counted twice, averaged twice or untied; a gradient that is zero by construction accused"
     blocks = 5
+    sequence = LENGTH
     narrow = True
     couples_stages = True
     batch_size = 12

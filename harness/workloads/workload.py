@@ -24,7 +24,8 @@ class Workload:
     ``blocks`` is how many modules of its model can be computed one after the other, on a device each, None where that
     is not known. ``couples_stages`` says that devices with parts of the model each must agree on more than what these
     pass on: a norm, a tied weight, random numbers, a checkpoint. ``whole_layers`` says why a layer must not be divided
-    among devices, None where it may. ``experts`` is how many experts its model has. ``mean_over_labels`` says that the
+    among devices, None where it may. ``experts`` is how many experts its model has, and ``sequence`` how many tokens
+    a sample has along dim 1 of all activations, 0 where there is no such dimension. ``mean_over_labels`` says that the
     loss is the mean cross entropy of the tokens in the column ``labels``, -100 left out, and that ``tokens`` are what
     they follow: some trainers can compute no other loss. ``unused_parameters`` says that a
     step may leave parameters unused, everywhere or on some ranks. ``validate_every`` counts training batches.
@@ -46,6 +47,7 @@ class Workload:
     blocks: ClassVar[int | None] = None
     whole_layers: ClassVar[str | None] = None
     experts: ClassVar[int] = 0
+    sequence: ClassVar[int] = 0
     couples_stages: ClassVar[bool] = False
     mean_over_labels: ClassVar[bool] = False
     unused_parameters: ClassVar[bool] = False

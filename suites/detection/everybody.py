@@ -24,6 +24,7 @@ NOT_TRAINERS = {
     "shard_trainer",
     "stage_trainer",
     "tensor_trainer",
+    "three_dimensional_trainer",
     "test_detection",
 }
 

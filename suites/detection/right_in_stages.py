@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 import torch.distributed as dist
 from expect import known_good
-from stage_trainer import Chunk, Pipeline
+from stage_trainer import Chunk, Interleaved, Pipeline
 from torch.utils.checkpoint import checkpoint
 
 STAGED = [
@@ -109,21 +109,6 @@ class TiedGradientsAddedInTheReverseOrder(Pipeline):
                 parts = [torch.empty_like(parameter) for _ in range(dist.get_world_size(self.groups[name]))]
                 dist.all_gather(parts, parameter.grad, group=self.groups[name])
                 parameter.grad = sum(reversed(parts))
-
-
-class Interleaved(Pipeline):
-    """Chunks go round the ranks, all forwards before all backwards."""
-
-    each = 1
-
-    def cut(self, blocks):
-        parts = [blocks[first : first + self.each] for first in range(0, len(blocks), self.each)]
-        return [Chunk(number, number % self.job.world_size, part) for number, part in enumerate(parts)]
-
-    def order(self):
-        numbers = range(self.job.micro_batches)
-        forwards = [("forward", chunk, number) for chunk in self.own for number in numbers]
-        return forwards + [("backward", chunk, number) for chunk in reversed(self.own) for number in numbers]
 
 
 @known_good(on=["mlp/pp/1x2/32", "mlp/pp/1x2/bf16", "transformer/pp/1x2/32", "clipping-tied/pp/1x3/32"])

@@ -12,6 +12,7 @@ from resumable_shards import ResumableShards
 from sequence_trainer import SequenceParallel
 from shard_trainer import Sharded
 from tensor_trainer import ActivationsInParts, TensorParallel, TensorParallelExperts
+from three_dimensional_trainer import ThreeDimensional
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
@@ -153,6 +154,11 @@ class NoGradientOfExpertsWithoutRows(ExpertParallel):
 
     def computed(self, expert, x, rows):
         return expert(x) if len(x) else x.new_zeros(0, x.shape[1])
+
+
+@known_good(on=["mlp/hsdp+tp/1x8/32", "mlp/hsdp+tp/4x2/64", "clipping/hsdp+tp/1x8/32", "transformer/hsdp+tp/4x2/32"])
+class ReplicasOfShardsOfParts(ThreeDimensional):
+    """Shards of parts of layers, and of whole layers beside them, are on meshes of three and of two dimensions."""
 
 
 @known_good(on=["muon/fsdp/1x2/32", "muon/fsdp/1x3/64", "muon/fsdp/1x2/bf16", "muon/fsdp/2x2/32"])

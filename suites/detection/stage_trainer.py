@@ -6,7 +6,6 @@ Ranks hold blocks of the model, and a batch passes through them in micro-batches
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,10 @@ class Chunk:
         for block in self.blocks:
             x = block.run(x, batch)
         return x
+
+    def names(self, model):
+        """Return the names in the model of the parameters and buffers that the blocks need."""
+        return set().union(*(block.names(model) for block in self.blocks))
 
 
 class Pipeline:
@@ -63,8 +66,7 @@ class Pipeline:
         return [Chunk(r, r, blocks[end - size : end]) for r, (size, end) in enumerate(zip(sizes, ends, strict=True))]
 
     def names_on(self, rank):
-        blocks = chain.from_iterable(chunk.blocks for chunk in self.chunks if chunk.rank == rank)
-        return set().union(*(block.names(self.model) for block in blocks))
+        return set().union(*(chunk.names(self.model) for chunk in self.chunks if chunk.rank == rank))
 
     def make_groups(self):
         """Return, for each tied parameter, the group of the ranks that hold it; all ranks must call this."""
@@ -261,3 +263,18 @@ class Pipeline:
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             holder = next((rank for rank, names in enumerate(self.held) if name in names), 0)
             dist.broadcast(tensor.data, holder)
+
+
+class Interleaved(Pipeline):
+    """Chunks go round the ranks, all forwards before all backwards."""
+
+    each = 1
+
+    def cut(self, blocks):
+        parts = [blocks[first : first + self.each] for first in range(0, len(blocks), self.each)]
+        return [Chunk(number, number % self.job.world_size, part) for number, part in enumerate(parts)]
+
+    def order(self):
+        numbers = range(self.job.micro_batches)
+        forwards = [("forward", chunk, number) for chunk in self.own for number in numbers]
+        return forwards + [("backward", chunk, number) for chunk in reversed(self.own) for number in numbers]

@@ -88,7 +88,7 @@ def test_each_backend_is_tried_first_on_the_smallest_topology_that_it_fits():
         "none": "1x1", "auto": "1x2", "dp": "1x2", "ddp": "1x2", "ddp2": "2x2", "fsdp": "1x2", "zero": "1x2",
         "zero2": "1x2",
         "hsdp": "1x4", "tp": "1x2", "ddp+tp": "1x4", "fsdp+tp": "1x4", "sp": "1x2", "ep": "1x2", "pp": "1x2",
-        "balanced": "1x2",
+        "balanced": "1x2", "hsdp+tp": "1x8", "cp": "1x2",
     }  # fmt: skip
 
 

@@ -10,8 +10,8 @@ from harness.core.training_behavior import CHOICES, ORDINARY, TrainingBehavior
 
 
 def test_every_behavior_comes_back_from_what_it_declares():
-    for values in product(*CHOICES.values(), (None, 1, 3)):
-        said = dict(zip((*CHOICES, "max_nodes"), values, strict=True))
+    for values in product(*CHOICES.values(), (None, 1, 3), (1, 2), (None, 4)):
+        said = dict(zip((*CHOICES, "max_nodes", "stages_per_rank", "max_stages"), values, strict=True))
         if said["data"] == "iterations" and said["shuffle"] != "job":
             continue
         behavior = TrainingBehavior(**said)

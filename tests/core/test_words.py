@@ -43,7 +43,7 @@ def test_one_device_is_for_no_backend_alone(topology):
         assert fitting == {"none"}
 
 
-ONE_DIMENSION = {"ddp", "fsdp", "zero", "zero2", "tp", "sp", "ep", "pp", "balanced"}
+ONE_DIMENSION = {"ddp", "fsdp", "zero", "zero2", "tp", "sp", "cp", "ep", "pp", "balanced"}
 TWO_DIMENSIONS = {"hsdp", "ddp+tp", "fsdp+tp"}
 
 
@@ -54,6 +54,9 @@ TWO_DIMENSIONS = {"hsdp", "ddp+tp", "fsdp+tp"}
         (Topology(1, 4), {"auto", "dp", *ONE_DIMENSION, *TWO_DIMENSIONS}),
         (Topology(2, 1), ONE_DIMENSION),
         (Topology(2, 4), {"ddp2", *ONE_DIMENSION, *TWO_DIMENSIONS}),
+        (Topology(4, 2), {"ddp2", *ONE_DIMENSION, *TWO_DIMENSIONS, "hsdp+tp"}),
+        (Topology(1, 12), {"auto", "dp", *ONE_DIMENSION, *TWO_DIMENSIONS, "hsdp+tp"}),
+        (Topology(1, 8, (2, 2, 2)), {"hsdp+tp"}),
         (Topology(1, 3), {"auto", "dp", *ONE_DIMENSION}),
         (Topology(1, 8, (2, 4)), {"balanced", *TWO_DIMENSIONS}),
     ],

@@ -45,6 +45,12 @@ def test_two_devices(cuda_cell, wrong, subject, backend, workload):
     assert not wrong(subject, cuda_cell(subject, workload, backend, "1x2"))
 
 
+@pytest.mark.cuda(devices=2)
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_two_devices_that_exchange_keys_and_values(cuda_cell, wrong, precision):
+    assert not wrong("torch", cuda_cell("torch", "transformer", "cp", "1x2", precision))
+
+
 @pytest.mark.cuda(devices=4)
 @pytest.mark.parametrize("backend", ["ddp", "ddp2"])
 def test_two_nodes_of_two_devices(cuda_cell, wrong, backend):

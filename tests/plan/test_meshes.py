@@ -21,6 +21,9 @@ from tests.plan.test_plan import EVERYTHING
         ("dp=2,tp=2", "ddp+tp", (2, 2)),
         ("replicate=3,shard=2", "hsdp", (3, 2)),
         ("dp=4", "ddp", (4,)),
+        ("fsdp=4", "fsdp", (4,)),
+        ("dp=2,fsdp=3", "hsdp", (2, 3)),
+        ("dp=2,fsdp=3,tp=4", "hsdp+tp", (2, 3, 4)),
     ],
 )
 def test_a_mesh_is_a_backend_with_sizes(text, backend, sizes):
@@ -28,7 +31,9 @@ def test_a_mesh_is_a_backend_with_sizes(text, backend, sizes):
     assert (chosen.backend, chosen.sizes) == (backend, sizes)
 
 
-@pytest.mark.parametrize("text", ["", "tp", "tp=1", "tp=x", "tp=2,tp=2", "tp=2,shard", "=2", "tp=-2", "pq=2"])
+@pytest.mark.parametrize(
+    "text", ["", "tp", "tp=1", "tp=x", "tp=2,tp=2", "tp=2,shard", "=2", "tp=-2", "pq=2", "fsdp=2,shard=2"]
+)
 def test_what_is_no_mesh_is_refused_in_a_sentence(text):
     with pytest.raises(PlanError, match=r"^--mesh .*: (write each dimension once|no backend has these dimensions)"):
         parse_mesh(text)
@@ -40,6 +45,15 @@ def test_nothing_but_the_mesh_is_planned():
     assert (cell.backend, cell.topology) == ("fsdp+tp", Topology(1, 8, (2, 4)))
     assert cell.id == "able-mlp-fsdp+tp-1x8@2x4-32"
     assert Topology.parse(str(cell.topology)) == cell.topology
+
+
+@pytest.mark.parametrize(("topology", "shape"), [("1x8", (2, 2, 2)), ("1x12", (3, 2, 2)), ("4x2", (2, 2, 2))])
+def test_three_dimensions_have_the_devices_of_a_budget(topology, shape):
+    asked, topology = BACKENDS["hsdp+tp"], Topology.parse(topology)
+    assert asked.mesh(topology).shape == shape
+    assert asked.reduction_groups(topology)[0] == tuple(range(0, topology.devices, 2)), "over all but tp"
+    assert asked.norm_groups(topology)[0] == (0, 1, 2, 3), "over shards and their parts"
+    assert {len(group) for group in asked.replicas(topology)} == {2}
 
 
 def test_a_mesh_is_divided_among_nodes():

@@ -23,8 +23,8 @@ from harness.workloads import WORKLOADS
 
 EVERYTHING = Declaration("able", "able.py", tuple(BACKENDS), dict.fromkeys(ACCELERATORS, PRECISIONS), frozenset())
 
-WIDE = [name for name, one in BACKENDS.items() if not (one.narrow or one.divides_experts)]
-"""The backends of which all cells are planned though nobody named them."""
+WIDE = [name for name, one in BACKENDS.items() if not (one.narrow or one.divides_experts) and one.smallest.devices <= 4]
+"""The backends of which all cells are planned, on four devices, though nobody named them."""
 
 
 def declared(name="mine", backends=("none", "ddp"), precisions=("32",), capabilities=()):
@@ -158,6 +158,54 @@ def test_what_a_pipeline_cannot_train_is_unsupported_with_the_reason(workload, g
     assert planned.refusal is None if refusal is None else planned.refusal.startswith(refusal)
 
 
+def the_cell_of(able, backend, gpus, workload, precision="32", **matrix):
+    matrix = Matrix(gpus, 1, (backend,), (precision,), (workload,), **matrix)
+    (planned,) = (one for one in plan(matrix, [able]) if one.cell.topology.gpus == gpus)
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("workload", "gpus", "refusal"),
+    [
+        ("mlp", 2, "the model of mlp has too few blocks for 4 stages: 3"),
+        ("cnn-batchnorm", 3, "mine declares max_stages=4, and this cell has 6 stages"),
+        ("cnn-batchnorm", 2, None),
+    ],
+)
+def test_stages_are_counted_where_each_rank_has_several(workload, gpus, refusal):
+    mine = replace(declared(backends=("pp",)), behavior=TrainingBehavior(stages_per_rank=2, max_stages=4))
+    planned = the_cell_of(mine, "pp", gpus, workload)
+    assert planned.refusal == refusal
+    assert planned.undeclared == (("6 stages",) if gpus == 3 else ())
+
+
+def test_a_pipeline_is_tried_first_with_a_model_that_has_enough_blocks():
+    for stages_per_rank, workload in ((1, "mlp"), (2, "adamw"), (3, "cnn-batchnorm")):
+        mine = replace(declared(backends=("pp",)), behavior=TrainingBehavior(stages_per_rank=stages_per_rank))
+        assert {p.cell.workload for p in plan(Matrix(2), [mine]) if p.is_smoke} == {workload}
+
+
+@pytest.mark.parametrize(
+    ("backend", "workload", "gpus", "refusal"),
+    [
+        ("sp", "mlp", 2, "the samples of mlp have no tokens in a sequence, for 2 ranks"),
+        ("sp", "lm-tokens", 11, "the samples of lm-tokens have 10 tokens in a sequence, for 11 ranks"),
+        ("sp", "lm-tokens", 3, None),
+        ("cp", "lm-tokens", 2, "lm-tokens has a sequence of 10 tokens, which does not divide into 4 pieces"),
+        ("cp", "transformer", 2, None),
+    ],
+)
+def test_a_sequence_is_divided_where_there_is_one(backend, workload, gpus, refusal):
+    assert the_cell_of(EVERYTHING, backend, gpus, workload).refusal == refusal
+
+
+def test_what_is_declared_for_another_accelerator_alone_is_refused_with_its_name():
+    mine = declared(backends=("cp",), precisions={"cpu": (), "cuda": ("32",)})
+    planned = the_cell_of(mine, "cp", 2, "transformer")
+    assert planned.refusal == "mine declares backend 'cp' for cuda alone, and this cell is on cpu"
+    assert the_cell_of(mine, "cp", 2, "transformer", accelerator="cuda").refusal is None
+
+
 def test_the_whole_matrix_is_planned():
     cells = {planned.cell for planned in plan(Matrix(gpus=4), [EVERYTHING])}
     plain = ("linear-exact", "mlp", "cnn-batchnorm", "contrastive", "lm-tokens")
@@ -262,9 +310,9 @@ def test_one_name_for_one_backend_twice_or_from_two_places_is_refused():
 
 
 def test_smoke_touches_every_backend_once():
-    smoke = [p.cell for p in plan(Matrix(gpus=4), [EVERYTHING]) if p.is_smoke]
+    smoke = [p.cell for p in plan(Matrix(gpus=8), [EVERYTHING]) if p.is_smoke]
     assert {cell.backend for cell in smoke} == set(BACKENDS)
-    assert len(smoke) <= 26
+    assert len(smoke) <= 27
 
 
 def test_devices_that_are_there_are_not_refused():

@@ -59,6 +59,8 @@ def test_how_it_trains_is_declared_where_it_differs():
         ({"buffers": "none"}, "there is no buffers='none'; there are shared, per-rank"),
         ({"loss": "tokens"}, "there is no loss='tokens'; there are job, labels"),
         ({"max_nodes": 0}, "max_nodes=0 is not a number of nodes"),
+        ({"stages_per_rank": None}, "stages_per_rank=None is not a number of stages"),
+        ({"max_stages": True}, "max_stages=True is not a number of stages"),
         ({"data": "iterations", "shuffle": "never"}, "has no epochs that could be in order"),
     ],
 )

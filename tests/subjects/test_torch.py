@@ -9,6 +9,7 @@ from harness.core.errors import SubjectError
 from harness.core.outcome import Outcome, worst
 from harness.engine.examine import examine
 from harness.launch.settings import Settings
+from harness.subjects import torch_schedules
 from harness.subjects.load import load
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
@@ -39,6 +40,9 @@ def train_other(job): ...
         ("adamw", "zero", "2x1", "64"),
         ("several-optimizers", "zero", "1x3", "32"),
         ("checkpoint-elastic", "zero", "1x3", "32"),
+        ("mlp", "pp", "1x2", "16"),
+        ("transformer", "sp", "1x2", "32"),
+        ("clipping", "hsdp+tp", "1x8", "32"),
     ],
 )
 def test_what_is_shared_out_trains_as_one_device_does(
@@ -47,6 +51,24 @@ def test_what_is_shared_out_trains_as_one_device_does(
     cell = cell_of(workload, backend, topology, precision, subject="torch")
     findings = examine(warm_pool("torch"), cell, tmp_path, Settings(600)).findings
     assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings
+
+
+SCHEDULES = [f"torch-{name}" for name in torch_schedules.SCHEDULES]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_trains_as_one_device_does(schedule, warm_pool, cell_of, tmp_path):
+    cell = cell_of("adamw", "pp", "1x2", "32", subject=schedule)
+    findings = examine(warm_pool("torch-schedules"), cell, tmp_path, Settings(600)).findings
+    assert worst(finding.outcome for finding in findings) is Outcome.PASSED, findings
+
+
+def test_a_rank_has_several_stages_where_the_schedule_asks_for_them():
+    declared = {one.name: one.behavior for one in load("torch-schedules")}
+    assert list(declared) == SCHEDULES
+    assert declared["torch-gpipe"].stages_per_rank == 1
+    assert declared["torch-looped-bfs"].stages_per_rank == 2
+    assert declared["torch-dualpipev"].max_stages == 4
 
 
 def test_each_backend_says_for_itself_what_it_can_do():

@@ -43,8 +43,15 @@ class HeldParts:
         return {rank: recorded[rank].blocks for rank in self.siblings}
 
     def blocks_of(self, name: str) -> dict[int, tuple[slice, ...]]:
-        """Return the index of each sibling's block of a tensor; none where siblings hold it whole."""
-        return {rank: block_index(own[name]) for rank, own in self.blocks.items() if name in own}
+        """Return the index of each sibling's block of a tensor; none where siblings hold it whole.
+
+        A block that several of them have is that of the first.
+        """
+        indices: dict[int, tuple[slice, ...]] = {}
+        for rank, own in self.blocks.items():
+            if name in own and (index := block_index(own[name])) not in indices.values():
+                indices[rank] = index
+        return indices
 
     @property
     def in_blocks(self) -> bool:

@@ -1,0 +1,40 @@
+"""A right trainer on a mesh of three dimensions: torch shards parts of layers, and replicates these shards."""
+
+from __future__ import annotations
+
+import torch
+from mesh_trainer import MeshTrainer
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+
+class ThreeDimensional(MeshTrainer):
+    """The two layers of a Sequential are divided by columns and by rows; everything else is whole in each group."""
+
+    def wrap(self, model):
+        super().wrap(model)
+        for layer in model.modules():
+            if isinstance(layer, nn.Sequential):
+                parallelize_module(layer, self.mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return fully_shard(model, mesh=self.data_mesh())
+
+    def data_mesh(self):
+        """Return the mesh over which gradients are averaged, and along its last dimension sharded."""
+        return self.mesh["replicate", "shard"]
+
+    def synchronize(self):
+        """Nothing is left to do: fully_shard averages in the backward."""
+
+    def squared_norm(self):
+        by_mesh = {}
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter.grad)
+        return sum(whole(nn.utils.get_total_norm(alike)) ** 2 for alike in by_mesh.values())
+
+
+def whole(norm):
+    """Return a norm of which ranks have parts."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
