@@ -39,7 +39,7 @@ def train(job):
 @subject(
     name="deepspeed",
     backends=["zero", "zero2", "fsdp"],
-    precisions=["32", "bf16"],
+    precisions=["32", "16", "bf16"],
     # It averages the gradients that a rank has: where ranks use different parameters it hangs or breaks.
     capabilities=[name for name in CAPABILITIES if name != "unused-parameters"],
     library="deepspeed",
@@ -93,7 +93,11 @@ def fit(job, backward=lambda engine, loss: engine.backward(loss)):
             loss = engine(**batch.to(engine.device)).loss
             backward(engine, loss)
             stepped = engine.is_gradient_accumulation_boundary()
+            scaler = getattr(engine.optimizer, "torch_autocast_gradscaler", None)  # ZeRO's, in float16
+            scale = scaler.get_scale() if scaler else None
             engine.step()
+            if stepped and scaler and not engine.was_step_applied():
+                job.skipped(optimizer, scale)  # by a rule of its own, of which its GradScaler is not told
             sums += weighed(loss, batch)
             if stepped and engine.global_steps == job.stop_after_step:
                 engine.save_checkpoint(job.checkpoint_dir, client_state={"epoch": epoch, "batches": number + 1})

@@ -91,6 +91,7 @@ def _line(parts: Sequence[str]) -> str:
 
 
 def run_facts(run: Run) -> str:
+    """Return what ran, when, with which software, and where."""
     header, machine = run.header, run.header.fingerprint
     facts = {
         "run": f"{markdown_code(header.run_id)}, started {header.started:%Y-%m-%d %H:%M:%S} UTC",
@@ -135,6 +136,7 @@ def _legend(run: Run) -> str:
 
 
 def findings_section(run: Run) -> str:
+    """Return what went wrong, with the command that repeats it."""
     wrong = [result for findings in wrong_cells(run) for result in findings]
     if not wrong:
         return nothing_went_wrong(run)
