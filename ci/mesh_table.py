@@ -34,6 +34,7 @@ from harness.workloads import EVERY
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "reports" / "meshes.md"
+RUNS = ROOT / "reports" / "meshes"
 DETECTION = ROOT / "reports" / "detection.md"
 MARGINS = "where ranks hold parts of a model or of a sequence:"
 """What stands before the margins of meshes in the page of the detection suite."""
@@ -96,9 +97,11 @@ def new_runs(subjects: Iterable[str]) -> Iterable[Path]:
                 "precisions": ",".join(PRECISIONS),
             }
             options = [f"--{name}={value}" for name, value in selection.items()]
-            command = [sys.executable, "-m", "pytest", "suites/conformance", "-q", *options, *locators]
-            subprocess.run(command, cwd=ROOT, check=False)  # what failed is in its results
-            yield (ROOT / "reports" / "latest").resolve()
+            command = [sys.executable, "-m", "pytest", "suites/conformance", "-q", f"--report-dir={RUNS}"]
+            code = subprocess.run([*command, *options, *locators], cwd=ROOT, check=False).returncode
+            if code not in (0, 1):  # 1: something failed, which is in its results
+                raise SystemExit(f"pytest ended with {code}: no table is written")
+            yield (RUNS / "latest").resolve()
 
 
 def locator(name: str) -> str:
@@ -124,7 +127,9 @@ def page(runs: Sequence[Run], margins: str) -> str:
         *map(run_facts, runs),
         "Workloads: " + "; ".join(f"`{name}`: {why}" for name, why in WORKLOADS.items()) + ".",
         support(cells, runs),
-        "A mark, and how many of the cells that were trained passed. " + counts_in_words(cells["outcome"]) + ".",
+        "A mark, and how many of the cells that were trained passed; empty where none was asked for. "
+        + counts_in_words(cells["outcome"])
+        + ".",
         f"Not in these runs: {', '.join(absent)}." if absent else "",
         "\n".join(f"- `{sign}`: {meaning}" for sign, meaning in MARKS.items()),
         "## What went wrong",
@@ -152,7 +157,12 @@ def support(cells: pd.DataFrame, runs: Sequence[Run]) -> str:
     for subject, own in cells.groupby("subject", sort=False):
         version = getattr(software.get(str(subject)), "version", None)
         by_mesh = dict(iter(own.groupby("backend")))
-        rows.append([f"{subject} {version or ''}", *(square(by_mesh[name]) for name in meshes)])
+        rows.append(
+            [
+                f"{subject} {version or ''}".strip(),
+                *(square(by_mesh[name]) if name in by_mesh else "" for name in meshes),
+            ]
+        )
     return table(["subject", *meshes], rows)
 
 
