@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from harness.core.backend import BACKENDS
+from harness.core.backend import BACKENDS, Held
 from harness.core.outcome import Outcome
 from harness.report.markdown.support_page import findings_section, known_section, run_facts
 from harness.report.tables.cells import cell_table, counts_in_words
@@ -71,11 +71,12 @@ def main() -> int:
     """Run the subjects on all meshes, or read a run of them, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--subject", action="append", choices=list(SUBJECTS), help="run this one alone; repeatable")
+    parser.add_argument("--backends", metavar="A,B", help="these meshes alone (default: where ranks hold parts)")
     parser.add_argument("--run", action="append", type=Path, help="take this run, and start none; repeatable")
     parser.add_argument("--detection", type=Path, default=DETECTION, help="with the margins (default: %(default)s)")
     parser.add_argument("--report", type=Path, default=REPORT, help="where the page is written (default: %(default)s)")
     arguments = parser.parse_args()
-    paths = arguments.run or list(new_runs(arguments.subject or list(SUBJECTS)))
+    paths = arguments.run or list(new_runs(arguments.subject or list(SUBJECTS), arguments.backends))
     runs = [read_run(path) for path in paths]
     written = page(runs, margins(arguments.detection.read_text()))
     arguments.report.write_text(written)
@@ -83,14 +84,18 @@ def main() -> int:
     return 1 if any(wrong_cells(run) for run in runs) else 0
 
 
-def new_runs(subjects: Iterable[str]) -> Iterable[Path]:
-    """Run the subjects on all meshes of ``DEVICES``, and on those that need more devices; yield each run's folder."""
+def new_runs(subjects: Iterable[str], backends: str | None) -> Iterable[Path]:
+    """Run the subjects on meshes of ``DEVICES``, and on those that need more devices; yield each run's folder."""
     locators = [f"--subject={locator(name)}" for name in subjects]
-    meshes = [one for one in BACKENDS.values() if one.dimensions and not one.gathers]
+    if backends is None:
+        meshes = [one for one in BACKENDS.values() if any(each.splits != {Held.SAMPLES} for each in one.dimensions)]
+    else:
+        meshes = [BACKENDS[name] for name in backends.split(",")]
     larger = [one for one in meshes if one.smallest.devices > DEVICES]
     for devices, asked in ((DEVICES, [one for one in meshes if one not in larger]), (2 * DEVICES, larger)):
         if asked:
             selection = {
+                "nodes": "1",  # simulated nodes differ from one in what ranks are told alone
                 "gpus": str(devices),
                 "backends": ",".join(one.name for one in asked),
                 "workloads": ",".join(WORKLOADS),

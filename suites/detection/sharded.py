@@ -137,7 +137,7 @@ class ShardsOfWeightsInAnotherOrder(ResumableShards):
     """Weights are put together from shards in the wrong order."""
 
     def load_weights(self, saved):
-        weights = {name: in_another_order(value, saved["shards"]) for name, value in saved["weights"].items()}
+        weights = {name: in_another_order(value, saved["mesh"]["shard"]) for name, value in saved["weights"].items()}
         super().load_weights({**saved, "weights": weights})
 
 
@@ -145,12 +145,8 @@ class ShardsOfWeightsInAnotherOrder(ResumableShards):
 class ShardsOfMomentumInAnotherOrder(ResumableShards):
     """What the optimizer remembers is put together from shards in the wrong order."""
 
-    def load_optimizer(self, saved):
-        self.shards = saved["shards"]
-        super().load_optimizer(saved)
-
-    def shard_of_state(self, value):
-        return super().shard_of_state(in_another_order(value, self.shards))
+    def own_state(self, value, parameter):
+        return super().own_state(in_another_order(value, self.saved_mesh["shard"]), parameter)
 
 
 @known_bad("checkpoint", on=RESUMED_CELLS)
@@ -182,43 +178,25 @@ class OnlyTheFirstReplicaLoads(ResumableShards):
             super().load_weights(saved)
 
 
-def fitted(value, size):
-    """Return the first rows of a tensor, and zeros where it has too few."""
-    rows = value.new_zeros(size, *value.shape[1:])
-    rows[: len(value)] = value[:size]
-    return rows
-
-
 @known_bad("checkpoint", on=failing("checkpoint", *RESUMED, precisions=["32"]))
 class MomentumOfTheOldShards(ResumableShards):
     """Each rank takes what the rank of its number remembered, as if shards were still the same."""
 
-    def load_optimizer(self, saved):
-        self.shards = saved["shards"]
-        super().load_optimizer(saved)
-
-    def shard_of_state(self, value):
-        own, old = part(value, 0, self.group("shard")), value.chunk(self.shards)
-        return self.as_shard(fitted(old[min(self.group("shard").rank(), len(old) - 1)], len(own)), value)
+    def own_state(self, value, parameter):
+        return self.old_part(value, parameter)
 
 
 @known_bad("checkpoint", on=RESUMED_CELLS)
 class WeightsOfTheFirstShard(ResumableShards):
     """Every rank loads the file of the first one."""
 
-    def load_weights(self, saved):
-        size = self.group("shard").size()
-        weights = {
-            name: torch.cat([fitted(value.chunk(size)[0], len(one)) for one in value.chunk(size)])
-            for name, value in saved["weights"].items()
-        }
-        super().load_weights({**saved, "weights": weights})
+    def own_weight(self, value, parameter):
+        return self.first_part(value, parameter)
 
 
 @known_bad("checkpoint", on=RESUMED_CELLS)
 class MomentumOfTheFirstShard(ResumableShards):
     """Every rank loads its own weights, and what the first one remembered of its shards."""
 
-    def shard_of_state(self, value):
-        first, own = value.chunk(self.group("shard").size())[0], part(value, 0, self.group("shard"))
-        return self.as_shard(fitted(first, len(own)), value)
+    def own_state(self, value, parameter):
+        return self.first_part(value, parameter)
