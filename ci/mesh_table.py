@@ -143,6 +143,7 @@ def page(runs: Sequence[Run], margins: str) -> str:
         "## What deviates, as the backend promises",
         deviating(runs),
         "## What is unsupported",
+        "[Released trainers](../docs/released-trainers.md) says what those that declare no mesh do when asked for one.",
         unsupported(runs),
         "## Margins",
         "The largest error of right cells of these runs, in multiples of rounding noise:",
@@ -151,7 +152,10 @@ def page(runs: Sequence[Run], margins: str) -> str:
         "that a right trainer may show:",
         margins,
     ]
-    return re.sub(r"python=[^ ;|`\"']*/", "python=PATH/", "\n\n".join(filter(None, blocks)) + "\n")
+    # Where this checkout and the environments lie is no concern of a reader.
+    return re.sub(
+        r"python=[^ ;|`\"']*/", "python=PATH/", "\n\n".join(filter(None, blocks)).replace(f"{ROOT}/", "") + "\n"
+    )
 
 
 def support(cells: pd.DataFrame, runs: Sequence[Run]) -> str:
