@@ -31,6 +31,7 @@ TOGETHER = {
     "hosts": "hosts",
     "comparison": WARM,
     "extending": WARM,
+    "hunt/test_right_trainers.py": WARM,
     "hunt/test_search.py": WARM,
     "performance": WARM,
     "cli/test_cli.py": WARM,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, NoReturn
 
+from harness.cli.complain import complain
 from harness.core.errors import PlumblineError
 from harness.core.exit_codes import TROUBLE, USAGE
 
@@ -22,7 +23,7 @@ COMMANDS: Final = {
     "report": "write a run's pages and tables again, or print one of them",
     "show": "show everything that a run knows about one cell",
     "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
-    "submit": "run the matrix on a SLURM cluster, as one job array",
+    "submit": "run the matrix on a SLURM, Kubernetes or Ray cluster, split over tasks",
     "hunt": "search for training problems on which a trainer is wrong, and shrink what is found",
     "doctor": "check whether this machine is fit for a run: devices, links, communication, limits, versions",
 }
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.do(options))
     except (PlumblineError, OSError) as error:
-        print(f"plumbline: {error}", file=sys.stderr)
+        complain(error)
         return TROUBLE
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell does

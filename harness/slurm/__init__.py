@@ -1,4 +1,5 @@
-"""Submits a run, or a search over hyper-parameters, as a job array to a SLURM cluster.
+"""SLURM's commands and batch scripts, and searches over hyper-parameters as job arrays.
 
-Submitting, following and collecting belong here; ranks inside a job are started by ``harness.launch.launchers.slurm``.
+``plumbline submit`` uses them in ``harness.submit.engines.slurm``; ranks inside a job are started by
+``harness.launch.launchers.slurm``.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from harness.core.errors import PlumblineError
 
@@ -21,25 +21,11 @@ class SchedulerError(PlumblineError):
     """A command of SLURM does not exist, did not end in time, or failed."""
 
 
-@dataclass(frozen=True)
-class TaskState:
-    """The state of an array task by SLURM's name, "" if SLURM has forgotten it; ``reason`` is why it is pending."""
+class JobState(NamedTuple):
+    """The state of an array task by SLURM's name; ``reason`` is why it is pending."""
 
     name: str
     reason: str = ""
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it has not ended yet."""
-        return self.name in LIVE
-
-    @property
-    def is_cancelled(self) -> bool:
-        """Whether a user or an administrator cancelled it."""
-        return self.name.startswith("CANCELLED")
-
-
-FORGOTTEN = TaskState("")
 
 
 def sbatch(script: str, array: str | None = None) -> int:
@@ -53,14 +39,14 @@ def sbatch(script: str, array: str | None = None) -> int:
     return int(output.strip().partition(";")[0])
 
 
-def states(jobs: Iterable[int]) -> dict[tuple[int, int], TaskState]:
+def states(jobs: Iterable[int]) -> dict[tuple[int, int], JobState]:
     """Return the states of the tasks of job arrays, by job and index, without tasks that SLURM has forgotten.
 
     Raises:
         SchedulerError: squeue failed.
     """
     wanted = sorted(set(jobs))
-    found: dict[tuple[int, int], TaskState] = {}
+    found: dict[tuple[int, int], JobState] = {}
     for job in wanted:
         try:
             output = _run(["squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%F|%K|%T|%r"])
@@ -71,12 +57,12 @@ def states(jobs: Iterable[int]) -> dict[tuple[int, int], TaskState]:
         for line in output.splitlines():
             number, index, name, reason = line.strip().split("|", 3)
             if index.isdecimal():
-                found[int(number), int(index)] = TaskState(name, "" if reason == "None" else reason)
+                found[int(number), int(index)] = JobState(name, "" if reason == "None" else reason)
     forgotten = [job for job in wanted if not any(number == job for number, _ in found)]
     return found | _accounts(forgotten)
 
 
-def _accounts(jobs: list[int]) -> dict[tuple[int, int], TaskState]:
+def _accounts(jobs: list[int]) -> dict[tuple[int, int], JobState]:
     """Return the states of tasks that squeue has forgotten; none where the cluster has no accounting."""
     if not jobs or shutil.which("sacct") is None:
         return {}
@@ -89,7 +75,7 @@ def _accounts(jobs: list[int]) -> dict[tuple[int, int], TaskState]:
         place, _, state = line.strip().partition("|")
         job, _, index = place.partition("_")
         if job.isdecimal() and index.isdecimal():
-            found[int(job), int(index)] = TaskState(state)
+            found[int(job), int(index)] = JobState(state)
     return found
 
 

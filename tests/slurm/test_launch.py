@@ -113,6 +113,7 @@ def test_a_2_by_2_run_has_the_same_cells_verdicts_and_tables_as_on_one_machine(b
     told = [{(r.coordinates, r.check): (r.outcome, r.cause) for r in run.results} for run in (local, slurm)]
     assert told[0] == told[1]
     assert {(cell.backend, cell.num_nodes, cell.gpus) for cell in slurm.header.planned} == {
+        ("balanced", 2, 2),
         ("ddp", 2, 2),
         ("ddp2", 2, 2),
     }

@@ -11,9 +11,10 @@ import pytest
 
 from harness.cli.main import main
 from harness.results.run import read_run
-from harness.slurm.follow import Follower
-from harness.slurm.submission import Submission
-from harness.slurm.submit_request import SubmitRequest, prepare
+from harness.submit.engines.slurm import SlurmEngine
+from harness.submit.follow import Follower
+from harness.submit.request import SubmitRequest, prepare
+from harness.submit.submission import Submission
 
 ROOT = Path(__file__).parents[2]
 GATED = Path(__file__).parent / "subjects" / "gated.py"
@@ -26,10 +27,9 @@ def planned(tmp_path_factory):
     words = (str(ROOT / "suites" / "conformance"), "--subject", str(GATED), "--workloads", "mlp")
     words += ("--precisions", "32", "--backends", "none,ddp", "-p", "no:cacheprovider")
     asked = SubmitRequest(
+        engine=SlurmEngine(time="00:05:00"),
         nodes=2,
         gpus=1,
-        time="00:05:00",
-        environment={"GATE": "to be set"},
         accelerator="cpu",
         report_dir=tmp_path_factory.mktemp("planned"),
         pytest=words,
@@ -43,12 +43,8 @@ def planned(tmp_path_factory):
 def submission(cluster, planned, tmp_path):
     """Return a submission in a folder of its own, and its gate."""
     gate = tmp_path / "gate"
-    run = tmp_path / planned.run.name
-    moved = {name: value.replace(str(planned.run), str(run)) if isinstance(value, str) else value
-             for name, value in planned.batch.options.items()}  # fmt: skip
-    command = planned.batch.command.replace(str(planned.run), str(run))
-    batch = replace(planned.batch, options=moved, command=command, environment={"GATE": str(gate)})
-    made = replace(planned, run=run, batch=batch)
+    engine = replace(planned.engine, environment={"GATE": str(gate)})
+    made = replace(planned, run=tmp_path / planned.run.name, engine=engine)
     made.save()
     return made, gate
 
@@ -139,7 +135,7 @@ def test_nodes_that_are_drained_are_given_as_the_reason_for_waiting(cluster, sub
 def test_a_task_that_never_gets_anywhere_is_given_up_with_its_log(cluster, submission):
     made, _ = submission
     told = AnyFinding()
-    broken = replace(made, batch=replace(made.batch, modules=("a-module-that-is-nowhere",)))
+    broken = replace(made, engine=replace(made.engine, modules=("a-module-that-is-nowhere",)))
     assert follow(broken, told) is None
     assert re.search(
         r"task 0: ended twice \(FAILED\) without examining another cell; 2 cells not examined: see", told[-1]

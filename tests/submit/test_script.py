@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from harness.core.errors import PlanError
 from harness.slurm.script import BatchScript
-from harness.slurm.submission import split_cells
-from harness.slurm.submit_request import SubmitRequest
+from harness.submit.engines.slurm import SlurmEngine
+from harness.submit.pairs import pairs, variables
+from harness.submit.request import SubmitRequest
+from harness.submit.submission import split_cells
 
 WORDS = st.text(st.characters(codec="ascii", min_codepoint=32), max_size=12)
 
@@ -70,4 +72,13 @@ def test_cells_are_dealt_out_evenly_and_each_once(cells, tasks):
 @pytest.mark.parametrize("wrong", [{"nodes": 0}, {"gpus": 0}, {"tasks": 0}])
 def test_nothing_cannot_be_asked_for(wrong):
     with pytest.raises(PlanError, match="at least one"):
-        SubmitRequest(**{"nodes": 1, "gpus": 1, **wrong})
+        SubmitRequest(**{"engine": SlurmEngine(), "nodes": 1, "gpus": 1, **wrong})
+
+
+def test_a_variable_has_the_value_that_is_given_or_the_one_of_here(monkeypatch):
+    monkeypatch.setenv("HERE", "a secret")
+    assert variables(["HERE", "EMPTY=", "TWO=a=b"]) == {"HERE": "a secret", "EMPTY": "", "TWO": "a=b"}
+    with pytest.raises(PlanError, match="--env NOWHERE: it is not set here"):
+        variables(["NOWHERE"])
+    with pytest.raises(PlanError, match="should look like NAME=VALUE"):
+        pairs("--slurm", ["mem"])

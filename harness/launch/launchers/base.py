@@ -14,14 +14,16 @@ from harness.launch.pool import Pool
 class LauncherOptions:
     """The options from which a launcher is made.
 
-    ``nodes`` is the largest number of nodes of any cell, and ``subjects`` the number of pools. ``rendezvous`` and
-    ``node_command`` are the command line's options of these names. ``notify`` shows the user a message at once.
+    ``nodes`` is the largest number of nodes of any cell, and ``subjects`` the number of pools. ``rendezvous``,
+    ``node_command`` and ``listen`` are the command line's options of these names. ``notify`` shows the user a message
+    at once.
     """
 
     nodes: int = 1
     subjects: int = 1
     rendezvous: str | None = None
     node_command: str | None = None
+    listen: str | None = None
     notify: Callable[[str], None] = print
 
 

@@ -1,6 +1,6 @@
 """The cells that a pytest command selects, found by letting it collect them in a process of its own.
 
-Run as a module it is that process: ``python -m harness.slurm.select_cells FILE suites/ --gpus 8`` writes them to FILE.
+Run as a module it is that process: ``python -m harness.submit.select_cells FILE suites/ --gpus 8`` writes them to FILE.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class SelectedCell:
 class Selection:
     """What a pytest command selects: cells, in order.
 
-    ``reports`` is the report directory, ``flags`` are the command's arguments without paths.
+    ``reports`` is the report directory, ``flags`` are the command's arguments without paths, ``subjects`` and
+    ``workloads`` the locators that ``--subject`` and ``--workload`` name.
     """
 
     cells: tuple[SelectedCell, ...]
     reports: Path
     flags: tuple[str, ...]
+    subjects: tuple[str, ...]
+    workloads: tuple[str, ...]
 
 
 def select_cells(arguments: Sequence[str]) -> Selection:
@@ -44,12 +47,12 @@ def select_cells(arguments: Sequence[str]) -> Selection:
     They are planned for simulated devices, because the machine that submits need not have any.
 
     Raises:
-        PlanError: pytest refuses the arguments, or they select_cells no cell.
+        PlanError: pytest refuses the arguments, or they select no cell.
     """
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
         file = Path(folder) / "cells.json"
         collect = [*arguments, "--accelerator", "cpu", "--collect-only", "-q"]
-        command = [sys.executable, "-m", "harness.slurm.select_cells", str(file), *collect]
+        command = [sys.executable, "-m", "harness.submit.select_cells", str(file), *collect]
         done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
         if done.returncode or not file.exists():
             error = done.stderr.partition("ERROR: ")[2].strip()  # several lines, where a subject is broken
@@ -59,7 +62,8 @@ def select_cells(arguments: Sequence[str]) -> Selection:
     if not values["cells"]:
         raise PlanError(f"pytest {' '.join(arguments)}: selects no cell")
     flags = tuple(word for word in arguments if word not in values["paths"])
-    return Selection(tuple(SelectedCell(**cell) for cell in values["cells"]), Path(values["reports"]), flags)
+    cells = tuple(SelectedCell(**cell) for cell in values["cells"])
+    return Selection(cells, Path(values["reports"]), flags, tuple(values["subjects"]), tuple(values["workloads"]))
 
 
 class _Collector:
@@ -80,7 +84,9 @@ class _Collector:
                 cells.append({"cell": planned.cell.id, "nodeid": nodeid, "planned": described})
         config = session.config
         reports = Path(config.option.report_dir or config.rootpath / "reports").resolve()
-        found = {"reports": str(reports), "paths": config.option.file_or_dir, "cells": cells}
+        option = config.option
+        locators = {"subjects": option.subject or ["reference"], "workloads": option.workload or []}
+        found = {"reports": str(reports), "paths": option.file_or_dir, "cells": cells, **locators}
         self._file.write_text(json.dumps(found))
 
 

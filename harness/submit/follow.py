@@ -8,36 +8,36 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from harness.results.run import Run
-from harness.slurm.collect import Collected, clear, collect, write
-from harness.slurm.scheduler import FORGOTTEN, INTERRUPTED, TaskState, sbatch, states
-from harness.slurm.submission import Submission
+from harness.submit.collect import Collected, clear, collect, write
+from harness.submit.engine import FORGOTTEN, Phase, TaskState
+from harness.submit.submission import Submission
 
 SHORTEST_WAIT, LONGEST_WAIT = 0.5, 15.0
-"""Seconds between two polls: the end of a short job is noticed soon, and a long one does not burden SLURM."""
+"""Seconds between two polls: the end of a short job is noticed soon, and a long one does not burden the engine."""
 
 
 @dataclass
 class Follower:
     """Follows one submission; ``notify`` receives a line whenever something has changed.
 
-    A task that ends before its cells are whole is resubmitted with the missing ones: always where the cluster ended it
+    A task that ends before its cells are whole is resubmitted with the missing ones: always where the engine ended it
     (preempted, its node failed), else as long as each attempt examines some cells, and once if it examines none. A
     cancelled task is not resubmitted.
     """
 
     submission: Submission
     notify: Callable[[str], None]
-    _jobs: dict[int, int] = field(default_factory=dict)
+    _jobs: dict[int, str] = field(default_factory=dict)
     _before: dict[int, int] = field(default_factory=dict)
     _failed_attempts: Counter[int] = field(default_factory=Counter)
     _given_up: dict[int, str] = field(default_factory=dict)
-    _seen: set[tuple[int, int]] = field(default_factory=set)
+    _seen: set[tuple[str, int]] = field(default_factory=set)
 
     def follow(self) -> Run | None:
         """Wait until no task runs that could add to the run, and return the run; None if no task ever began.
 
         Raises:
-            SchedulerError, ResultsError: a command of SLURM failed, or a task's run cannot be read.
+            EngineError, SchedulerError, ResultsError: the engine does not answer, or a task's run cannot be read.
         """
         self._jobs = self.submission.jobs()
         self._submit_unfinished()
@@ -62,6 +62,7 @@ class Follower:
         run = write(self.submission, collected)
         if run is not None and not run.incomplete:
             clear(self.submission)
+            self.submission.engine.end(self.submission)
         return run
 
     def _submit_unfinished(self) -> None:
@@ -72,11 +73,8 @@ class Follower:
 
     def _states(self) -> dict[int, TaskState]:
         """Return the state of each task, by its last job."""
-        found = states(self._jobs.values())
-        tasks = range(len(self.submission.tasks))
-        return {
-            task: found.get((self._jobs[task], task), FORGOTTEN) if task in self._jobs else FORGOTTEN for task in tasks
-        }
+        found = self.submission.engine.states(self.submission, self._jobs)
+        return {task: found.get(task, FORGOTTEN) for task in range(len(self.submission.tasks))}
 
     def _missing(self, task: int, collected: Collected) -> list[str]:
         return [cell for cell in self.submission.tasks[task] if cell not in collected.cells]
@@ -95,12 +93,12 @@ class Follower:
                 # On a network file system its last records may become visible after its end.
                 self._seen.add(place)
                 continue
-            if state.is_cancelled:
+            if state.phase is Phase.CANCELLED:
                 self._given_up[task] = (
                     f"job {self._jobs[task]}_{task} was cancelled; {_cells(len(missing))} not examined"
                 )
                 continue
-            if state.name not in INTERRUPTED:
+            if state.phase is not Phase.INTERRUPTED:
                 advanced = len(missing) < self._before.get(task, len(self.submission.tasks[task]))
                 self._failed_attempts[task] = 0 if advanced else self._failed_attempts[task] + 1
             if self._failed_attempts[task] > 1:
@@ -120,19 +118,20 @@ class Follower:
         for task, cells in missing.items():
             self.submission.select(task, list(cells))
             self._before[task] = len(cells)
-        job = sbatch(self.submission.batch.text(), ",".join(map(str, missing)))
+        job = self.submission.engine.send(self.submission, self.submission.new_job(), list(missing))
         self.submission.add_job(job, list(missing))
         self._jobs.update(dict.fromkeys(missing, job))
         self.notify(f"job {job}: {_cells(sum(map(len, missing.values())))} in {_tasks(len(missing))}")
 
     def _log(self, task: int) -> str:
-        return str(self.submission.log(self._jobs[task], task))
+        return self.submission.engine.log(self.submission, self._jobs[task], task)
 
 
 def progress(submission: Submission, collected: Collected, states_by_task: Mapping[int, TaskState]) -> str:
     """Return one line: examined and bad cells, and the tasks by state, with the reasons of pending ones."""
     counts = Counter(state.name.lower() for state in states_by_task.values() if state.is_live)
-    reasons = sorted({state.reason for state in states_by_task.values() if state.name == "PENDING" and state.reason})
+    pending = [state for state in states_by_task.values() if state.name.lower() == "pending"]
+    reasons = sorted({state.reason for state in pending if state.reason})
     waiting = f" ({'; '.join(reasons)})" if reasons else ""
     tasks = ", ".join(f"{count} {name}{waiting if name == 'pending' else ''}" for name, count in counts.items())
     bad = f", {collected.bad} bad" if collected.bad else ""
