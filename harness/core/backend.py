@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
 from typing import Protocol, TypeVar
 
 from harness.core.mesh import HeldPart, Mesh
@@ -315,11 +316,19 @@ def columns() -> dict[str, bool]:
 
 
 def resized(topology: Topology, backend: Backend) -> Topology:
-    """Return another number of devices, as near as there is: fewer gpus on each node, or one node fewer.
+    """Return another mesh: fewer gpus on each node, as near as there is, or one node fewer.
 
-    Where the backend makes no sense on less, it is more gpus.
+    Where the backend makes no sense on less, it is more gpus. A mesh of several dimensions has other sizes along the
+    two inner ones, so that what is divided along them is divided otherwise: they are exchanged, or where they are
+    equal the inner one is larger.
     """
     nodes, gpus = topology.num_nodes, topology.gpus
+    sizes = backend.mesh(topology).shape
+    if len(sizes) > 1 and min(sizes) > 1:
+        *others, outer, inner = sizes
+        mesh = (*others, outer, inner + 1) if outer == inner else (*others, inner, outer)
+        nodes = nodes if prod(mesh) % nodes == 0 else 1
+        return Topology(nodes, prod(mesh) // nodes, mesh)
     fewer = [Topology(nodes, count) for count in range(gpus - 1, 0, -1)]
     fewer += [Topology(nodes - 1, gpus)] if nodes > 1 else []
     more = (Topology(nodes, gpus + count) for count in range(1, gpus + 1))

@@ -51,7 +51,7 @@ class Cell:
 
     @property
     def resized(self) -> Cell:
-        """The cell with another number of devices: where an elastic training was before it was interrupted."""
+        """The cell on another mesh: where an elastic training was before it was interrupted."""
         return replace(self, topology=resized(self.topology, self.contract))
 
     @property

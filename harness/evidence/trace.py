@@ -92,7 +92,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step on one rank, or one that the GradScaler decided to skip.
+    """One optimizer step on one rank, or one that the loss scaler decided to skip.
 
     ``before`` and ``after`` are the weights around it, ``gradients`` what the optimizer got: unscaled, averaged,
     clipped. A parameter without a gradient is absent. ``learning_rates`` has one entry for each parameter group.

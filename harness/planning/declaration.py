@@ -74,11 +74,17 @@ class Declaration:
             return Refusal(f"{self.name} starts its ranks by itself: they can be examined, but not timed")
         if workload.gloo_only and cell.accelerator == "cuda" and cell.processes > 1:
             return Refusal(workload.gloo_only)
+        # An elastic training begins on another mesh, which it has to fit as well.
+        unfit = (self._misfit(one, workload) for one in ((cell, cell.resized) if workload.elastic else (cell,)))
+        misfit = next(filter(None, unfit), None) or _unequal_batches(cell, workload)
+        return None if misfit is None else Refusal(misfit)
+
+    def _misfit(self, cell: Cell, workload: Workload) -> str | None:
+        """Return why the model or the batches of a workload cannot be divided among the ranks, None if they can."""
         if cell.contract.divides_experts and workload.experts < cell.processes:
-            return Refusal(f"the model of {cell.workload} has {workload.experts} experts for {cell.processes} ranks")
+            return f"the model of {cell.workload} has {workload.experts} experts for {cell.processes} ranks"
         stages = self._stages(cell)
-        indivisible = _unstaged(cell, workload, stages) if stages else _undivided(cell, workload)
-        return None if indivisible is None else Refusal(indivisible)
+        return _unstaged(cell, workload, stages) if stages else _undivided(cell, workload)
 
     def _stages(self, cell: Cell) -> int:
         """Return how many stages a pipeline of the cell has, 0 where there is none."""
@@ -99,6 +105,17 @@ class Declaration:
             yield "epochs", f"{self.name} declares data='iterations', and {cell.workload} {needs_epochs}"
         if self.behavior.own_loss and not EVERY[cell.workload].mean_over_labels:
             yield "another loss", f"{self.name} declares loss='labels', and {cell.workload} has another loss"
+
+
+def _unequal_batches(cell: Cell, workload: Workload) -> str | None:
+    """Return why the steps of an elastic training have other samples on another mesh, None if they have the same."""
+    if not workload.elastic:
+        return None
+    now, before = cell.topology.devices, cell.resized.topology.devices
+    sizes = {devices: workload.global_batch_size(devices) for devices in (now, before)}
+    if sizes[now] == sizes[before]:
+        return None
+    return f"{cell.workload} has batches of {sizes[now]} samples on {now} devices, and of {sizes[before]} on {before}"
 
 
 def _undivided(cell: Cell, workload: Workload) -> str | None:

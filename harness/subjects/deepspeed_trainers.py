@@ -5,6 +5,6 @@ from harness.subjects.released import installed_by
 with installed_by("pip install deepspeed"):
     from harness.subjects.deepspeed_pipeline import train as train_pipeline
     from harness.subjects.deepspeed_trainer import train as train
-    from harness.subjects.deepspeed_trainer import train_zero
+    from harness.subjects.deepspeed_trainer import train_stage_3, train_zero
 
-__all__ = ["train", "train_pipeline", "train_zero"]
+__all__ = ["train", "train_pipeline", "train_stage_3", "train_zero"]

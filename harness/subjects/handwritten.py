@@ -21,6 +21,8 @@ CAPABILITIES = [
     "unused-parameters", "frozen-parameters", "sparse-gradients", "nested-outputs",
 ]  # fmt: skip
 
+BEGINNING = {"epoch": 0, "samples": 0, "steps": 0}
+
 
 @subject(
     name="torch",
@@ -56,16 +58,24 @@ class OneDevice:
         """Return which of the held-out samples this rank evaluates; not through DDP, so shares may be unequal."""
         return range(job.data_rank, len(job.val_dataset), job.data_ranks)
 
+    def save(self, file, others):
+        """Write the states of model and optimizers, whole, and ``others``, once for all ranks; every rank calls it."""
+        states = self.states()
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            torch.save({**states, **others}, file)
+
+    def load(self, file, others):
+        """Put model and optimizers, on every rank, where they were saved; return the others that were."""
+        saved = torch.load(file, map_location=next(self.bare.parameters()).device, weights_only=True)
+        self.bare.load_state_dict(saved["model"])
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(saved[f"optimizer {number}"])
+        return {name: saved[name] for name in others}
+
     def states(self):
         """Return the states of model and optimizers, whole on rank 0; every rank calls it."""
         every = {f"optimizer {number}": part.state_dict() for number, part in enumerate(self.optimizers)}
         return {"model": self.bare.state_dict(), **every}
-
-    def load_states(self, saved):
-        """Put model and optimizers, on every rank, where they were saved."""
-        self.bare.load_state_dict(saved["model"])
-        for number, optimizer in enumerate(self.optimizers):
-            optimizer.load_state_dict(saved[f"optimizer {number}"])
 
 
 class Ddp(OneDevice):
@@ -92,7 +102,7 @@ def fit(job, trainer):
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
     scaler = job.grad_scaler()
     parts = {"scaler": scaler, **{f"scheduler {number}": part for number, part in enumerate(schedulers)}}
-    begun = load(job, trainer, parts) if job.resume else {"epoch": 0, "samples": 0, "steps": 0}
+    begun = load(job, trainer, parts) if job.resume else BEGINNING
     steps = begun["steps"]
     for epoch in range(begun["epoch"], job.epochs):
         sampler.set_epoch(epoch)
@@ -144,20 +154,18 @@ def mean_over_ranks(job, total, count):
 
 
 def save(job, trainer, parts, progress):
-    """Write what training changes, once for all ranks.
+    """Write what training changes.
 
     The place in the epoch is counted in samples over all ranks: whoever goes on may have another number of them.
     """
-    states = trainer.states()
-    if job.rank == 0:
-        states |= {name: part.state_dict() for name, part in parts.items()}
-        torch.save({**states, "progress": progress}, f"{job.checkpoint_dir}/checkpoint.pt")
+    others = {name: part.state_dict() for name, part in parts.items()}
+    trainer.save(f"{job.checkpoint_dir}/checkpoint", {**others, "progress": progress})
 
 
 def load(job, trainer, parts):
     """Put everything, on every rank, where it was saved; return the progress until then."""
-    saved = torch.load(f"{job.checkpoint_dir}/checkpoint.pt", map_location=job.device, weights_only=True)
-    trainer.load_states(saved)
+    others = {name: part.state_dict() for name, part in parts.items()}
+    saved = trainer.load(f"{job.checkpoint_dir}/checkpoint", {**others, "progress": dict(BEGINNING)})
     for name, part in parts.items():
         part.load_state_dict(saved[name])
     return saved["progress"]

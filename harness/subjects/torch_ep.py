@@ -14,12 +14,12 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from harness.subjects.declare import subject
 from harness.subjects.handwritten import CAPABILITIES, OneDevice, fit
+from harness.subjects.torch_checkpoint import load_parts, save_parts
 from harness.subjects.torch_fsdp import broadcast_buffers
 
 # GradScaler looks at the gradients of a rank alone, and its experts are no other's: no float16.
 PRECISIONS = ["64", "32", "bf16"]
-# How a checkpoint of divided experts is written is the user's own affair.
-REFUSED = ("checkpoint", "sparse-gradients", "unused-parameters", "several-optimizers")
+REFUSED = ("sparse-gradients", "unused-parameters", "several-optimizers")
 
 
 @subject(
@@ -53,6 +53,14 @@ class Ep(OneDevice):
     def val_share(self, job):
         """Return all of them: samples are exchanged, so all ranks need equally many."""
         return range(len(job.val_dataset))
+
+    def save(self, file, others):
+        """Write this rank's experts, and a part of what all ranks have."""
+        save_parts(self.model, self.optimizers, file, others)
+
+    def load(self, file, others):
+        """Read the experts that this rank has now, and what all ranks have."""
+        return load_parts(self.model, self.optimizers, file, others)
 
     def before_step(self):
         """Average over the ranks; an expert has the gradients of all ranks' losses, whose mean is the loss."""

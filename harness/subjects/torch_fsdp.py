@@ -12,11 +12,11 @@ from contextlib import nullcontext
 
 import torch.distributed
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.subjects.declare import subject
 from harness.subjects.handwritten import CAPABILITIES, PRECISIONS, OneDevice, fit
+from harness.subjects.torch_checkpoint import load_parts, save_parts
 
 try:
     from torch.distributed.fsdp import fully_shard
@@ -27,8 +27,6 @@ COMPUTES_ON_A_CPU = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 # It reduces neither sparse gradients nor, in one collective, those of parameters that only some ranks have used.
 REFUSED = ("sparse-gradients", "unused-parameters")
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @subject(
@@ -65,15 +63,13 @@ class Fsdp(OneDevice):
         """Return all of them: a forward gathers weights, so all ranks need equally many."""
         return range(len(job.val_dataset))
 
-    def states(self):
-        """Return the states that one device would have; every rank gives its shards."""
-        model, optimizers = get_state_dict(self.model, self.optimizers, options=WHOLE)
-        return {"model": model, "optimizers": optimizers}
+    def save(self, file, others):
+        """Write what this rank holds; of ``others``, which all ranks have, one rank writes each."""
+        save_parts(self.model, self.optimizers, file, others)
 
-    def load_states(self, saved):
-        """Share out what one device would have."""
-        model, optimizers = saved["model"], saved["optimizers"]
-        set_state_dict(self.model, self.optimizers, model_state_dict=model, optim_state_dict=optimizers, options=WHOLE)
+    def load(self, file, others):
+        """Read what this rank holds now, whoever wrote it; return the others that were written."""
+        return load_parts(self.model, self.optimizers, file, others)
 
 
 def shard(model, mesh):

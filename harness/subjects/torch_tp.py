@@ -89,7 +89,8 @@ def parallelized(model, mesh):
 
     Of two linear layers in a Sequential with pointwise layers between them the first is divided by columns and the
     second by rows, so that nothing travels between them; that needs equal parts. Others are divided by columns, and
-    what they return is gathered. A layer with fewer rows than there are ranks remains whole.
+    what they return is gathered. A layer of which a rank would have no row remains whole: fully_shard refuses empty
+    parts.
     """
     with ties_kept(model):
         parallelize_module(model, mesh, plan_of(model, mesh.size()))
@@ -112,7 +113,7 @@ def ties_kept(model):
 def divisible(model, parts):
     """Return the layers that parallelize_module can divide, by name."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, nn.Linear | nn.Embedding)}
-    return {name: layer for name, layer in layers.items() if len(layer.weight) >= parts}
+    return {name: layer for name, layer in layers.items() if len(layer.weight.chunk(parts)) == parts}
 
 
 def plan_of(model, parts):

@@ -164,6 +164,17 @@ class Job:
         """
         self._recorder.flat_parts(parts, range(self.world_size) if ranks is None else ranks)
 
+    def skipped(self, optimizer: torch.optim.Optimizer, scale: float) -> None:
+        """Say that the step which is due is not taken, as the trainer's own loss scaler found an overflow.
+
+        Those that a GradScaler skips are seen anyway. Every rank says so, before the next batch.
+
+        Args:
+            optimizer: what would have stepped.
+            scale: what the loss was multiplied by.
+        """
+        self._recorder.skipped(optimizer, scale)
+
     def autocast(self) -> AbstractContextManager[Any]:
         """Return the precision's context for forward and loss; it does nothing for 32 and 64."""
         name = self._arithmetic.autocast

@@ -78,6 +78,9 @@ class StepHooks(ABC):
     def flat_parts(self, parts: Mapping[str, FlatPart], ranks: Collection[int]) -> None:  # noqa: B027
         """Note where this rank has its part of flattened parameters."""
 
+    def skipped(self, optimizer: Optimizer, scale: float) -> None:  # noqa: B027
+        """Note that the trainer's own loss scaler skips a step of ``optimizer``, at this ``scale``."""
+
     def on_loss(self, batch: Any) -> None:  # noqa: B027
         """Note that the loss of ``batch`` is computed."""
 

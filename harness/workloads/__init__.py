@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from harness.workloads.accumulation import Accumulation, Metrics, Validation
 from harness.workloads.basics import LinearExact, Mlp, Sequential, Uneven
-from harness.workloads.checkpointing import CheckpointElastic, CheckpointResume, CheckpointWindows
+from harness.workloads.checkpointing import CheckpointElastic, CheckpointExperts, CheckpointResume, CheckpointWindows
 from harness.workloads.coupling import CnnBatchNorm, Contrastive
 from harness.workloads.dataset import Batch, Columns
 from harness.workloads.experts import MixtureOfExperts
@@ -71,6 +71,7 @@ WORKLOADS: dict[str, Workload] = {
         CheckpointResume(),
         CheckpointWindows(),
         CheckpointElastic(),
+        CheckpointExperts(),
     )
 }
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from harness.workloads.basics import Mlp
 from harness.workloads.dataset import Batch
+from harness.workloads.experts import MixtureOfExperts
 from harness.workloads.overflow import GAIN
 from harness.workloads.updates import AdamW, warm_up_then_decay
 
@@ -111,3 +112,11 @@ class CheckpointElastic(AdamW):
     interrupt_after = 12
     elastic = True
     needs_epochs = "asks for the same samples from another number of ranks"
+
+
+class CheckpointExperts(MixtureOfExperts, CheckpointElastic):
+    """The mixture of experts with AdamW: each rank saves its own experts, and other ranks go on with others."""
+
+    name = "checkpoint-experts"
+    exposes = "experts, or their moments, that are those of another rank, or new, when other ranks resume"
+    precisions = ("32",)

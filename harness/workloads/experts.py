@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor, nn
 
@@ -54,7 +56,7 @@ class MixtureOfExperts(Mlp):
     blocks = 2
     experts = EXPERTS
     narrow = True
-    precisions = ("64", "32", "bf16")
+    precisions: ClassVar[tuple[str, ...]] = ("64", "32", "bf16")
 
     def build(self) -> nn.Module:
         """Return 16 → 16, a router and four experts beside it, → 8."""

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from base_trainer import BaseTrainer, ManualAverage
 from expect import any_check, failing, known_bad
-from loop import alone, average, ddp, loader
+from loop import alone, average, ddp, loader, own_scaler
 
 HALF = ["mlp/ddp/1x2/16", "mlp/none/1x1/16", "lm-tokens/ddp/1x3/16"]
 OVERFLOW = ["overflow/ddp/1x2/16", "overflow/ddp/1x3/16"]
@@ -227,6 +227,31 @@ def finite_steps_skipped(job):
             scaler.update()
             optimizer.zero_grad()
             steps += 1
+
+
+@known_bad("amp", on={**any_check("overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"})
+def own_scale_never_lowered(job):
+    """It is so large that every step is skipped, and remains: DeepSpeed 0.19.8 with ZeRO and torch_autocast."""
+    own_scaler(job, first=2.0**40, factor=1.0)
+
+
+@known_bad("amp", on={"overflow/ddp/1x3/16": "skipped-steps", "overflow/none/1x1/16": "skipped-steps"})
+def weights_decay_at_skipped_steps(job):
+    """The decay is the trainer's own, and is applied whether or not the step is taken."""
+
+    def decay(model, optimizer, scale):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 0.99
+        job.skipped(optimizer, scale)
+
+    own_scaler(job, skip=decay)
+
+
+@known_bad("amp", on=["overflow/ddp/1x2/16", "overflow/none/1x1/16"])
+def steps_skipped_without_a_word(job):
+    """What is skipped is seen by nobody: fewer steps were taken than there are batches."""
+    own_scaler(job, skip=lambda model, optimizer, scale: None)
 
 
 @known_bad(

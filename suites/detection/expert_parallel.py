@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from expect import any_check, failing, known_bad
 from expert_trainer import ExpertParallel
+from resumable_shards import ResumableExperts
 from torch.func import functional_call
 
 PLACES = ("experts/ep/1x2", "experts/ep/1x4")
@@ -130,3 +133,38 @@ class ExpertsElsewhereWithoutGradient(AllExperts):
     def gated(self, gates):
         own = torch.arange(gates.shape[1]).tensor_split(self.job.world_size)[self.job.rank]
         return torch.zeros_like(gates).index_copy(1, own, gates[:, own])
+
+
+RESUMED = failing("checkpoint", "checkpoint-experts/ep/1x2", "checkpoint-experts/ep/1x3", precisions=["32"])
+
+
+def of_another_expert(saved):
+    """Return what was saved with the entries of the four experts in the opposite order."""
+    return {re.sub(r"experts\.(\d)", lambda found: f"experts.{3 - int(found[1])}", k): v for k, v in saved.items()}
+
+
+@known_bad("checkpoint", on=RESUMED)
+class ExpertsOfAnotherRank(ResumableExperts):
+    """Each rank loads the weights of experts that are not its own."""
+
+    def load_weights(self, saved):
+        super().load_weights({**saved, "weights": of_another_expert(saved["weights"])})
+
+
+@known_bad("checkpoint", on=RESUMED)
+class MomentumOfAnotherExpert(ResumableExperts):
+    """Weights are those of a rank's own experts, and what the optimizer remembers is that of others."""
+
+    def load_optimizer(self, saved):
+        super().load_optimizer({**saved, "optimizer": of_another_expert(saved["optimizer"])})
+
+
+@known_bad("checkpoint", on=RESUMED)
+class MomentumOfExpertsLost(ResumableExperts):
+    """The optimizer goes on with what it remembered of what all ranks have; that of experts begins anew."""
+
+    def load_optimizer(self, saved):
+        super().load_optimizer(saved)
+        for name, parameter in self.model.named_parameters():
+            if name.startswith("experts."):
+                del self.optimizer.state[parameter]

@@ -56,6 +56,30 @@ def average(job, model):
         parameter.grad /= job.world_size
 
 
+def own_scaler(job, *, first=2.0**16, factor=0.5, skip=None):
+    """Train with a loss scale of one's own, which is multiplied by ``factor`` at a step that is skipped.
+
+    ``skip(model, optimizer, scale)`` is what happens there, instead of saying so.
+    """
+    model = ddp(job) if job.world_size > 1 else job.model()
+    optimizer, scale = job.optimizer(model.parameters()), first
+    skip = skip or (lambda model, optimizer, scale: job.skipped(optimizer, scale))
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            (loss * scale).backward()
+            gradients = [parameter.grad for parameter in model.parameters()]
+            if all(bool(gradient.isfinite().all()) for gradient in gradients):
+                for gradient in gradients:
+                    gradient /= scale
+                optimizer.step()
+            else:
+                skip(model, optimizer, scale)
+                scale *= factor
+            optimizer.zero_grad()
+
+
 def windows(job, epoch):
     """Return an epoch's batches by accumulation window; the last window may be shorter."""
     batches = list(loader(job, epoch))

@@ -8,7 +8,7 @@ import reporting
 import torch
 import torch.distributed as dist
 from expect import known_good
-from loop import alone, average, ddp, loader, mesh_of, replicas, sharded, windows, zero
+from loop import alone, average, ddp, loader, mesh_of, own_scaler, replicas, sharded, windows, zero
 from otherwise import by_iterations, in_epochs, seeded, with_own_buffers
 from resumable import Run
 from torch import nn
@@ -504,6 +504,12 @@ def skipped_steps_not_counted(job):
 
     run.step = counting_step
     run.train()
+
+
+@known_good(on=["overflow/ddp/1x2/16", "overflow/ddp/1x3/16", "overflow/none/1x1/16", "mlp/ddp/1x2/16"])
+def a_loss_scaler_of_ones_own(job):
+    """It is no GradScaler, and says which steps it skips."""
+    own_scaler(job)
 
 
 @known_good(on=["random-masks/ddp/1x2/32", "random-masks/none/1x1/64"])

@@ -8,7 +8,7 @@ from expect import known_good
 from expert_trainer import ExpertParallel
 from loop import ddp, loader, sharded
 from mesh_trainer import Reduced
-from resumable_shards import ResumableShards
+from resumable_shards import ResumableExperts, ResumableLayers, ResumableShards
 from sequence_trainer import SequenceParallel
 from shard_trainer import Sharded
 from tensor_trainer import ActivationsInParts, TensorParallel, TensorParallelExperts
@@ -97,6 +97,16 @@ class StatisticsOfOwnSamples(Sharded):
 )
 class ResumedWithOtherShards(ResumableShards):
     """What was saved on one mesh is read on another one."""
+
+
+@known_good(on=["checkpoint-elastic/tp/1x2/32", "checkpoint-elastic/tp/1x3/32", "checkpoint-elastic/ddp+tp/2x2/32"])
+class ResumedWithOtherLayers(ResumableLayers):
+    """Layers were divided among three ranks, and are now among two, or the other way round."""
+
+
+@known_good(on=["checkpoint-experts/ep/1x2/32", "checkpoint-experts/ep/1x3/32", "checkpoint-experts/ep/1x4/32"])
+class ResumedWithOtherExperts(ResumableExperts):
+    """Of four experts a rank had one or two, and has others now."""
 
 
 @known_good(on=["lm-tokens/sp/1x3/32", "lm-tokens/sp/1x4/64", "transformer/sp/1x3/64"])

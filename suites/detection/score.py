@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+PRECISIONS = ("64", "32", "16", "bf16")
+"""In the order of the tables."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class Tried:
     ``steps`` is how many steps the evidence needed until the first bad finding, None where nothing was found.
     ``error`` is the largest error that was measured, in multiples of the largest that a right trainer may show, None
     where nothing was measured (samples are counted, exact workloads compare bits).
-    ``in_parts``: ranks hold parts of a model, or of a sequence.
+    ``mesh`` is the backend where ranks hold parts of a model, or of a sequence, None where they do not.
     """
 
     family: str
@@ -31,7 +34,7 @@ class Tried:
     precision: str = "32"
     error: float | None = None
     nameless: bool = False
-    in_parts: bool = False
+    mesh: str | None = None
 
 
 def table(tried: Sequence[Tried]) -> list[str]:
@@ -56,34 +59,42 @@ def table(tried: Sequence[Tried]) -> list[str]:
         f"steps needed: {_steps(seen, statistics.median)} in the median, {_steps(seen, max)} at most",
         "",
     ]
-    in_parts = [[one for one in tried if one.in_parts] for tried in (seen, good)]
+    meshes = [[one for one in tried if one.mesh is not None] for tried in (seen, good)]
     return [
         *lines,
-        *margins(seen, good),
+        *margins("precision", seen, good, lambda one: (one.precision,)),
         "",
         "where ranks hold parts of a model or of a sequence:",
         "",
-        *margins(*in_parts),
+        *margins("precision", *meshes, lambda one: (one.precision,)),
+        "",
+        *margins("mesh, precision", *meshes, lambda one: (one.mesh, one.precision)),
     ]
 
 
-def margins(bad: Sequence[Tried], good: Sequence[Tried]) -> list[str]:
-    """Return, for each precision, how near a right trainer came to the limit and how near a wrong one stayed to it."""
+def margins(
+    name: str, bad: Sequence[Tried], good: Sequence[Tried], group: Callable[[Tried], tuple[str, ...]]
+) -> list[str]:
+    """Return how near right trainers came to the limit and how near wrong ones stayed to it: a row each ``group``.
+
+    A group ends with a precision. ``name`` is the heading of the groups.
+    """
     lines = [
-        "| precision | right: most × limit | wrong: least × limit | margin, decades | least wrong |",
+        f"| {name} | right: most × limit | wrong: least × limit | margin, decades | least wrong |",
         "|---|---|---|---|---|",
     ]
-    for precision in ("64", "32", "16", "bf16"):
-        right, wrong = (
-            [one for one in tried if one.precision == precision and one.error is not None and one.caught is caught]
-            for tried, caught in ((good, False), (bad, True))
-        )
-        most = max((one.error for one in right), default=None)
-        least = min(wrong, key=lambda one: one.error, default=None)
+    right, wrong = (
+        [one for one in tried if one.error is not None and one.caught is caught]
+        for tried, caught in ((good, False), (bad, True))
+    )
+    for own in sorted({*map(group, right), *map(group, wrong)}, key=lambda own: (*own[:-1], PRECISIONS.index(own[-1]))):
+        errors = [one.error for one in right if group(one) == own]
+        caught = [one for one in wrong if group(one) == own]
+        most, least = max(errors, default=None), min(caught, key=lambda one: one.error, default=None)
         cells = (
-            precision,
-            "" if most is None else f"{most:.2g} ({len(right)} cells)",
-            "" if least is None else f"{least.error:.2g} ({len(wrong)} cells)",
+            ", ".join(own),
+            "" if most is None else f"{most:.2g} ({len(errors)} cells)",
+            "" if least is None else f"{least.error:.2g} ({len(caught)} cells)",
             f"{math.log10(least.error / most):.1f}" if least is not None and most else "",
             "" if least is None else least.cell,
         )

@@ -137,7 +137,7 @@ class ShardsOfWeightsInAnotherOrder(ResumableShards):
     """Weights are put together from shards in the wrong order."""
 
     def load_weights(self, saved):
-        weights = {name: in_another_order(value, saved["shards"]) for name, value in saved["weights"].items()}
+        weights = {name: in_another_order(value, saved["mesh"]["shard"]) for name, value in saved["weights"].items()}
         super().load_weights({**saved, "weights": weights})
 
 
@@ -145,12 +145,8 @@ class ShardsOfWeightsInAnotherOrder(ResumableShards):
 class ShardsOfMomentumInAnotherOrder(ResumableShards):
     """What the optimizer remembers is put together from shards in the wrong order."""
 
-    def load_optimizer(self, saved):
-        self.shards = saved["shards"]
-        super().load_optimizer(saved)
-
-    def shard_of_state(self, value):
-        return super().shard_of_state(in_another_order(value, self.shards))
+    def own_state(self, value, parameter):
+        return super().own_state(in_another_order(value, self.saved_mesh["shard"]), parameter)
 
 
 @known_bad("checkpoint", on=RESUMED_CELLS)
@@ -180,3 +176,27 @@ class OnlyTheFirstReplicaLoads(ResumableShards):
     def load_weights(self, saved):
         if self.group("replicate").rank() == 0:
             super().load_weights(saved)
+
+
+@known_bad("checkpoint", on=failing("checkpoint", *RESUMED, precisions=["32"]))
+class MomentumOfTheOldShards(ResumableShards):
+    """Each rank takes what the rank of its number remembered, as if shards were still the same."""
+
+    def own_state(self, value, parameter):
+        return self.old_part(value, parameter)
+
+
+@known_bad("checkpoint", on=RESUMED_CELLS)
+class WeightsOfTheFirstShard(ResumableShards):
+    """Every rank loads the file of the first one."""
+
+    def own_weight(self, value, parameter):
+        return self.first_part(value, parameter)
+
+
+@known_bad("checkpoint", on=RESUMED_CELLS)
+class MomentumOfTheFirstShard(ResumableShards):
+    """Every rank loads its own weights, and what the first one remembered of its shards."""
+
+    def own_state(self, value, parameter):
+        return self.first_part(value, parameter)

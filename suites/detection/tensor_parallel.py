@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from expect import any_check, failing, known_bad
 from mesh_trainer import Copied
+from resumable_shards import ResumableLayers
 from tensor_trainer import ActivationsInParts, TensorParallel, TensorParallelExperts
 
 SCALED = failing("gradients", "mlp/tp/1x2", "lm-tokens/tp/1x3", "mlp/ddp+tp/1x6") | any_check("mlp/tp/1x2/bf16")
@@ -189,3 +190,22 @@ class BiasesBeginDifferently(TensorParallel):
         for layer in self.plan(model)[1]:
             if layer.bias is not None:
                 torch.nn.init.normal_(layer.bias)
+
+
+RESUMED = ("checkpoint-elastic/tp/1x2", "checkpoint-elastic/tp/1x3", "checkpoint-elastic/ddp+tp/2x2")
+
+
+@known_bad("checkpoint", on=failing("checkpoint", *RESUMED, precisions=["32"]))
+class MomentumOfTheOldParts(ResumableLayers):
+    """Each rank takes what the rank of its number remembered when layers were divided among other ranks."""
+
+    def own_state(self, value, parameter):
+        return self.old_part(value, parameter)
+
+
+@known_bad("checkpoint", on=failing("checkpoint", *RESUMED, precisions=["32"]))
+class WeightsOfTheOldParts(ResumableLayers):
+    """Each rank loads the file of the rank of its number, cut or filled up to what it has now."""
+
+    def own_weight(self, value, parameter):
+        return self.old_part(value, parameter)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.core.backend import BACKENDS, Held
+from harness.core.backend import BACKENDS, Held, resized
 from harness.core.mesh import HeldPart, Mesh
 from harness.core.topology import Topology
 
@@ -90,6 +90,20 @@ def test_each_backend_is_tried_first_on_the_smallest_topology_that_it_fits():
         "hsdp": "1x4", "tp": "1x2", "ddp+tp": "1x4", "fsdp+tp": "1x4", "sp": "1x2", "ep": "1x2", "pp": "1x2",
         "balanced": "1x2", "hsdp+tp": "1x8", "cp": "1x2",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "now", "before"),
+    [
+        ("ddp", "1x3", "1x2"), ("fsdp", "1x2", "1x3"), ("ddp", "2x2", "2x1"), ("tp", "1x4", "1x3"),
+        ("hsdp", "1x4", "1x6@2x3"), ("fsdp+tp", "1x6", "1x6@2x3"), ("fsdp+tp", "1x8@2x4", "1x8@4x2"),
+        ("hsdp", "2x2", "2x3@2x3"), ("ddp+tp", "2x4", "2x4@4x2"), ("balanced", "1x2", "1x3"),
+    ],
+)  # fmt: skip
+def test_another_mesh_divides_what_is_divided_otherwise(backend, now, before):
+    other = resized(Topology.parse(now), BACKENDS[backend])
+    assert str(other) == before
+    assert BACKENDS[backend].fits(other)
 
 
 def test_a_name_is_registered_for_one_backend_only():

@@ -79,3 +79,19 @@ def test_a_trainer_counts_as_caught_if_all_of_its_cells_are(score):
     assert "not examined yet: c" in lines
     assert "steps needed: 1 in the median, 3 at most" in lines
     assert "| sync | 2 | 4 | 3 | 2 | 1 | 3 |" in lines
+
+
+def test_each_mesh_has_margins_of_its_own(score):
+    def one(trainer, mesh, caught, error, precision="32"):
+        return score.Tried("sync", trainer, "cell", caught, caught, False, 1, precision, error, mesh=mesh)
+
+    right = [one("good", "tp", False, 0.2), one("good", "tp", False, 0.1), one("good", None, False, 0.5)]
+    wrong = [one("bad", "tp", True, 20.0), one("bad", "pp", True, 9.0, "bf16"), one("bad", None, True, 5.0)]
+    rows = score.margins("mesh, precision", wrong[:2], right[:2], lambda one: (one.mesh, one.precision))
+    assert rows[2:] == [
+        "| pp, bf16 |  | 9 (1 cells) |  | cell |",
+        "| tp, 32 | 0.2 (2 cells) | 20 (1 cells) | 2.0 | cell |",
+    ]
+    assert "| 32 | 0.5 (3 cells) | 5 (2 cells) | 1.0 | cell |" in score.margins(
+        "precision", wrong, right, lambda one: (one.precision,)
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from harness.core.backend import BACKENDS
@@ -9,6 +11,7 @@ from harness.core.errors import PlanError
 from harness.core.topology import Topology
 from harness.planning.meshes import parse_mesh
 from harness.planning.plan import Matrix, plan
+from harness.subjects.declare import CAPABILITIES
 from tests.plan.test_plan import EVERYTHING
 
 
@@ -69,3 +72,27 @@ def test_ranks_of_a_chosen_mesh_have_its_coordinates():
     assert asked.mesh(topology).coordinates(5) == {"shard": 1, "tp": 1}
     assert asked.replicas(topology) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert asked.part(5, topology).index == 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "refusal"),
+    [
+        ("shard=2,tp=2", None),
+        ("shard=3,tp=3", "checkpoint-elastic has batches of 27 samples on 9 devices, and of 24 on 12"),
+        ("dp=5", "checkpoint-elastic has batches of 25 samples on 5 devices, and of 24 on 4"),
+        ("stage=4", None),
+        ("stage=5", "the model of checkpoint-elastic has too few blocks for 5 stages: 4"),
+    ],
+)
+def test_an_elastic_training_fits_both_of_its_meshes_and_has_the_same_batches_there(mesh, refusal):
+    able = replace(EVERYTHING, capabilities=CAPABILITIES)
+    matrix = Matrix(gpus=4, workloads=("checkpoint-elastic",), precisions=("32",), meshes=(parse_mesh(mesh),))
+    assert [one.refusal for one in plan(matrix, [able])] == [refusal]
+
+
+def test_experts_suffice_for_both_meshes_of_an_elastic_training():
+    able = replace(EVERYTHING, capabilities=CAPABILITIES)
+    matrix = Matrix(gpus=4, workloads=("checkpoint-experts",), precisions=("32",), meshes=(parse_mesh("ep=5"),))
+    assert [one.refusal for one in plan(matrix, [able])] == [
+        "the model of checkpoint-experts has 4 experts for 5 ranks"
+    ]

@@ -156,6 +156,17 @@ def _accumulates_unasked(case: TraceCase) -> Iterator[Match]:
             yield _window_match(taken, expected)
 
 
+def _skipped_unseen(case: TraceCase) -> Iterator[Match]:
+    """In float16 some steps are missing, and their batches are the next step's, in no regular windows."""
+    analysis = case.analysis
+    if not (analysis.cell.arithmetic.scaled and analysis.workload.accumulate == 1 and (windows := _windows(case))):
+        return
+    taken, expected = windows
+    regular = list(replace(analysis.epochs, accumulate=max(taken)).lengths)
+    if max(taken) > 1 and taken != regular and sum(taken) <= sum(expected) and len(taken) < len(expected):
+        yield _window_match(taken, expected)
+
+
 def _listed(counts: list[int]) -> str:
     return ", ".join(map(str, counts[:8])) + (", …" if len(counts) > 8 else "")
 
@@ -194,6 +205,9 @@ BATCHES_PER_STEP = (
     StepHypothesis("windows-of-another-length", "accumulation", _other_windows,
         "steps used {taken} micro-batches, not {expected}",
         "when does the trainer decide that a window is complete?", 210),
+    StepHypothesis("skipped-unseen", "amp", _skipped_unseen,
+        "steps used {taken} batches: some were skipped, and not by a GradScaler, of which that would be recorded",
+        "does the trainer have a loss scaler of its own? Call job.skipped() where it skips a step", 205),
     StepHypothesis("accumulates-unasked", "accumulation", _accumulates_unasked,
         "steps used {taken} batches, although the workload does not accumulate",
         "does the trainer accumulate by default?", 200),

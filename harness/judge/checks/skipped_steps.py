@@ -1,4 +1,4 @@
-"""Where the GradScaler skipped a step, did the weights stay, and was there a reason to skip?"""
+"""Where a step was skipped, did the weights stay, and was there a reason to skip?"""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from harness.judge.trace_analysis import TraceAnalysis
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
     """A skipped step had a gradient that is not finite; it leaves the weights unchanged and lowers the scale.
 
-    The factor, and when the scale grows again, are the GradScaler's choice. None where no step was skipped.
+    The factor, and when the scale grows again, are the loss scaler's choice. Of a trainer that has a scaler of its own
+    the gradients of such a step are not recorded. None where no step was skipped.
     """
-    count = 0
+    count = unseen = 0
     for trace in analysis.trace.ranks:
         for index, step in enumerate(trace.steps):
             if not step.skipped:
                 continue
             count += 1
+            unseen += not step.gradients
             following = trace.steps[index + 1].scale if index + 1 < len(trace.steps) else None
             if (flaw := _flaw(step, following)) is not None:
                 cause, observed, parameter = flaw
                 return failed(
                     "skipped-steps",
-                    f"the GradScaler skipped a step, but {observed}",
+                    f"the loss scaler skipped a step, but {observed}",
                     cause=cause,
                     family="amp",
                     step=index,
@@ -35,7 +37,8 @@ def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
                 )
     if count == 0:
         return None
-    return passed("skipped-steps", f"{count} skipped steps, over all ranks, left the weights unchanged")
+    message = f"{count} skipped steps, over all ranks, left the weights unchanged"
+    return passed("skipped-steps", f"{message}; the gradients of {unseen} were not recorded" if unseen else message)
 
 
 def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
@@ -43,7 +46,7 @@ def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | 
     moved = [name for name in step.after if not torch.equal(step.before[name], step.after[name])]
     if moved:
         return "moved-when-skipped", f"{len(moved)} of {len(step.after)} parameters changed", moved[0]
-    if all(bool(torch.isfinite(gradient).all()) for gradient in step.gradients.values()):
+    if step.gradients and all(bool(torch.isfinite(gradient).all()) for gradient in step.gradients.values()):
         return "skipped-for-nothing", "every gradient was finite", None
     if following is not None and step.scale is not None and following >= step.scale:
         return "scale-not-lowered", f"its scale of {step.scale:.0f} was {following:.0f} at the next step", None

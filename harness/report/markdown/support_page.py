@@ -47,7 +47,7 @@ def support_page(run: Run) -> str:
     cells, table = cell_table(run), support_table(run)
     blocks = [
         "# Plumbline: support table",
-        _facts(run),
+        run_facts(run),
         _devices(run, table),
         *_warnings(run, cells),
         *_side_by_side(run),
@@ -56,8 +56,8 @@ def support_page(run: Run) -> str:
         _legend(run),
         "## What went wrong",
         *(markdown(" ".join(summary.sentences)) for summary in subject_causes(run)),
-        _findings(run),
-        *_known(run),
+        findings_section(run),
+        *known_section(run),
     ]
     return "\n\n".join(blocks) + "\n"
 
@@ -90,7 +90,8 @@ def _line(parts: Sequence[str]) -> str:
     return f"| {' | '.join(parts)} |"
 
 
-def _facts(run: Run) -> str:
+def run_facts(run: Run) -> str:
+    """Return what ran, when, with which software, and where."""
     header, machine = run.header, run.header.fingerprint
     facts = {
         "run": f"{markdown_code(header.run_id)}, started {header.started:%Y-%m-%d %H:%M:%S} UTC",
@@ -134,7 +135,8 @@ def _legend(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _findings(run: Run) -> str:
+def findings_section(run: Run) -> str:
+    """Return what went wrong, with the command that repeats it."""
     wrong = [result for findings in wrong_cells(run) for result in findings]
     if not wrong:
         return nothing_went_wrong(run)
@@ -144,7 +146,7 @@ def _findings(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _known(run: Run) -> Iterable[str]:
+def known_section(run: Run) -> Iterable[str]:
     """Yield the expected failures by reason, each with its cells and their checks."""
     reasons = known_failures(run)
     if reasons:

@@ -246,9 +246,19 @@ class Recorder(StepHooks):
         last = self.steps[-1] if self.steps else None
         result = step()
         if (self.steps[-1] if self.steps else None) is last:
-            weights = self._current_weights()
-            self._append(optimizer, last.after if last else weights, self._received(optimizer), weights, skipped=True)
+            self._append_skipped(optimizer, self._received(optimizer))
         return result
+
+    def skipped(self, optimizer: Optimizer, scale: float) -> None:
+        """Take down a step that was skipped, of which no gradient is there to be seen."""
+        self._scale = scale
+        self._append_skipped(optimizer, {})
+        self._scale = None  # that of the next step is the trainer's own affair
+
+    def _append_skipped(self, optimizer: Optimizer, gradients: Tensors) -> None:
+        weights = self._current_weights()
+        before = self.steps[-1].after if self.steps else weights
+        self._append(optimizer, before, gradients, weights, skipped=True)
 
     def _weights(self) -> Tensors:
         if self._model is None:
