@@ -72,8 +72,11 @@ class Options:
         refuse_unfit_workloads(self.own_workloads, self.matrix)
 
     def _asked_of_launcher(self, say: Callable[[str], None]) -> LauncherOptions:
+        gpus = max(topology.gpus for topology in self.matrix.topologies)
         return LauncherOptions(
             nodes=max(topology.num_nodes for topology in self.matrix.topologies),
+            gpus=gpus,
+            cuda_devices=0 if self.matrix.accelerator == "cpu" else 1 if self.settings.oversubscribe else gpus,
             subjects=len(self.interpreters),
             rendezvous=self._given["rendezvous"],
             node_command=self._given["node_command"],

@@ -101,7 +101,7 @@ def add_options(add: Callable[..., object]) -> None:
         "--launcher",
         default="local",
         metavar="NAME",
-        help="what starts ranks: local, torchrun, slurm (in this job), hosts (default: %(default)s)",
+        help="what starts ranks: local, torchrun, slurm (in this job), hosts, ray (default: %(default)s)",
     )
     add(
         "--rendezvous",

@@ -15,6 +15,9 @@ from typing import Any
 TOKEN = "PLUMBLINE_TOKEN"
 """The variable with the secret by which a launcher knows its own nodes."""
 
+NODE_NAME = "PLUMBLINE_NODE_NAME"
+"""The variable with the name that the cluster has for this node, where that is not its host's."""
+
 CONNECT_TIMEOUT_S = 30.0
 """Time in which the launcher must be reached, and in which it must get a node's first message."""
 
@@ -53,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "event": "hello",
         "token": token,
         "node": int(node),
-        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "host": os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "launcher": host,
         **_way_to_others(connection),
         **_counts_from_starter(),
