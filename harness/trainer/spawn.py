@@ -64,6 +64,8 @@ def run_ranks(trainer: Any, module: Module, ckpt_path: Any) -> dict[str, Any]:
                 if process.is_alive():
                     process.kill()
                     process.join()
+            for file in context.error_files:  # torch leaves the one of each rank that raised
+                Path(file).unlink(missing_ok=True)
         if not os.path.exists(result):
             raise RankError(f"Rank {first} ended without a result: something in it called exit.", first)
         return read(result)

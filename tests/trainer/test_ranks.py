@@ -195,7 +195,9 @@ def test_a_stream_that_shards_unevenly_does_not_hang(problem, tmp_path):
     assert [len(rank) for rank in problem.logged(tmp_path, 2)] == [6, 6]
 
 
-def test_an_error_on_a_rank_comes_back_and_ends_the_others(problem):
+def test_an_error_on_a_rank_comes_back_and_ends_the_others(problem, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
     class Fails(problem.Regression):
         def training_step(self, batch, batch_idx):
             if self.trainer.rank == 1 and batch_idx == 1:
@@ -213,6 +215,7 @@ def test_an_error_on_a_rank_comes_back_and_ends_the_others(problem):
 
     with pytest.raises(RankError, match=r"Rank \d ended"):
         ddp(2).fit(Exits())
+    assert not [*tmp_path.glob("pytorch-errorfile-*"), *tmp_path.glob("trainer-*")]
 
 
 def test_an_unused_weight_is_named_at_once(problem):
