@@ -38,9 +38,9 @@ def trace_of(ranks):
 def asked(cell_of):
     """Return what the check of samples says of the draws of each rank."""
 
-    def ask(ranks, behavior=ITERATIONS):
+    def ask(ranks, behavior=ITERATIONS, workload=MLP):
         cell = cell_of("mlp", "ddp", f"1x{len(ranks)}")
-        return samples(TraceAnalysis(trace_of(ranks), MLP, cell, behavior))
+        return samples(TraceAnalysis(trace_of(ranks), workload, cell, behavior))
 
     return ask
 
@@ -112,6 +112,30 @@ def test_undeclared_draws_with_replacement_are_no_epochs(asked):
     finding = asked(drawn(2, 0, with_replacement), ORDINARY)
     assert (finding.outcome, finding.cause) == (Outcome.FAILED, "drawn-twice-by-a-rank")
     assert "data='iterations'" in finding.message
+
+
+class FewSamples(type(MLP)):
+    """Two epochs of eight samples: what a rank draws in the first, it often draws in the second."""
+
+    name = "few-samples"
+    batch_size = 4
+    steps_per_epoch = 2
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_few_samples_may_come_in_the_same_order_by_chance(asked, world):
+    workload = FewSamples()
+    for seed in range(100):
+        generator = random.Random(seed)
+        epochs = [generator.sample(range(8), 8) for _ in range(2)]
+        share = 4 // world
+        ranks = [
+            [tuple(ids[start + rank : start + 4 : world]) for ids in epochs for start in (0, 4)]
+            for rank in range(world)
+        ]
+        assert all(len(batch) == share for own in ranks for batch in own)
+        finding = asked(ranks, ORDINARY, workload)
+        assert finding.outcome is Outcome.PASSED, (seed, finding.message)
 
 
 def test_a_sample_that_is_drawn_twice_meets_each_of_its_masks():

@@ -5,13 +5,16 @@ Where the subject declares that its data comes by iterations, there are no epoch
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 
 from harness.core.finding import Finding
 from harness.judge import sampler_draws
 from harness.judge.causes.registry import explain
 from harness.judge.causes.samples import sample_case
 from harness.judge.findings import Vacuous, failed, passed
+from harness.judge.oracle.dropout_masks import surprise_limit
 from harness.judge.sampler_draws import drawn
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -143,9 +146,16 @@ def _shards_kept(analysis: TraceAnalysis, windows: int) -> str | None:
         ]
         for trace in analysis.trace.ranks
     ]
-    if all(len(epochs) > 1 and all(shard == epochs[0] for shard in epochs) for epochs in shards):
+    kept = all(len(epochs) > 1 and all(shard == epochs[0] for shard in epochs) for epochs in shards)
+    if kept and _beyond_chance([len(epochs[0]) for epochs in shards], len(shards[0]) - 1):
         return "every rank draws the same samples in every epoch: shards are fixed, and shuffled only inside"
     return None
+
+
+def _beyond_chance(sizes: Sequence[int], times: int = 1) -> bool:
+    """Return whether chance explains no more that samples fell so often into the same sets, of these sizes."""
+    arrangements = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
+    return times * arrangements > surprise_limit(1)
 
 
 def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | None:
@@ -153,7 +163,9 @@ def _order(epochs: list[Used], analysis: TraceAnalysis, expected: int) -> str | 
     who = "the workload" if analysis.behavior.shuffle == "job" else "the subject, by its declaration,"
     if analysis.shuffles:
         shared = min(len(epoch) for epoch in steps)
-        if len(steps) > 1 and shared > 1 and steps[0][:shared] == steps[1][:shared]:
+        alike = len(steps) > 1 and steps[0][:shared] == steps[1][:shared]
+        rest = expected - sum(map(len, steps[0][:shared]))
+        if alike and _beyond_chance([*map(len, steps[0][:shared]), max(rest, 0)]):
             return f"epoch 1 has the order of epoch 0 although {who} shuffles"
         return None
     for number, epoch in enumerate(steps):
