@@ -158,8 +158,11 @@ def _counts_from_starter() -> dict[str, int | None]:
 def _software_and_devices() -> dict[str, Any]:
     import torch
 
+    from harness.worker.package_hash import package_hash
+
     python = ".".join(map(str, sys.version_info[:2]))
-    return {"torch": torch.__version__, "python": python, "devices": _cuda_devices()}
+    versions = {"torch": torch.__version__, "python": python, "plumbline": package_hash()}
+    return {**versions, "devices": _cuda_devices()}
 
 
 def _cuda_devices() -> int:

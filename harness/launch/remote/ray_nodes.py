@@ -78,7 +78,7 @@ def main() -> None:
 
 def _connect(options: argparse.Namespace) -> None:
     """Connect to the cluster, or start one; exits with what Ray says where it cannot."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}
     given: dict[str, Any] = {"address": options.address}
     if options.temp_dir:
         # Its own secret, so that no other user of this machine can have it run anything; Ray listens on all interfaces.
