@@ -141,6 +141,7 @@ class Comparison:
             _until(lambda: all(rank.exists() for rank in ranks))
             host = pool.hosts[lost] if isinstance(pool, RemotePool) else ""
             if name == "ray" and self._cluster:
+                host = f"node{lost}"  # whichever ranks Ray put there
                 self._cluster.kill(lost)
             else:
                 os.kill(int(ranks[-1].read_text()), signal.SIGKILL)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 END_TIMEOUT_S = 2.0
@@ -72,13 +73,16 @@ def main() -> None:
             f"Ray has not placed {_wanted(options)} in {options.timeout:.0f} s: {_present(ray.nodes())}; "
             f"of all that, free is {_shown(ray.available_resources())}"
         )
-    _serve(group, options, environment)
-    ray.shutdown()
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        # Ray prints the logs of every raylet of the cluster that ends.
+        code = _serve(group, options, environment)
+        ray.shutdown()
+    sys.exit(code)
 
 
 def _connect(options: argparse.Namespace) -> None:
     """Connect to the cluster, or start one; exits with what Ray says where it cannot."""
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_COLOR_PREFIX": "0"}
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     given: dict[str, Any] = {"address": options.address}
     if options.temp_dir:
         # Its own secret, so that no other user of this machine can have it run anything; Ray listens on all interfaces.
@@ -94,8 +98,8 @@ def _connect(options: argparse.Namespace) -> None:
         sys.exit(f"no way into Ray's cluster ({options.address or 'started here'}): {type(error).__name__}: {error}")
 
 
-def _serve(group: Any, options: argparse.Namespace, environment: Mapping[str, str]) -> None:
-    """Run a server on each node of ``group``; exits with the node's name when one ends badly."""
+def _serve(group: Any, options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    """Run a server on each node of ``group`` until all have ended, or one badly, and tell how; return the exit code."""
     import ray
     from ray.exceptions import RayError
     from ray.util.placement_group import placement_group_table
@@ -120,11 +124,13 @@ def _serve(group: Any, options: argparse.Namespace, environment: Mapping[str, st
         try:
             matter = ray.get(ended)
         except RayError as error:
-            matter = f"Ray ended its actor: {error}"
+            matter = f"Ray has lost its actor: {error}"
         if matter:
-            print(f"{name}: {matter}", file=sys.stderr, flush=True)
-            ray.wait(list(running), num_returns=len(running), timeout=END_TIMEOUT_S) if running else None
-            sys.exit(1)
+            print(f"{name}: {matter}", file=sys.__stderr__, flush=True)
+            if running:
+                ray.wait(list(running), num_returns=len(running), timeout=END_TIMEOUT_S)
+            return 1
+    return 0
 
 
 def too_small(nodes: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str | None:
