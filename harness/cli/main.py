@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "show": "show everything that a run knows about one cell",
     "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
     "submit": "run the matrix on a SLURM cluster, as one job array",
+    "hunt": "search for training problems on which a trainer is wrong, and shrink what is found",
     "doctor": "check whether this machine is fit for a run: devices, links, communication, limits, versions",
 }
 """What each command does, in a line. Module ``harness.cli.x_y`` has command ``x-y``; its ``add_to`` declares it."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from harness.core.backend import BACKENDS, Backend, resized
 from harness.core.precision import PRECISIONS, Precision
@@ -25,6 +27,12 @@ class Cell:
     accelerator: str
     seed: int | None = None
     workload_locator: str | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Cell:
+        """Undo ``dataclasses.asdict``, after a way through JSON."""
+        topology = values["topology"]
+        return cls(**{**values, "topology": Topology(**{**topology, "mesh": tuple(topology["mesh"])})})
 
     @property
     def id(self) -> str:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from harness.core.cell import Cell
-from harness.core.topology import Topology
 from harness.evidence.tensor_store import FOLDER, TensorStore
 from harness.evidence.trace import STORE_ABOVE
 
@@ -88,7 +87,4 @@ class Assignment:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Assignment:
         """Undo :meth:`to_json`."""
-        cell = dict(values["cell"])
-        topology = cell["topology"]
-        cell["topology"] = Topology(**{**topology, "mesh": tuple(topology["mesh"])})
-        return cls(**{**values, "cell": Cell(**cell), "devices": tuple(values["devices"])})
+        return cls(**{**values, "cell": Cell.from_json(values["cell"]), "devices": tuple(values["devices"])})

@@ -1,0 +1,104 @@
+"""``plumbline hunt``: search for problems on which a trainer is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from harness.core.errors import PlanError
+from harness.core.exit_codes import TROUBLE, USAGE
+
+if TYPE_CHECKING:
+    from harness.hunt.corpus import Corpus
+    from harness.hunt.search import Search
+
+
+def add_to(commands: Any) -> None:
+    """Declare the command's arguments."""
+    command = commands.add_parser("hunt", description=hunt.__doc__)
+    command.add_argument("--subject", required=True, metavar="WHAT", help="a trainer, as for the suites")
+    command.add_argument("--minutes", type=_minutes, default=10.0, metavar="M", help="search for so long (default: 10)")
+    command.add_argument("--seed", type=int, metavar="S", help="draw from here on (default: where the last one ended)")
+    command.add_argument("--gpus", type=int, default=4, metavar="K", help="devices of the largest cell (default: 4)")
+    command.add_argument(
+        "--folder", type=Path, metavar="DIR", help="corpus of failures (default: reports/hunt/SUBJECT)"
+    )
+    command.add_argument("--again", action="store_true", help="draw nothing: train the corpus' problems once more")
+    command.set_defaults(do=hunt)
+
+
+def hunt(options: argparse.Namespace) -> int:
+    """Draw training problems, train them on one of the subject's cells each, and judge them. Shrink what fails.
+
+    A failure is shrunk to the plainest problem that fails with the same cause, and written to the corpus, a file each
+    that ``--workload`` takes. Causes that are in the corpus, or expected of the subject, are not searched again.
+
+    Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid usage.
+    """
+    try:
+        from harness.hunt.corpus import Corpus
+        from harness.hunt.subject import started
+    except ModuleNotFoundError as error:
+        if error.name != "hypothesis":
+            raise
+        print(
+            "plumbline: hunt draws problems with hypothesis, which is not installed: pip install 'plumbline[hunt]'",
+            file=sys.stderr,
+        )
+        return TROUBLE
+    try:
+        with tempfile.TemporaryDirectory(prefix="plumbline-") as scratch:
+            search = started(options.subject, options.gpus, Path(scratch))
+            with closing(search.pool):
+                corpus = Corpus(options.folder or Path("reports", "hunt", search.declared.name))
+                return _again(search, corpus) if options.again else _search(search, corpus, options)
+    except PlanError as error:
+        print(f"plumbline: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _search(search: Search, corpus: Corpus, options: argparse.Namespace) -> int:
+    from harness.hunt.problem_file import in_words
+    from harness.hunt.search import Failure
+
+    def tell(failure: Failure) -> None:
+        file = corpus.add(failure)
+        print(f"\n{failure.cause}\n  {failure.drawn.cell.id}\n  {in_words(failure.drawn.recipe)}")
+        print(f"  {failure.finding.message}\n  {file}", flush=True)
+
+    search.known |= corpus.causes
+    first = corpus.progress["rounds"] if options.seed is None else options.seed
+    try:
+        search.run(options.minutes * 60, first, tell)
+    finally:
+        corpus.went_on(search.counts)
+        counts = search.counts
+        print(
+            f"\n{counts['drawn']} problems drawn: {counts['trained']} trained and judged, {counts['failed']} failed, "
+            f"{counts['unfit']} not fit for judging, {counts['vacuous']} that could show nothing; "
+            f"{counts['causes']} new causes"
+        )
+    return int(counts["causes"] > 0)
+
+
+def _again(search: Search, corpus: Corpus) -> int:
+    still = 0
+    for found in corpus:
+        failure = search.train(found.drawn)
+        same = failure is not None and failure.cause == found.cause
+        answer = "fails as before" if same else "right" if failure is None else f"fails otherwise: {failure.cause}"
+        print(f"{found.drawn.cell.id}  {found.cause}  {answer}", flush=True)
+        still += failure is not None
+    return int(still > 0)
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not (minutes > 0 and math.isfinite(minutes)):
+        raise argparse.ArgumentTypeError(f"{text} is no number of minutes: give one above 0")
+    return minutes

@@ -1,0 +1,76 @@
+"""Problems at random: recipes that a subject says it can train, on the cells that it says it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+
+from harness.core.cell import Cell
+from harness.planning.declaration import Declaration
+from harness.workloads.generated import INPUTS, LAYERS, LOSSES, OPTIMIZERS, SCHEDULES, Recipe
+
+MOST_LAYERS = 5
+WIDTHS = (1, 3, 5, 8)
+ASKS = {
+    "several": "several-optimizers",
+    "unused": "unused-parameters",
+    "frozen": "frozen-parameters",
+    "sparse-tokens": "sparse-gradients",
+}
+"""Words of a recipe that ask a trainer for a capability."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A recipe, and the cell it is to be trained on. The cell's workload is a placeholder."""
+
+    recipe: Recipe
+    cell: Cell
+
+
+def problems(declared: Declaration, cells: Sequence[Cell]) -> st.SearchStrategy[Drawn]:
+    """Return recipes that need nothing beyond what is declared, each on one of ``cells``: the simplest come first."""
+    return st.builds(Drawn, recipes(declared.capabilities), st.sampled_from(list(cells)))
+
+
+@st.composite
+def recipes(draw: st.DrawFn, capabilities: frozenset[str]) -> Recipe:
+    """Draw a recipe. Shrunk, it is a linear layer with a mean loss and SGD, on one batch of few samples."""
+    inputs = draw(st.sampled_from(_allowed(INPUTS, capabilities)))
+    sparse = inputs == "sparse-tokens"
+    tokens = inputs in ("tokens", "sparse-tokens")
+    optimizer = draw(st.sampled_from(["sgd"] if sparse else _allowed(OPTIMIZERS, capabilities)))
+    # Optimizers that take turns see the micro-batches of a window at different weights, so there is no one gradient.
+    accumulates = "accumulation" in capabilities and optimizer != "several"
+    return Recipe(
+        inputs=inputs,
+        layers=tuple(draw(st.lists(_layers(capabilities), max_size=MOST_LAYERS))),
+        loss=draw(st.sampled_from([one for one in LOSSES if tokens or one != "token-mean"])),
+        optimizer=optimizer,
+        schedule=draw(st.sampled_from(SCHEDULES)) if "scheduler" in capabilities else "none",
+        batch_size=draw(st.integers(1, 24)),
+        steps_per_epoch=draw(st.integers(1, 4)),
+        epochs=draw(st.integers(1, 2)),
+        left_out=draw(st.integers(0, 12)),
+        accumulate=draw(st.integers(1, 3)) if accumulates else 1,
+        clip_norm=draw(st.sampled_from([None, 0.05, 1.0, 100.0]))
+        if "clipping" in capabilities and not sparse
+        else None,
+        validate_every=draw(st.sampled_from([None, 1, 2])) if "validation" in capabilities else None,
+        shuffle=draw(st.booleans()),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+def _layers(capabilities: frozenset[str]) -> st.SearchStrategy[str]:
+    words = []
+    for kind in _allowed(LAYERS, capabilities):
+        words += [f"linear-{width}" for width in WIDTHS] if kind == "linear" else [kind]
+    return st.sampled_from(words)
+
+
+def _allowed(words: Iterable[str], capabilities: frozenset[str]) -> list[str]:
+    """Return the words that ask for nothing beyond the capabilities."""
+    return [word for word in words if ASKS.get(word, word) in {*capabilities, word}]

@@ -1,0 +1,144 @@
+"""The search: draws problems, trains and judges each, and shrinks what fails to the smallest that fails alike."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
+
+from harness.core.cell import Cell
+from harness.core.errors import WorkloadError
+from harness.core.finding import UNEXPLAINED, Finding
+from harness.core.outcome import Outcome
+from harness.engine.examine import examine
+from harness.hunt.problem_file import trained_on, write_problem
+from harness.hunt.problems import Drawn, problems
+from harness.launch.pool import Pool
+from harness.launch.settings import Settings
+from harness.own_workloads.check import refuse_unfit
+from harness.own_workloads.find import workload_of
+from harness.planning.declaration import Declaration
+from harness.workloads import WORKLOADS
+
+DRAWN_TOGETHER = 200
+"""Problems of one round of the search; each round draws others."""
+
+SETTINGS = Settings(time_limit=60.0)
+
+VACUOUS = "vacuous"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A problem on which the subject is wrong, and the first finding in reading order: the others follow from it."""
+
+    drawn: Drawn
+    finding: Finding
+
+    @property
+    def cause(self) -> str:
+        """What failures are told apart by: the check, and the cause if it has one."""
+        return f"{self.finding.check}: {self.finding.cause or UNEXPLAINED}"
+
+
+class _FoundError(Exception):
+    """Tells hypothesis that a problem fails."""
+
+
+@dataclass
+class Search:
+    """A search among the problems of one subject.
+
+    Args:
+        pool: starts the subject's ranks.
+        declared: what the subject says it can do.
+        cells: those to draw from; their workload is a placeholder.
+        folder: for problems and traces, while they are needed.
+        known: causes that are passed over; each that is found is added.
+        counts: problems ``drawn``, of them ``unfit`` for judging, ``vacuous``, ``trained`` and ``failed``; new
+            ``causes``; ``rounds``.
+    """
+
+    pool: Pool
+    declared: Declaration
+    cells: Sequence[Cell]
+    folder: Path
+    known: set[str] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    _answers: dict[Drawn, Failure | None] = field(default_factory=dict)
+    _chased: Failure | None = None
+    until: float = 0.0
+
+    def run(self, seconds: float, first_seed: int, tell: Callable[[Failure], None]) -> None:
+        """Search for so many seconds, and tell each new failure once it is shrunk, or the time is over."""
+        self.until = time.monotonic() + seconds
+        while time.monotonic() < self.until:
+            failure = self.round(first_seed + self.counts["rounds"])
+            self.counts["rounds"] += 1
+            if failure is not None:
+                self.known.add(failure.cause)
+                self.counts["causes"] += 1
+                tell(failure)
+
+    def round(self, number: int) -> Failure | None:
+        """Draw problems until one fails for a new cause; return it, shrunk."""
+        self._chased = None
+
+        @seed(number)
+        @settings(
+            max_examples=DRAWN_TOGETHER, deadline=None, database=None, phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck), report_multiple_bugs=False, print_blob=False,
+        )  # fmt: skip
+        @given(problems(self.declared, self.cells))
+        def nothing_fails(drawn: Drawn) -> None:
+            failure = self.answer(drawn)
+            if failure is None or failure.cause in self.known:
+                return
+            if self._chased is None or self._chased.cause == failure.cause:
+                self._chased = failure
+                raise _FoundError
+
+        with suppress(_FoundError, Flaky):
+            nothing_fails()
+        return self._chased
+
+    def answer(self, drawn: Drawn) -> Failure | None:
+        """Train and judge a problem, once; when the time is over, problems that are new are not trained any more."""
+        if drawn not in self._answers:
+            if time.monotonic() > self.until:
+                return None
+            self._answers[drawn] = self.train(drawn)
+        return self._answers[drawn]
+
+    def train(self, drawn: Drawn) -> Failure | None:
+        """Train and judge a problem; None where it is right, or no trainer could be judged by it."""
+        self.counts["drawn"] += 1
+        cell = trained_on(drawn.cell, drawn.recipe, write_problem(drawn.recipe, self.folder))
+        try:
+            workload = workload_of(cell)
+            refuse_unfit(workload, [cell.topology.devices])
+        except WorkloadError:
+            self.counts["unfit"] += 1
+            return None
+        finally:
+            WORKLOADS.pop(cell.workload, None)
+        trace = self.folder / "trace"
+        try:
+            findings = examine(self.pool, cell, trace, SETTINGS).findings
+        finally:
+            shutil.rmtree(trace, ignore_errors=True)
+            WORKLOADS.pop(cell.workload, None)
+        if any(one.outcome is Outcome.ERRORED and one.message.startswith(VACUOUS) for one in findings):
+            self.counts["vacuous"] += 1
+            return None
+        self.counts["trained"] += 1
+        bad = [one for one in findings if one.outcome.is_bad]
+        self.counts["failed"] += bool(bad)
+        return Failure(drawn, bad[0]) if bad else None

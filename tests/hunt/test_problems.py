@@ -1,0 +1,70 @@
+"""What a drawn problem promises: it needs nothing that is not declared, survives its file, and can be judged by."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from harness.core.errors import WorkloadError
+from harness.hunt.problem_file import in_words, name_of, write_problem
+from harness.hunt.problems import recipes
+from harness.own_workloads.check import refuse_unfit
+from harness.own_workloads.load import load_workload
+from harness.subjects.declare import CAPABILITIES
+from harness.workloads.generated import Generated, Recipe
+
+CAPABLE = st.frozensets(st.sampled_from(sorted(CAPABILITIES)))
+
+
+def workload_of(recipe):
+    return type("Problem", (Generated,), {"name": name_of(recipe), "recipe": recipe})()
+
+
+@given(st.data(), CAPABLE)
+def test_a_recipe_needs_nothing_that_is_not_declared(data, capabilities):
+    assert workload_of(data.draw(recipes(capabilities))).needs <= capabilities
+
+
+@given(recipes(CAPABILITIES))
+def test_a_recipe_in_words_is_the_recipe(recipe):
+    assert eval(in_words(recipe), {"Recipe": Recipe}) == recipe
+    assert Recipe(**asdict(recipe)) == recipe
+
+
+def test_most_recipes_are_fit_to_judge_by(thorough):
+    fit = []
+
+    @given(recipes(CAPABILITIES), st.integers(1, 4))
+    def counted(recipe, devices):
+        try:
+            refuse_unfit(workload_of(recipe), [devices])
+        except WorkloadError:
+            fit.append(False)
+        else:
+            fit.append(True)
+
+    counted()
+    assert sum(fit) > 0.8 * len(fit)
+
+
+@given(recipes(CAPABILITIES))
+def test_the_file_of_a_problem_has_the_same_weights_and_data(tmp_path_factory, recipe):
+    loaded, made = load_workload(write_problem(recipe, tmp_path_factory.mktemp("problems"))), workload_of(recipe)
+    assert (loaded.name, loaded.needs, loaded.steps(4)) == (made.name, made.needs, made.steps(4))
+    for name, value in made.model().state_dict().items():
+        assert torch.equal(loaded.model().state_dict()[name], value)
+    for name, column in made.dataset(2).columns.items():
+        assert torch.equal(loaded.dataset(2).columns[name], column)
+
+
+@given(recipes(CAPABILITIES))
+def test_every_parameter_but_the_unused_and_frozen_is_trained(recipe):
+    assume("unused" not in recipe.layers and "frozen" not in recipe.layers)
+    workload = workload_of(recipe)
+    model, batch = workload.model().train(), workload.dataset(2).batch(range(workload.global_batch_size(2)))
+    assume(len(batch["index"]) > 1)
+    workload.loss(model(batch), batch).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,98 @@
+"""What a search promises: a wrong trainer is found, and its problem shrunk; what is known is passed over."""
+
+from __future__ import annotations
+
+import json
+import math
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+from harness.core.exit_codes import USAGE
+from harness.hunt.corpus import Corpus
+from harness.hunt.problems import Drawn
+from harness.hunt.search import Search
+from harness.hunt.subject import cells_of, started
+from harness.planning.declaration import Declaration
+from harness.workloads.generated import Recipe
+
+MISTAKE = str(Path(__file__).parents[1] / "extending" / "outside" / "mistake.py")
+
+WRONG = """
+from harness import subject
+from torch.utils.data import DataLoader
+
+@subject(name="forgets", backends=["none"], precisions=["32"], capabilities=["accumulation"])
+def train(job):
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    for _ in range(job.epochs):
+        for number, batch in enumerate(DataLoader(job.dataset, job.batch_size, shuffle=job.shuffle), 1):
+            (job.loss(model(batch), batch) / job.accumulate).backward()
+            if number % job.accumulate == 0:  # an epoch's last, short window is never stepped
+                optimizer.step()
+                optimizer.zero_grad()
+"""
+
+
+def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
+    (tmp_path / "forgets.py").write_text(WRONG)
+    search = started(str(tmp_path / "forgets.py"), 1, tmp_path)
+    with closing(search.pool):
+        search.until = math.inf
+        found = search.round(0)
+    assert found.cause == "steps: short-last-window-dropped"
+    assert found.drawn.recipe == Recipe(accumulate=2, steps_per_epoch=3)
+
+
+@pytest.fixture
+def search(warm_pool, tmp_path):
+    """A search among problems of a trainer that is wrong on all of them."""
+    pool = warm_pool(MISTAKE)
+    (declared,) = (Declaration.of(MISTAKE, one) for one in pool.subjects if one["name"] == "rolls")
+    return Search(pool, declared, cells_of([declared], 1, "cpu"), tmp_path)
+
+
+def test_a_corpus_is_trained_again(search, tmp_path):
+    failure = search.train(Drawn(Recipe(epochs=2), search.cells[0]))
+    corpus = Corpus(tmp_path / "corpus")
+    assert "recipe = Recipe(epochs=2)" in corpus.add(failure).read_text()
+    (found,) = corpus
+    assert (found.cause, found.drawn) == (failure.cause, failure.drawn)
+    assert corpus.causes == {failure.cause}
+    assert search.train(found.drawn).cause == found.cause
+
+
+def test_what_is_known_is_passed_over(search):
+    search.until = math.inf
+    failure = search.train(Drawn(Recipe(), search.cells[0]))
+    search.known = {failure.cause}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Search, "train", lambda self, drawn: failure)
+        assert search.round(0) is None
+
+
+def test_counts_of_several_searches_add_up(tmp_path):
+    corpus = Corpus(tmp_path)
+    corpus.went_on({"drawn": 3, "rounds": 1})
+    corpus.went_on({"drawn": 4, "rounds": 2})
+    assert json.loads((tmp_path / "progress.json").read_text()) == {"drawn": 7, "rounds": 3}
+    assert corpus.progress["rounds"] == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        pytest.param(["--subject", "nowhere.py"], "nowhere.py", marks=pytest.mark.nightly),
+        (["--subject", "torch", "--minutes", "0"], "minutes"),
+    ],
+)
+def test_what_cannot_be_meant_is_a_sentence(words, said, capsys):
+    try:
+        code = main(["hunt", *words])
+    except SystemExit as ended:
+        code = ended.code
+    assert code in (USAGE, 2)
+    assert said in capsys.readouterr().err
