@@ -31,6 +31,7 @@ class RayCluster:
         self._nodes = nodes
         self._scratch = Scratch.new(NODE, "/tmp")  # it names sockets, whose paths must be short
         size = ["--num-cpus", str(cpus), "--num-gpus", "0", "--object-store-memory", str(80 << 20)]
+        size += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any: the head's could be among the usual ones
         self._start = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", *size]
         self._port = free_port()
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
