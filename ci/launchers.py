@@ -84,8 +84,8 @@ class Comparison:
     def compare(self, rounds: int) -> bool:
         """Print verdicts and times side by side; return whether all verdicts are the same."""
         warm: dict[str, float] = {}
-        seconds: dict[tuple[str, str, str], list[float]] = {}
-        verdicts: dict[tuple[str, str, str], list[Verdict]] = {}
+        seconds: dict[tuple[str, tuple[str, str]], list[float]] = {}
+        verdicts: dict[tuple[str, tuple[str, str]], list[Verdict]] = {}
         with ExitStack() as open_pools:
             pools = {}
             for name, launcher in self.launchers.items():
@@ -94,8 +94,8 @@ class Comparison:
                 assert pools[name].subjects
                 warm[name] = time.monotonic() - started
             for turn in range(rounds + 1):
-                for key in ((name, *one) for one in REFERENCE for name in pools):
-                    verdict, took = self.verdict(pools[key[0]], *key[1:])
+                for key in ((name, one) for one in REFERENCE for name in pools):
+                    verdict, took = self.verdict(pools[key[0]], *key[1])
                     verdicts.setdefault(key, []).append(verdict)
                     if turn:  # the first cell of a pool warms it
                         seconds.setdefault(key, []).append(took)
@@ -106,9 +106,9 @@ class Comparison:
         for name in self.launchers:
             columns = []
             for one in REFERENCE:
-                median, base = (statistics.median(seconds[(who, *one)]) for who in (name, first))
+                median, base = (statistics.median(seconds[who, one]) for who in (name, first))
                 columns.append(f"{median:.2f} ({median / base:.2f})")
-                same &= all(verdict == verdicts[(first, *one)][0] for verdict in verdicts[(name, *one)])
+                same &= all(verdict == verdicts[first, one][0] for verdict in verdicts[name, one])
             print(f"| {name} | {warm[name]:.1f} |", " | ".join(columns), "|")
         print(f"verdicts {'are the same' if same else 'DIFFER'} over {(rounds + 1) * len(REFERENCE)} cells a launcher")
         return same
