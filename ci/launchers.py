@@ -66,10 +66,9 @@ class Comparison:
         self._topology = topology
         self._temporary = temporary
         self._cluster = cluster
-        asked, command = LauncherOptions(topology.num_nodes, topology.gpus), {"hosts": NODE_COMMAND}
-        self.launchers: dict[str, Launcher] = {
-            name: find_launcher(name, replace(asked, node_command=command.get(name))) for name in names
-        }
+        asked = LauncherOptions(topology.num_nodes, topology.gpus)
+        own = {"hosts": replace(asked, node_command=NODE_COMMAND, listen="127.0.0.1")}
+        self.launchers: dict[str, Launcher] = {name: find_launcher(name, own.get(name, asked)) for name in names}
 
     def verdict(self, pool: Pool, workload: str, backend: str) -> tuple[Verdict, float]:
         """Train and judge a cell of the reference; return its verdict, and the seconds from launch to trace."""

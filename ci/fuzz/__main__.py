@@ -24,7 +24,7 @@ from pathlib import Path
 
 NAMES = (
     *("gpus", "hosts", "subject", "names", "resume", "results", "results-behind-checksums"),
-    *("trace", "trace-behind-checksum", "expectations", "events"),
+    *("trace", "trace-behind-checksum", "expectations", "events", "greeting", "command-channel"),
 )
 REPORT = Path(__file__).resolve().parents[2] / "reports" / "fuzz.md"
 

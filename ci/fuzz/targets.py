@@ -8,7 +8,9 @@ from __future__ import annotations
 import atexit
 import json
 import re
+import secrets
 import shutil
+import socket
 import tempfile
 import time
 import zlib
@@ -32,6 +34,7 @@ from harness.judge.judge import judge
 from harness.launch.cell_launch import launch
 from harness.launch.launch_progress import RunningLaunch
 from harness.launch.pool import Pool
+from harness.launch.remote.node_checks import Node
 from harness.launch.server_events import NoEventError, event_of
 from harness.launch.settings import Settings
 from harness.machine.fingerprint import Fingerprint
@@ -47,6 +50,15 @@ from harness.subjects.locator import parse_subject
 from harness.trainer.environments.slurm import expand_hosts
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.gpus import parse_gpus
+from harness.worker.authenticated_channel import (
+    NODE,
+    AuthenticatedChannel,
+    ChannelError,
+    Handshake,
+    IncomingMessages,
+    LauncherGreeting,
+    greet,
+)
 from harness.workloads import WORKLOADS
 
 CELL = Cell("torch", "linear-exact", "ddp", Topology(1, 2), "32", "cpu")
@@ -227,6 +239,67 @@ def a_launch() -> bytes:
     return "\n".join(map(json.dumps, said)).encode()
 
 
+TOKEN, NONCE = secrets.token_hex(32), secrets.token_bytes(32)
+DESCRIPTION = (
+    b'{"node": 0, "host": "a", "launcher": "b", "interface": "eth0", "address": "10.0.0.1", "chosen": false, '
+    b'"nodes": 2, "servers": null, "at": 1.5}'
+)
+HANDSHAKE = Handshake(TOKEN.encode(), NONCE, NONCE, DESCRIPTION)
+COMMANDS = [b'{"command": "port"}', b"", b'{"command": "signal", "launch": 1, "signal": 9}', b'{"command": "end"}']
+
+
+def pieces(data: bytes) -> list[bytes]:
+    """Return the bytes as a network may hand them over; the first one says in which pieces."""
+    size = data[0] + 1 if data else 1
+    return [data[begin : begin + size] for begin in range(1, len(data), size)]
+
+
+def greeting(data: bytes) -> None:
+    """Greet whoever sends this; after a zero, read it as a node's description. No other greeting is taken than ours."""
+    if data[:1] == b"\0":
+        Node.of(data[1:], 0.0)
+        return
+    ours = LauncherGreeting(TOKEN, NONCE)
+    for piece in pieces(data):
+        handshake = ours.feed(piece)
+        assert handshake is None or handshake.greeting == DESCRIPTION, "a forged greeting was taken"
+
+
+@cache
+def a_greeting() -> bytes:
+    """Return what a node sends that knows the token, in answer to ``NONCE``."""
+    launcher, node = socket.socketpair()
+    with launcher, node:
+        launcher.sendall(LauncherGreeting(TOKEN, NONCE).challenge)
+        launcher.shutdown(socket.SHUT_WR)
+        try:
+            greet(node, TOKEN, DESCRIPTION)
+        except ChannelError:
+            return launcher.recv(1 << 13)
+    raise AssertionError("nobody answered, and the node joined")
+
+
+def command_channel(data: bytes) -> None:
+    """Read what comes after a greeting. Of what was sent, only the beginning is ever taken."""
+    incoming = IncomingMessages(HANDSHAKE.key(NODE))
+    taken: list[bytes] = []
+    for piece in pieces(data):
+        taken += incoming.feed(piece)
+        assert taken == COMMANDS[: len(taken)], "a message was taken that nobody sent"
+
+
+@cache
+def a_channel() -> tuple[bytes, ...]:
+    """Return all messages of a channel, as they are sent."""
+    mine, other = socket.socketpair()
+    with mine, other:
+        channel = AuthenticatedChannel(mine, HANDSHAKE, NODE)
+        for command in COMMANDS:
+            channel.send(command)
+        sent = other.recv(1 << 16)
+    return bytes([3]) + sent, bytes([255]) + sent
+
+
 ENTRY = b"""measured = "torch 2.13.0"
 [[expected]]
 check = ["gradients", "update"]
@@ -268,5 +341,17 @@ TARGETS = {
     "expectations": Target("files of expectations", expectations, lambda: [ENTRY]),
     "events": Target(
         "what a fork server says of a launch", events, lambda: [a_launch()], (PlumblineError, NoEventError)
+    ),
+    "greeting": Target(
+        "the greeting of whoever connects to a launcher, and a node's description",
+        greeting,
+        lambda: [b"\0" + DESCRIPTION, b"\xff" + a_greeting()],
+        (ChannelError, ValueError),
+    ),
+    "command-channel": Target(
+        "messages after a greeting: their numbers, lengths and MACs",
+        command_channel,
+        lambda: list(a_channel()),
+        (ChannelError,),
     ),
 }

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.cli.complain import complain
 from harness.core.errors import PlanError
 from harness.core.exit_codes import TROUBLE, USAGE
 
@@ -67,7 +68,7 @@ def check(options: argparse.Namespace) -> int:
         command = command_in(options.command)
         refuse_unwritable(options.html, options.json)
     except PlanError as error:
-        print(f"plumbline: {error}", file=sys.stderr)
+        complain(error)
         return USAGE
     from harness.check.command.command import check as run_check
     from harness.check.report.files import write_files

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import inspect
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.complain import complain
 from harness.core.errors import PlanError
 from harness.core.exit_codes import TROUBLE, USAGE
 from harness.report.comparison.alignment import DIMENSIONS, NotAligned
@@ -84,7 +84,7 @@ def compare(options: argparse.Namespace) -> int:
     try:
         comparison = _comparison(options)
     except (NotAligned, PlanError, RunNotFound) as error:
-        print(f"plumbline compare: {error}", file=sys.stderr)
+        complain(error, "plumbline compare")
         return USAGE
     gates = failing_gates(comparison, options.fail_on)
     code = GATES[gates[0]].code if gates else 0

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.complain import complain
 from harness.core.errors import PlanError
 from harness.core.exit_codes import TROUBLE, USAGE
 
@@ -58,7 +59,7 @@ def hunt(options: argparse.Namespace) -> int:
                 corpus = Corpus(options.folder or Path("reports", "hunt", search.declared.name))
                 return _again(search, corpus) if options.again else _search(search, corpus, options)
     except PlanError as error:
-        print(f"plumbline: {error}", file=sys.stderr)
+        complain(error)
         return USAGE
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.engine.rejudge import Rejudged, rejudge
+from harness.report.text import printable, printable_lines
 from harness.results.records import Result
 from harness.results.run import read_run
 
@@ -23,7 +24,7 @@ def add_to(commands: Any) -> None:
         action="append",
         default=[],
         metavar="WHAT",
-        help="where a workload of your own is now (repeatable; default: where it was when the run was recorded)",
+        help="a workload of your own that the run was judged by, as it was given to the run (repeatable)",
     )
     command.set_defaults(do=judge)
 
@@ -38,11 +39,11 @@ def judge(options: argparse.Namespace) -> int:
     judged = [cell for cell in cells if cell.obstacle is None]
     changed = [cell for cell in judged if not cell.same]
     for cell in changed:
-        print(cell.cell)
-        print("\n".join(f"  {line}" for line in _changes(cell)))
+        print(printable(cell.cell))
+        print("\n".join(f"  {printable_lines(line)}" for line in _changes(cell)))
     for cell in cells:
         if cell.obstacle:
-            print(f"{cell.cell}\n  not judged again: {cell.obstacle}")
+            print(f"{printable(cell.cell)}\n  not judged again: {printable(cell.obstacle)}")
     without = len(run.header.planned) - len(cells)
     print(
         f"{len(judged)} cells judged again: {len(judged) - len(changed)} as recorded, {len(changed)} changed; "

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Final, NoReturn
 
+from harness.cli.complain import complain
 from harness.core.errors import PlumblineError
 from harness.core.exit_codes import TROUBLE, USAGE
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.do(options))
     except (PlumblineError, OSError) as error:
-        print(f"plumbline: {error}", file=sys.stderr)
+        complain(error)
         return TROUBLE
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT, as a shell does

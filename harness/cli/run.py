@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from harness.cli.complain import complain
 from harness.core.errors import PlanError
 from harness.core.exit_codes import USAGE
 from harness.core.invocation import SUITES, command, pytest_arguments
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         arguments = pytest_arguments(words)
     except PlanError as error:
-        print(f"plumbline: {error}", file=sys.stderr)
+        complain(error)
         return USAGE
     import pytest
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from typing import Any
 
+from harness.cli.complain import complain
 from harness.core.errors import PlanError, SubjectError
 from harness.core.exit_codes import USAGE
 from harness.core.invocation import suite_command
@@ -33,7 +33,7 @@ def smoke(options: argparse.Namespace) -> int:
     try:
         worst = run_smoke(options.subject, options.accelerator)
     except (PlanError, SubjectError) as error:
-        print(f"plumbline: {error}", file=sys.stderr)
+        complain(error)
         return USAGE
     if not worst:
         print(f"All of the matrix:  {shlex.join(suite_command('--subject', options.subject))}")

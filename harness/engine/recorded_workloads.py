@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 
-from harness.core.errors import WorkloadError
 from harness.own_workloads.load import OwnWorkload, use_workloads
 from harness.results.header_footer import WorkloadSource
 
 
-def use_recorded_workloads(recorded: Mapping[str, WorkloadSource], moved: Sequence[str] = ()) -> dict[str, str]:
-    """Load the workloads of a run: from ``moved``, where that is given, else from where they were.
+def use_recorded_workloads(recorded: Mapping[str, WorkloadSource], given: Sequence[str] = ()) -> dict[str, str]:
+    """Load the workloads of a run from where the user says that they are.
+
+    Not from where the run says that they were: it may come from anywhere, and they are programs.
 
     Returns:
-        For each that is missing or has changed, by its name, why it cannot be judged by.
+        For each that was not given, is missing or has changed, by its name, why it cannot be judged by.
 
     Raises:
-        WorkloadError: one of ``moved`` cannot be loaded.
+        WorkloadError: one of ``given`` cannot be loaded.
     """
-    obstacles: dict[str, str] = {}
-    there: list[str] = []
-    for locator in dict.fromkeys(source.locator for source in recorded.values()) if not moved else ():
-        try:
-            use_workloads([locator])
-            there.append(locator)
-        except WorkloadError as error:
-            why = (
-                f"{str(error).removeprefix('--workload ')}; it was given to the run as --workload {locator}: judge the "
-                "run in the folder where that was typed, or say where the file is now with --workload"
-            )
-            obstacles |= {name: why for name, source in recorded.items() if source.locator == locator}
-    found = {one.name: one for one in use_workloads([*moved, *there])}
-    for name, source in recorded.items():
-        if name not in obstacles and (difference := _difference(name, source, found)):
-            obstacles[name] = difference
-    return obstacles
+    found = {one.name: one for one in use_workloads(given)}
+    differences = {name: _difference(name, source, found) for name, source in recorded.items()}
+    return {name: difference for name, difference in differences.items() if difference}
 
 
 def _difference(name: str, source: WorkloadSource, found: Mapping[str, OwnWorkload]) -> str | None:
+    if not found:
+        return (
+            f"{name!r} is a workload of the user's own, a program, which is not run because a record names it: if you "
+            f"trust it, add --workload {shlex.quote(source.locator)}, or where the file is now"
+        )
     if name not in found:
         return f"{', '.join({one.locator for one in found.values()})} has no workload {name!r} any more"
     now = found[name]

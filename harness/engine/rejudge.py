@@ -44,7 +44,7 @@ def rejudge(run: Run, workloads: Sequence[str] = ()) -> list[Rejudged]:
     """Judge every cell whose trace the run kept, in the order of the plan.
 
     A rank that crashed or timed out left no trace, and no other rank's can replace it. ``workloads`` say where those of
-    the user's own are now, if they are not where they were.
+    the user's own are: they are programs, and a run cannot say which are run.
 
     Raises:
         WorkloadError: one of ``workloads`` cannot be loaded.

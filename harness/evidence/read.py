@@ -6,7 +6,9 @@ Nothing in a file is ever executed.
 from __future__ import annotations
 
 import json
+import os
 import re
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,6 +29,9 @@ from harness.evidence.tensor_store import FOLDER
 from harness.evidence.tensor_store import load as load_stored
 from harness.evidence.trace import Block, RankTrace, Shard, StoredTensor, Tensors, Trace, block_index
 
+LARGEST_FILE = 1 << 34
+"""In bytes: far above what a rank leaves."""
+
 SAVED, RESUMED = "saved", "resumed"
 """Folders, beside the files of the uninterrupted launch, of the launch that stops and of the one that continues."""
 
@@ -44,7 +49,19 @@ def read_trace(folder: Path) -> Trace:
     )
 
 
+def refuse_links(path: Path) -> None:
+    """Refuse a link: a run may come from anywhere, and nothing outside of its folder is a part of it.
+
+    Raises:
+        TraceError: ``path`` is a symbolic link.
+    """
+    if path.is_symlink():
+        raise TraceError(f"{path} is a link, and a trace has none: take the run from its source again")
+
+
 def _read_launch(folder: Path) -> Trace:
+    for place in (folder, folder / FOLDER):
+        refuse_links(place)
     # A rank always leaves a log, and a trace only if it ends well.
     names = {file.stem.removeprefix("rank-") for file in folder.glob("rank-*")}
     if strange := sorted(name for name in names if not (name.isascii() and name.isdecimal() and len(name) < 7)):
@@ -67,7 +84,7 @@ def read_rank(path: Path) -> RankTrace:
     """
     try:
         return unflatten(*read_file(path))
-    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError, RuntimeError, MemoryError) as error:
         raise TraceError(
             f"{path} is not a whole trace ({type(error).__name__}: {error}); run the cell again"
         ) from error
@@ -79,13 +96,28 @@ def read_file(path: Path) -> tuple[dict[str, Any], Tensors]:
     Raises:
         SafetensorError, OSError, LookupError, TypeError, ValueError: the file is missing, truncated or another one's.
     """
-    content = path.read_bytes()
+    content = _content(path)
     _check(content)
     header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
     # All at once: opened and read one by one, each leaks memory in this process (safetensors 0.8). Always in one order,
     # by which ties are broken; and copied, because the order of summation depends on the alignment.
     loaded = load(content)
     return json.loads(header["__metadata__"]["plumbline"]), {name: loaded[name].clone() for name in sorted(loaded)}
+
+
+def _content(path: Path) -> bytes:
+    """Return what is in a file. A link leads out of the run, and a pipe never ends: neither is opened.
+
+    Raises:
+        OSError, ValueError: it is no plain file, or larger than ``LARGEST_FILE``.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as stream:
+        found = os.fstat(stream.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise ValueError("it is no plain file")
+        if found.st_size > LARGEST_FILE:
+            raise ValueError(f"it has {found.st_size} bytes, and the limit is {LARGEST_FILE}")
+        return stream.read()
 
 
 def _check(content: bytes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 from contextlib import suppress
 from math import prod
 
@@ -67,7 +68,10 @@ def load(folder: str, stored: StoredTensor) -> Tensor:
     path = os.path.join(folder, _file_name(stored))
     dtype, count = _DTYPES.get(stored.dtype), prod(stored.shape)
     try:
-        if dtype is None or os.path.getsize(path) != count * dtype.itemsize:
+        # What the trace says of the type is a part of the name; a link leads out of the run, and a pipe never ends.
+        if dtype is None or not stat.S_ISREG((found := os.lstat(path)).st_mode):
+            raise ValueError("it is no plain file of a tensor")
+        if found.st_size != count * dtype.itemsize:
             raise ValueError(f"it is no tensor of {list(stored.shape)} {stored.dtype}")
         tensor = torch.from_file(path, shared=False, size=count, dtype=dtype).view(stored.shape)
         if reference(tensor) != stored:

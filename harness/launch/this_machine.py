@@ -46,14 +46,20 @@ def loopback() -> str:
 def new_store(address: str) -> TCPStore:
     """Return a store for one launch's rendezvous. Ranks join it as they join the one that torchrun's agent holds.
 
-    The socket listens on ``address`` before any rank is given the port, so that no other process can take it. It is an
-    IPv4 socket where there is IPv4: a dual-stack socket's addresses have names that only a DNS server can resolve.
+    The socket listens on ``address``, and nowhere else, before any rank is given the port, so that no other process can
+    take it. It is an IPv4 socket where there is IPv4: a dual-stack socket's addresses have names that only a DNS server
+    can resolve.
+
+    Raises:
+        LaunchError: this machine does not have that address.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, 0), family=family, backlog=1024)
+    try:
+        listener = socket.create_server((address, 0), family=family, backlog=1024)
+    except OSError as error:
+        raise LaunchError(f"ranks cannot meet at {address}, where this process cannot listen: {error}") from error
     port = listener.getsockname()[1]
-    host = address or loopback()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def variables(cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:

@@ -80,6 +80,7 @@ class Options:
             subjects=len(self.interpreters),
             rendezvous=self._given["rendezvous"],
             node_command=self._given["node_command"],
+            listen=self._given["listen"],
             notify=say,
         )
 

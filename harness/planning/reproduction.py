@@ -86,7 +86,7 @@ class Reproduction:
         """Return the options that change what the cell does, or how it is judged."""
         usual = {"accelerator": "auto", "launcher": "local", "time_limit": Settings().time_limit}
         usual["store_above"] = Settings().store_above
-        always = ("seed", "rendezvous", "node_command", "expectations")
+        always = ("seed", "rendezvous", "node_command", "listen", "expectations")
         names = [*always, *(name for name, value in usual.items() if self._given[name] != value)]
         if self._matrix.accelerator == "cuda":
             names.append("oversubscribe")  # simulated devices are always enough

@@ -17,6 +17,7 @@ from harness.planning.plan import Planned
 from harness.pytest_plugin.session import Session
 from harness.pytest_plugin.xdist_transport import attach_outcome, attach_payload
 from harness.report.tables.failures import as_consequence, is_wrong, parameter_table
+from harness.report.text import printable_lines
 from harness.results.records import KNOWN, Measurement, Result, ending
 
 
@@ -108,15 +109,17 @@ class ConformanceCase:
             # Figures come first: a cell is whole once the last of its results is written.
             attach_payload(self._item, (*self._measurements, *results), self._evidence)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
-            pytest.skip(results[0].message)
+            pytest.skip(printable_lines(results[0].message))
         results = in_reading_order(results)
         paragraphs = [describe(result) for result in results if result.outcome.is_bad or result.expected]
         if end == KNOWN:
-            pytest.skip("\n".join(paragraphs))
+            pytest.skip(printable_lines("\n".join(paragraphs)))
         if paragraphs:
             # pytest's short summary shows the first line alone.
             head = f"{self._planned.cell.id} {word}{', as recorded before' if recorded else ''}{_cause(results)}"
-            pytest.fail("\n".join([head, *paragraphs, f"reproduce: {results[0].reproduce}"]), pytrace=False)
+            # What a subject says acts neither on a terminal nor in JUnit's XML.
+            text = printable_lines("\n".join([head, *paragraphs, f"reproduce: {results[0].reproduce}"]))
+            pytest.fail(text, pytrace=False)
 
 
 def _cause(results: Sequence[Result]) -> str:

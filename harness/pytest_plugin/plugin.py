@@ -113,6 +113,11 @@ def add_options(add: Callable[..., object]) -> None:
         metavar="COMMAND",
         help="for --launcher hosts: what runs a command on node {node}, as in 'ip netns exec node{node}'",
     )
+    add(
+        "--listen",
+        metavar="ADDRESS",
+        help="for --launcher hosts and slurm: this machine's address at which nodes reach it (default: the only one)",
+    )
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device, over gloo (default: no)")
     add(
         "--store-above",
@@ -270,7 +275,9 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except PlumblineError as error:
-        raise pytest.UsageError(str(error)) from None
+        from harness.report.text import printable_lines
+
+        raise pytest.UsageError(printable_lines(str(error))) from None  # it may quote a run that is resumed
 
 
 def _notify(config: pytest.Config, message: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Final
 
-from harness.results.atomic import write_text
+from harness.results.atomic import write_bytes
 from harness.results.run import Run, read_run
 
 Render = Callable[[Run], str | bytes]
@@ -75,10 +75,7 @@ def write_report(run_path: Path) -> None:
 
 def write_content(path: Path, content: str | bytes) -> None:
     """Write what a format has rendered to ``path``, replacing the file that was there."""
-    if isinstance(content, str):
-        write_text(path, content)
-    else:
-        path.write_bytes(content)
+    write_bytes(path, content.encode() if isinstance(content, str) else content)
 
 
 def _locations() -> dict[str, str]:

@@ -10,7 +10,12 @@ from harness.results.errors import ResultsError
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` as UTF-8, over an existing file.
+    """Write ``text`` to ``path`` as UTF-8, as :func:`write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path``, over an existing file or link: where a link leads is left as it is.
 
     Raises:
         ResultsError: the folder is not writable.
@@ -18,7 +23,7 @@ def write_text(path: Path, text: str) -> None:
     """
     beside = _name_beside(path)
     try:
-        beside.write_text(text, encoding="utf-8", newline="\n")
+        beside.write_bytes(content)
         beside.replace(path)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -21,7 +21,8 @@ def trace_folder(run_path: Path, cell: str) -> Path | None:
         return None
     folder = run_path / "traces" / cell
     try:
-        return folder if folder.is_dir() and not folder.is_symlink() else None
+        links = folder.is_symlink() or folder.parent.is_symlink()
+        return folder if folder.is_dir() and not links else None
     except OSError:  # a name that is too long for any file
         return None
 

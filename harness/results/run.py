@@ -82,6 +82,8 @@ def read_run(path: Path) -> Run:
     """
     # os.path returns False for a name that is too long; Path would raise.
     file = path / RESULTS if os.path.isdir(path) else path
+    if os.path.islink(file):  # pages would be written to where it leads
+        raise RunNotFound(f"{file} is a link: name the folder that holds the run itself.")
     if not os.path.isfile(file):  # also refuses a pipe or a device, which might never end
         raise RunNotFound(
             f"There is no run at {path}: name a folder that holds a {RESULTS}, "

@@ -116,7 +116,8 @@ def _planned(submission: Submission, collected: Collected) -> Iterable[PlannedCe
 def _move_traces(submission: Submission, collected: Collected) -> None:
     traces = submission.run / "traces"
     for folder in submission.folder.glob("task-*/*/traces/*"):
-        if folder.name in collected.cells and not folder.parent.parent.is_symlink():
+        links = (folder, folder.parent, folder.parent.parent)
+        if folder.name in collected.cells and not any(place.is_symlink() for place in links):
             traces.mkdir(exist_ok=True)
             shutil.rmtree(traces / folder.name, ignore_errors=True)
             shutil.move(folder, traces / folder.name)

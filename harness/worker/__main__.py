@@ -1,6 +1,6 @@
 """A node's fork server, started where its ranks are to live: it connects back to the launcher and obeys it.
 
-    PLUMBLINE_TOKEN=… … -m harness.worker --connect '${SLURM_LAUNCH_NODE_IPADDR}:47' --as-node '${SLURM_NODEID}' torch
+    PLUMBLINE_TOKEN=… … -m harness.worker --connect 10.0.0.1:47 --as-node '${SLURM_NODEID}' torch
 
 Variables in the two options are this task's, not the launcher's: only the task knows them. By its path,
 ``python /…/harness/worker/__main__.py``, it also runs in environments that have torch and no Plumbline.

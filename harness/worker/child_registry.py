@@ -7,6 +7,7 @@ import os
 import secrets
 import selectors
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -60,7 +61,7 @@ def listen() -> tuple[socket.socket, Address]:
     """Return a socket that listens to other processes of this node, and its address.
 
     On Linux the address is an abstract name of a Unix socket: a node may be a network namespace, or a container,
-    whose loopback interface is down.
+    whose loopback interface is down. Every user can see it: who connects must be the same user (see ``is_own``).
     """
     if sys.platform != "linux":
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -69,6 +70,14 @@ def listen() -> tuple[socket.socket, Address]:
     listener.bind(f"\0{name}")
     listener.listen(1024)
     return listener, name
+
+
+def is_own(line: socket.socket) -> bool:
+    """Return whether the other end of a connection is a process of this user; where the system does not tell, True."""
+    if sys.platform != "linux":
+        return True
+    _, user, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return bool(user == os.geteuid())
 
 
 def connect(address: Address) -> socket.socket:
@@ -130,6 +139,9 @@ class Registry:
 
     def _accept(self) -> None:
         line, _ = self._listener.accept()
+        if not is_own(line):
+            line.close()  # it could have processes of this user killed, by naming them as its own
+            return
         line.setblocking(False)
         self._selector.register(line, selectors.EVENT_READ, Child(line))
 

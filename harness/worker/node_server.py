@@ -1,4 +1,4 @@
-"""The fork server of a node: it connects to the launcher, whose commands and its events use that connection."""
+"""The fork server of a node: it greets the launcher, whose commands and its events use that connection."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from harness.worker.authenticated_channel import greet
+from harness.worker.launcher_link import NetworkLink
 
 TOKEN = "PLUMBLINE_TOKEN"
-"""The variable with the secret by which a launcher knows its own nodes."""
+"""The variable with the secret by which a launcher and its nodes know each other."""
 
 NODE_NAME = "PLUMBLINE_NODE_NAME"
 """The variable with the name that the cluster has for this node, where that is not its host's."""
 
 CONNECT_TIMEOUT_S = 30.0
-"""Time in which the launcher must be reached, and in which it must get a node's first message."""
+"""Time in which the launcher must be reached and answer this node's greeting."""
 
 _ATTEMPT_TIMEOUT_S = 5.0
 _RETRY_INTERVAL_S = 0.2
@@ -32,6 +35,8 @@ EXIT_DISCONNECTED = 3
 
 _SIOCGIFADDR = 0x8915
 
+_T = TypeVar("_T")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Connect, introduce this node, then serve until the connection ends; return the exit code."""
@@ -39,39 +44,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     places = [os.path.expandvars(place).rpartition(":")[::2] for place in options.connect]
     node = os.path.expandvars(options.as_node)
     token = os.environ.pop(TOKEN, "")
+    if options.token_from_stdin:
+        token = sys.stdin.readline().strip()
     if not (all(host and port.isdecimal() for host, port in places) and node.isdecimal() and token):
         at = " ".join(f"--connect {host}:{port}" for host, port in places)
         given = f"{at} --as-node {node}, {TOKEN} {'set' if token else 'not set'}"
         print(f"harness.worker: a launcher's address, a node's number and a token are needed, not {given}")
         return 4
     try:
-        connection, host = _connect([(host, int(port)) for host, port in places])
+        channel = _connect(
+            [(host, int(port)) for host, port in places],
+            lambda connection, host: greet(connection, token, _description(int(node), host, connection)),
+        )
     except OSError as error:
         tried = " or ".join(f"{host}:{port}" for host, port in places)
         print(f"harness.worker: {socket.gethostname()} cannot reach the launcher at {tried}: {error}")
         return 2
-    connection.settimeout(None)
-    enable_keepalive(connection)
-    hello = {
-        "event": "hello",
-        "token": token,
-        "node": int(node),
-        "host": os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        "launcher": host,
-        **_way_to_others(connection),
-        **_counts_from_starter(),
-        "at": time.monotonic(),
-    }
-    connection.sendall(json.dumps(hello).encode() + b"\n")
     from harness.worker.server import Server
 
-    # Everything that is printed goes to standard error. Events are short, and the launcher reads: each is one write.
-    os.dup2(2, 1)
-    commands = connection.detach()
-    events = os.dup(commands)
+    os.dup2(2, 1)  # everything that is printed goes to standard error
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    return 0 if Server(options.subject, commands, events, describe=_software_and_devices).serve() else EXIT_DISCONNECTED
+    served = Server(options.subject, NetworkLink(channel), describe=_software_and_devices).serve()
+    return 0 if served else EXIT_DISCONNECTED
 
 
 def enable_keepalive(connection: socket.socket) -> None:
@@ -116,8 +111,8 @@ def interface_of(address: str) -> str:
     return next((name for name, own in here.items() if own == address), "")
 
 
-def _connect(places: Sequence[tuple[str, int]]) -> tuple[socket.socket, str]:
-    """Return a connection to the first place that answers, and its host.
+def _connect(places: Sequence[tuple[str, int]], begin: Callable[[socket.socket, str], _T]) -> _T:
+    """Return what ``begin`` makes of a connection to the first place where it succeeds, and of its host.
 
     All are tried until ``CONNECT_TIMEOUT_S`` has passed: the launcher may start later than this process, and a network
     that has just come up, or a busy machine, may lose the first packets.
@@ -126,12 +121,32 @@ def _connect(places: Sequence[tuple[str, int]]) -> tuple[socket.socket, str]:
     while True:
         for place in places:
             try:
-                return socket.create_connection(place, _ATTEMPT_TIMEOUT_S), place[0]
+                connection = socket.create_connection(place, _ATTEMPT_TIMEOUT_S)
             except OSError as error:
+                last = error
+                continue
+            try:
+                enable_keepalive(connection)
+                return begin(connection, place[0])
+            except OSError as error:
+                connection.close()
                 last = error
         if time.monotonic() > deadline:
             raise last
         time.sleep(_RETRY_INTERVAL_S)
+
+
+def _description(node: int, host: str, connection: socket.socket) -> bytes:
+    """Return this node's greeting to the launcher, which it reached at ``host``."""
+    description = {
+        "node": node,
+        "host": os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "launcher": host,
+        **_way_to_others(connection),
+        **_counts_from_starter(),
+        "at": time.monotonic(),
+    }
+    return json.dumps(description).encode()
 
 
 def _way_to_others(connection: socket.socket) -> dict[str, Any]:
@@ -191,5 +206,6 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     at = "where the launcher listens; of several, the first that answers"
     parser.add_argument("--connect", required=True, action="append", metavar="HOST:PORT", help=at)
     parser.add_argument("--as-node", required=True, metavar="N", help="which of the launcher's nodes this is, from 0")
+    parser.add_argument("--token-from-stdin", action="store_true", help=f"read it there instead of from {TOKEN}")
     parser.add_argument("subject", help="the subject's locator")
     return parser.parse_args(arguments)

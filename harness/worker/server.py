@@ -1,9 +1,9 @@
 """The fork server: imports torch and the subject once, then forks a rank for each assignment it receives.
 
-It reads commands, one JSON line each, from its standard input, and writes events to the descriptor that its standard
-output was. Ranks write their own events there too: a line is shorter than PIPE_BUF, so lines stay whole. When its input
-ends, because the parent closed it or died, or at SIGTERM, it ends every rank and itself. Processes that ranks start
-become its children when the ranks end, and end with the launch; what they print goes through it into their logs.
+It gets commands from the launcher and announces events to it, on its machine by its standard input and output
+(``harness.worker.launcher_link``). When its input ends, because the launcher closed it or died, or at SIGTERM, it ends
+every rank and itself. Processes that ranks start become its children when the ranks end, and end with the launch; what
+they print goes through it into their logs.
 
 CUDA and threads must not be touched here: neither survives a fork.
 """
@@ -17,13 +17,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from harness.core.errors import PlumblineError
 from harness.worker.child_registry import Child, Registry
 from harness.worker.connectivity import ConnectivityProbe
+from harness.worker.launcher_link import LauncherLink, PipeLink
 from harness.worker.preload import gather_in_large_pages, preload
 from harness.worker.processes import (
     KILL_TIMEOUT_S,
@@ -39,21 +40,19 @@ from harness.worker.rank_process import ForkedRank
 from harness.worker.recording.late_evidence import REQUEST
 
 
-class ParentDisconnected(Exception):  # noqa: N818
-    """The launcher closed the connection."""
+class ParentDisconnected(OSError):  # noqa: N818
+    """The launcher cannot be reached any more."""
 
 
 class Server:
     """Forks ranks on command and reports how they end."""
 
-    def __init__(self, locator: str, commands: int, events: int, describe: Callable[[], dict[str, Any]] = dict):
+    def __init__(self, locator: str, link: LauncherLink, describe: Callable[[], dict[str, Any]] = dict):
         """``describe`` returns further fields of the event ``ready``, once torch has been imported."""
         self._describe = describe
         self._connectivity = ConnectivityProbe()
         self._locator = locator
-        self._commands = commands
-        self._events = events
-        self._pipe = os.fstat(events).st_ino
+        self._link = link
         self._ranks: dict[int, ForkedRank] = {}  # by pid
         self._registry: Registry | None = None
         self._selector = selectors.DefaultSelector()
@@ -85,11 +84,14 @@ class Server:
         signal.signal(signal.SIGTERM, lambda *_: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent, which ends us in order.
         self._selector.register(wake, selectors.EVENT_READ)
-        self._selector.register(self._commands, selectors.EVENT_READ)
+        self._selector.register(self._link, selectors.EVENT_READ)
+        if self._link.from_ranks is not None:
+            self._selector.register(self._link.from_ranks, selectors.EVENT_READ)
         gather_in_large_pages()  # half a second, in which the parent makes its plan
         try:
             return self._obey(wake)
-        except ParentDisconnected:
+        except ParentDisconnected as error:
+            print(f"harness.worker: the launcher is lost: {error}", file=sys.stderr)
             return False
         finally:
             for pid in self._ranks:
@@ -100,7 +102,6 @@ class Server:
 
     def _obey(self, wake: int) -> bool:
         """Follow commands until they end; return whether an end was commanded."""
-        lines = self._lines()
         while True:
             chosen = [key for key, _ in self._selector.select()]
             ready = {key.fd for key in chosen}
@@ -111,24 +112,18 @@ class Server:
                 if signal.SIGTERM in os.read(wake, 4096):
                     return True
                 self._reap()
-            if self._commands in ready:
-                for command in next(lines):
-                    if command is None or command["command"] == "end":
-                        return command is not None
-                    self._follow(command)
-
-    def _lines(self) -> Iterator[list[dict[str, Any] | None]]:
-        rest = b""
-        while True:
             try:
-                chunk = os.read(self._commands, 1 << 20)
-            except OSError as error:  # a network that was cut
-                raise ParentDisconnected from error
-            if not chunk:
-                yield [None]
-                continue
-            *whole, rest = (rest + chunk).split(b"\n")
-            yield [json.loads(line) for line in whole]
+                if self._link.from_ranks in ready:
+                    self._link.forward()
+                commands = self._link.receive() if self._link.fileno() in ready else []
+            except OSError as error:  # as where a network was cut
+                raise ParentDisconnected(str(error)) from error
+            if commands is None:
+                return False
+            for command in map(json.loads, commands):
+                if command["command"] == "end":
+                    return True
+                self._follow(command)
 
     def _follow(self, command: dict[str, Any]) -> None:
         if command["command"] == "launch":
@@ -188,7 +183,7 @@ class Server:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            os.close(self._commands)
+            self._link.close_in_fork()
             address = self._registry.address if self._registry else ""
             if self._registry:
                 self._registry.close()
@@ -271,13 +266,11 @@ class Server:
         )
 
     def _announce(self, event: dict[str, Any]) -> None:
-        if os.fstat(self._events).st_ino != self._pipe:
-            raise OSError("the descriptor of the fork server's events now belongs to another file")
         # The clock is the machine's: the parent may read this later than it happened.
         try:
-            os.write(self._events, json.dumps({"at": time.monotonic(), **event}).encode() + b"\n")
+            self._link.announce(json.dumps({"at": time.monotonic(), **event}).encode())
         except OSError as error:
-            raise ParentDisconnected from error
+            raise ParentDisconnected(str(error)) from error
 
 
 def main() -> None:
@@ -287,7 +280,7 @@ def main() -> None:
     commands = os.dup(0)
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    Server(sys.argv[1], commands, events).serve()
+    Server(sys.argv[1], PipeLink(commands, events)).serve()
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def hosts_pool(hosts):
     pools = []
 
     def pool(locator):
-        pools.append(HostsPool(str(locator), None, hosts.count, hosts.command))
+        pools.append(HostsPool(str(locator), None, hosts.count, hosts.command, hosts.launcher))
         return pools[-1]
 
     yield pool

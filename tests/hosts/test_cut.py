@@ -25,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")  # the tensors are small
 
 ROOT = Path(__file__).parents[2]
 ON_NODES = Path(__file__).parents[1] / "launch" / "subjects" / "on_nodes.py"
+SECRET = "a secret that only the test knows"
 LONG = 600.0
 """Seconds after which something hangs."""
 
@@ -76,7 +77,8 @@ def test_a_cable_pulled_in_the_middle_names_rank_and_node(hosts, cable, started,
 
 def test_a_run_whose_cable_is_pulled_goes_on_and_says_of_each_cell_what_was_the_matter(hosts, cable, tmp_path):
     asked = ["--nodes", "2", "--gpus", "2", "--workloads", "mlp,contrastive", "--precisions", "32", "--backends", "ddp"]
-    where = ["--launcher", "hosts", "--node-command", hosts.command, "--report-dir", tmp_path, "-k", "2x2"]
+    where = ["--launcher", "hosts", "--node-command", hosts.command, "--listen", hosts.launcher]
+    where += ["--report-dir", tmp_path, "-k", "2x2"]
     pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", ROOT / "suites" / "conformance"]
     run = subprocess.Popen(
         [*pytest_, *asked, *where, "--subject", f"{ON_NODES}::waits-in-the-middle"],
@@ -106,10 +108,10 @@ def test_a_server_behind_a_cut_notices_by_itself_and_ends_its_ranks(hosts, cable
     def by_hand(port):
         for node in range(2):
             where = ("--connect", f"{hosts.launcher}:{port}", "--as-node", node, ON_NODES)
-            servers.append(hosts.start(node, sys.executable, WORKER, *where, **{TOKEN: "ours"}))
+            servers.append(hosts.start(node, sys.executable, WORKER, *where, **{TOKEN: SECRET}))
         return []
 
-    pool = RemotePool(str(ON_NODES), 2, by_hand, token="ours")
+    pool = RemotePool(str(ON_NODES), 2, by_hand, (hosts.launcher, 0), token=SECRET)
     try:
         cell = cell_of("mlp", "ddp", "2x2", subject="waits-in-the-middle")
         launched = start(pool, cell, tmp_path / "evidence", Settings(LONG))
@@ -185,7 +187,7 @@ def test_a_main_address_that_all_reach_trains(hosts, tmp_path):
 
 
 def test_a_pool_whose_hosts_are_all_cut_off_leaves_nobody(hosts, cable):
-    pool = HostsPool(str(ON_NODES), None, 2, hosts.command)
+    pool = HostsPool(str(ON_NODES), None, 2, hosts.command, hosts.launcher)
     assert pool.subjects
     cable()
     pool.close()

@@ -135,7 +135,7 @@ def test_a_command_without_the_node_s_number_leads_to_no_node():
 
 def test_a_run_over_hosts_has_the_verdicts_of_one_machine(hosts, tmp_path):
     asked = ["--nodes", "2", "--gpus", "2", "--workloads", "mlp", "--precisions", "32", "--backends", "ddp,ddp2"]
-    ways = {"local": [], "hosts": ["--launcher", "hosts", "--node-command", hosts.command]}
+    ways = {"local": [], "hosts": ["--launcher", "hosts", "--node-command", hosts.command, "--listen", hosts.launcher]}
     told = {}
     for way, words in ways.items():
         (tmp_path / way).mkdir()

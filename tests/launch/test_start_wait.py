@@ -69,7 +69,7 @@ def test_the_user_is_shown_what_is_waited_for(clock):
 def test_a_launcher_that_cannot_be_reached_at_first_is_tried_again(clock, monkeypatch):
     """As in a network that has just come up."""
     errors = [ConnectionRefusedError(errno.ECONNREFUSED, ""), OSError(errno.EHOSTUNREACH, ""), TimeoutError()]
-    connection = object()
+    connection = socket.socket()
 
     def connect(place, timeout):
         if errors:
@@ -77,7 +77,7 @@ def test_a_launcher_that_cannot_be_reached_at_first_is_tried_again(clock, monkey
         return connection
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    assert node_server._connect([("10.0.0.1", 1)]) == (connection, "10.0.0.1")
+    assert node_server._connect([("10.0.0.1", 1)], lambda *both: both) == (connection, "10.0.0.1")
 
 
 def test_a_launcher_that_is_never_reached_is_given_up_with_the_reason(clock, monkeypatch):
@@ -86,5 +86,5 @@ def test_a_launcher_that_is_never_reached_is_given_up_with_the_reason(clock, mon
 
     monkeypatch.setattr(socket, "create_connection", connect)
     with pytest.raises(OSError, match="No route to host"):
-        node_server._connect([("10.0.0.1", 1), ("10.0.0.2", 1)])
+        node_server._connect([("10.0.0.1", 1), ("10.0.0.2", 1)], lambda *both: both)
     assert clock.now >= node_server.CONNECT_TIMEOUT_S

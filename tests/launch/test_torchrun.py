@@ -22,6 +22,7 @@ from harness.launch.launchers.torchrun import TorchrunPool
 from harness.launch.settings import Settings
 from harness.results.run import read_run
 from harness.trainer.environments.plain import free_port
+from harness.worker.authenticated_channel import greet
 from harness.worker.node_server import TOKEN
 from harness.workloads import WORKLOADS
 
@@ -121,7 +122,7 @@ def test_nodes_started_by_hand_train_and_come_back_after_one_was_lost(
     monkeypatch.setenv(TOKEN, "a secret of the user's")
     pool = by_hand.pool()
     assert "for 2 nodes" in by_hand.said[0]
-    assert f"{TOKEN}='a secret of the user'\"'\"'s' torchrun --nnodes 2 --nproc-per-node 1" in by_hand.said[0]
+    assert f'{TOKEN}="${TOKEN}" torchrun --nnodes 2 --nproc-per-node 1' in by_hand.said[0], "it is not shown"
     assert "--max-restarts 3 -m harness.worker --connect" in by_hand.said[0]
     first, second = by_hand.start(), by_hand.start()
     cell = cell_of("mlp", "ddp", "2x2", subject="takes-its-node-along-once")
@@ -160,13 +161,16 @@ def test_nodes_started_otherwise_than_said_are_refused(by_hand, change, said):
 
 def test_who_does_not_know_the_secret_is_no_node(by_hand):
     pool = by_hand.pool()
-    hello = {"event": "hello", "token": "guessed", "node": 0, "host": "elsewhere", "at": 0.0}
-    with socket.create_connection(by_hand.place) as stranger:
-        stranger.sendall(json.dumps(hello).encode() + b"\n")
-        for _ in range(2):
-            by_hand.start()
-        assert pool.subjects
-        assert stranger.recv(1) == b"", "it was sent away, without a word"
+    with socket.create_connection(by_hand.place) as stranger, pytest.raises(ConnectionError, match="the same token"):
+        greet(stranger, "guessed", json.dumps({"node": 0, "host": "elsewhere", "at": 0.0}).encode())
+    for _ in range(2):
+        by_hand.start()
+    assert pool.subjects
+    pool.close()
+    assert by_hand.said[-1] == (
+        "1 connection was turned away, the last one from 127.0.0.1: its proof is wrong: it has another token, or plays "
+        "a recorded greeting again"
+    )
 
 
 def test_what_cannot_be_started_by_hand_is_refused_in_a_sentence(monkeypatch):

@@ -89,13 +89,13 @@ def test_a_node_has_the_name_that_it_was_given_or_its_host_s():
 
 def test_a_server_s_end_is_told_with_what_it_printed(tmp_path):
     def ends(code):
-        script = "import os, sys; print(os.environ['HANDED'], os.getcwd()); sys.exit(int(sys.argv[1]))"
-        return NodeServer().run([sys.executable, "-c", script, str(code)], str(tmp_path), {"HANDED": "here"})
+        script = "import os, sys; print(os.environ['SET'], sys.stdin.read(), os.getcwd()); sys.exit(int(sys.argv[1]))"
+        return NodeServer().run([sys.executable, "-c", script, str(code)], str(tmp_path), {"SET": "set"}, "told")
 
     assert ends(0) == ""
-    assert ends(3) == f"its server ended with exit code 3: here {tmp_path}"
-    assert "/no/such/python" in NodeServer().run(["/no/such/python"], str(tmp_path), {})
-    assert "on a file system that every node sees" in NodeServer().run([sys.executable], "/no/such/folder", {})
+    assert ends(3) == f"its server ended with exit code 3: set told {tmp_path}"
+    assert "/no/such/python" in NodeServer().run(["/no/such/python"], str(tmp_path), {}, "")
+    assert "on a file system that every node sees" in NodeServer().run([sys.executable], "/no/such/folder", {}, "")
 
 
 def test_a_server_is_told_to_end_when_its_actor_is_killed():
@@ -108,7 +108,7 @@ started = subprocess.Popen
 def seen(command, **more):  # what the server prints is shown here
     return started(command, **{{**more, **({{"stdout": None}} if command[0] == sys.executable else {{}})}})
 ray_nodes.subprocess.Popen = seen
-NodeServer().run([sys.executable, "-c", {script!r}], "/", {{}})
+NodeServer().run([sys.executable, "-c", {script!r}], "/", {{}}, "")
 """
     running = subprocess.Popen([sys.executable, "-c", actor], stdout=subprocess.PIPE, text=True)
     server = int(running.stdout.readline())

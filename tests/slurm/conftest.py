@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.launchers.slurm import SlurmPool
+from harness.launch.launchers.slurm import SlurmPool, addresses_of_nodes
+from harness.launch.remote.own_address import address_towards
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "ci" / "slurm_cluster.sh"
@@ -117,6 +118,7 @@ def allocation(cluster, monkeypatch):
     job = re.search(r"job allocation (\d+)", told.stderr)[1]
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", cluster.ask("squeue", "-h", "-j", job, "-o", "%N").strip())
     monkeypatch.setenv("SLURM_GPUS_PER_NODE", "2")
     yield job
     cluster.ask("scancel", job)
@@ -128,7 +130,7 @@ def slurm_pool(allocation):
     pools = []
 
     def pool(locator, python=None):
-        pools.append(SlurmPool(str(locator), python, 2))
+        pools.append(SlurmPool(str(locator), python, 2, address_towards(addresses_of_nodes())))
         return pools[-1]
 
     yield pool

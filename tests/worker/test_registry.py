@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
 
 import pytest
 
@@ -80,3 +82,15 @@ def test_it_waits_until_a_node_has_ended(registry, heard):
     registry.wait_for_ends(2, seconds=0)
     assert [child.pid for child in registry.below(2)] == [8]
     other.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who connects")
+def test_other_users_are_not_listened_to(registry, monkeypatch):
+    """They can see the socket's name, and could have any process of this user killed."""
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with line_to(registry, below=1, pid=7) as line:
+        registry.read()
+        assert not registry.below(1)
+        with pytest.raises(ConnectionResetError):
+            line.recv(1)

@@ -1,7 +1,7 @@
 """A node of a cell is a host to which the user's ``--node-command`` leads: a network namespace, a container, ssh.
 
-A fork server is started on each host from here. It tries this machine's addresses until one answers, and other hosts
-reach it by the interface that leads there.
+A fork server is started on each host from here. It connects to this machine's address, and other hosts reach it by the
+interface that leads there. The secret that it needs for that comes on its standard input, which ssh encrypts.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import shlex
 import sys
 
-from harness.core.errors import LaunchError, PlanError
+from harness.core.errors import PlanError
 from harness.launch.launchers.base import Launcher, LauncherOptions
+from harness.launch.remote.own_address import only_address
 from harness.launch.remote.remote_pool import WORKER, RemotePool
 from harness.launch.start_wait import Notify, ignore
-from harness.worker.node_server import addresses
 
 NUMBER = "{node}"
 """Stands for a node's number in the command, from 0."""
@@ -22,7 +22,7 @@ NUMBER = "{node}"
 class HostsLauncher(Launcher):
     """Starts a fork server on each host by the user's command."""
 
-    own_options = frozenset({"node_command"})
+    own_options = frozenset({"node_command", "listen"})
 
     def __init__(self, options: LauncherOptions) -> None:
         super().__init__(options)
@@ -32,32 +32,29 @@ class HostsLauncher(Launcher):
                 f"--node-command 'ip netns exec plumbline-{NUMBER}'"
             )
         self._command = options.node_command
+        self._address = options.listen or only_address()
         self.nodes: int = options.nodes
         self.machines = self.nodes
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
         """Return a pool over all hosts."""
-        return HostsPool(locator, python, self.nodes, self._command, self._notify)
+        return HostsPool(locator, python, self.nodes, self._command, self._address, self._notify)
 
 
 class HostsPool(RemotePool):
-    """Launches ranks of one subject on ``nodes`` hosts; ``command`` leads to each of them.
+    """Launches ranks of one subject on ``nodes`` hosts, to each of which ``command`` leads.
 
-    Raises:
-        LaunchError: this machine has no address that other hosts can reach.
+    They reach this machine at ``address``.
     """
 
-    def __init__(self, locator: str, python: str | None, nodes: int, command: str, notify: Notify = ignore) -> None:
-        places = [address for address in addresses().values() if not address.startswith("127.")]
-        if not places:
-            raise LaunchError("this machine has no address by which other hosts could reach it: is its network up?")
-
+    def __init__(
+        self, locator: str, python: str | None, nodes: int, command: str, address: str, notify: Notify = ignore
+    ) -> None:
         def start_commands(port: int) -> list[list[str]]:
-            connect = [word for place in places for word in ("--connect", f"{place}:{port}")]
-            server = [python or sys.executable, str(WORKER), *connect]
+            server = [python or sys.executable, str(WORKER), "--token-from-stdin", "--connect", f"{address}:{port}"]
             return [
                 [*shlex.split(command.replace(NUMBER, str(node))), *server, "--as-node", str(node), locator]
                 for node in range(nodes)
             ]
 
-        super().__init__(locator, nodes, start_commands, notify=notify)
+        super().__init__(locator, nodes, start_commands, (address, 0), notify=notify, token_on_stdin=True)

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from harness.core.errors import PlanError
@@ -25,7 +25,7 @@ from harness.launch.pool import SERVER_ENVIRONMENT
 from harness.launch.remote.remote_pool import WORKER, RemotePool
 from harness.launch.start_wait import START_TIMEOUT_S, Notify, ignore
 from harness.launch.this_machine import loopback
-from harness.worker.node_server import CONNECT_TIMEOUT_S, TOKEN
+from harness.worker.node_server import CONNECT_TIMEOUT_S
 from harness.worker.scratch import NODE, Scratch
 
 ADDRESS = "RAY_ADDRESS"
@@ -57,11 +57,14 @@ class NodeRequest:
 class RayLauncher(Launcher):
     """Has Ray start a fork server on each node, in a placement group for each pool."""
 
+    own_options = frozenset({"listen"})
+
     def __init__(self, options: LauncherOptions) -> None:
         super().__init__(options)
         if importlib.util.find_spec("ray") is None:
             raise PlanError(f"--launcher ray: {sys.executable} has no Ray: {command('pip', 'install', 'ray')}")
-        self._cluster = find_cluster(os.environ.get(ADDRESS, ""))
+        found = find_cluster(os.environ.get(ADDRESS, ""))
+        self._cluster = replace(found, launcher=options.listen or found.launcher)
         self.nodes: int = options.nodes
         self.machines = self.nodes if self._cluster.address else 1
         resources = {"CPU": options.gpus} | ({"GPU": options.cuda_devices} if options.cuda_devices else {})
@@ -97,14 +100,15 @@ class RayPool(RemotePool):
         where = ["--temp-dir", self._scratch.path] if self._scratch else ["--address", str(cluster.address)]
         asked = ["--nodes", str(request.count), "--resources", json.dumps(dict(request.resources))]
         asked += ["--groups", str(0 if again else request.groups), "--timeout", str(START_TIMEOUT_S)]
-        handed = [word for name in (TOKEN, *SERVER_ENVIRONMENT) for word in ("--hand-over", name)]
+        asked += ["--environment", json.dumps(SERVER_ENVIRONMENT)]
 
         def start_commands(port: int) -> list[list[str]]:
-            server = [python or sys.executable, str(WORKER), "--connect", f"{cluster.launcher}:{port}", locator]
-            return [[sys.executable, str(DRIVER), *where, *asked, *handed, *server]]
+            connect = ["--token-from-stdin", "--connect", f"{cluster.launcher}:{port}"]
+            server = [python or sys.executable, str(WORKER), *connect, locator]
+            return [[sys.executable, str(DRIVER), *where, *asked, *server]]
 
-        super().__init__(locator, request.count, start_commands, (cluster.launcher, 0), notify=notify)
-        self.listens_on = cluster.launcher
+        place = cluster.launcher, 0
+        super().__init__(locator, request.count, start_commands, place, notify=notify, token_on_stdin=True)
 
     def close(self) -> None:
         """End every node's server and the driver; a cluster that was started for this pool ends with that."""

@@ -8,6 +8,7 @@ where SLURM put it, and get the variables that srun would set had it started one
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ from harness.core.errors import LaunchError, PlanError
 from harness.core.invocation import command, suite_command
 from harness.launch.launch_progress import LaunchedRankEnd, RunningLaunch
 from harness.launch.launchers.base import Launcher, LauncherOptions
+from harness.launch.remote.own_address import address_towards
 from harness.launch.remote.remote_pool import WORKER, RemotePool
 from harness.launch.start_wait import Notify, ignore
 
@@ -26,22 +28,27 @@ from harness.launch.start_wait import Notify, ignore
 class SlurmLauncher(Launcher):
     """Starts a fork server on each node of the job by one step of srun."""
 
+    own_options = frozenset({"listen"})
+
     def __init__(self, options: LauncherOptions) -> None:
         super().__init__(options)
         self.nodes: int = nodes_of_job()
         self.machines = self.nodes
+        self._address = options.listen or address_towards(addresses_of_nodes())
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
         """Return a pool over all nodes of the job."""
-        return SlurmPool(locator, python, self.nodes, self._notify)
+        return SlurmPool(locator, python, self.nodes, self._address, self._notify)
 
 
 class SlurmPool(RemotePool):
-    """Launches ranks of one subject on the nodes of this job."""
+    """Launches ranks of one subject on the nodes of this job, which reach this machine at ``address``."""
 
-    def __init__(self, locator: str, python: str | None, nodes: int, notify: Notify = ignore) -> None:
-        interpreter = python or sys.executable
-        super().__init__(locator, nodes, lambda port: [srun(locator, interpreter, nodes, port)], notify=notify)
+    def __init__(self, locator: str, python: str | None, nodes: int, address: str, notify: Notify = ignore) -> None:
+        def start_commands(port: int) -> list[list[str]]:
+            return [srun(locator, python or sys.executable, nodes, f"{address}:{port}")]
+
+        super().__init__(locator, nodes, start_commands, (address, 0), notify=notify)
 
     def finish(self, running: RunningLaunch) -> list[LaunchedRankEnd]:
         """Follow a launch to its end, as every pool does; a launch that SLURM ended is no finding about a trainer.
@@ -99,6 +106,27 @@ def nodes_of_job(variables: Mapping[str, str] = os.environ) -> int:
     return int(count)
 
 
+def addresses_of_nodes() -> list[str]:
+    """Return the addresses of the job's nodes, or names that lead to them, as SLURM knows them.
+
+    Raises:
+        PlanError: it does not tell.
+    """
+    nodes = os.environ.get("SLURM_JOB_NODELIST") or os.environ.get("SLURM_NODELIST", "")
+    query = ["scontrol", "--oneliner", "show", "nodes", nodes]
+    try:
+        shown = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        shown = ""
+    found = re.findall(r"\bNodeAddr=(\S+)", shown)
+    if not found:
+        raise PlanError(
+            f"--launcher slurm: scontrol does not tell the addresses of the job's nodes ({nodes or 'no list'}): name "
+            "the address of this machine at which they reach it, --listen ADDRESS"
+        )
+    return found
+
+
 def stop_with_the_job() -> None:
     """Stop this process as Ctrl-C would, if SLURM is ending the job that it runs in.
 
@@ -112,15 +140,14 @@ def stop_with_the_job() -> None:
         raise KeyboardInterrupt(f"SLURM is ending job {job}: {states[0].lower()}")
 
 
-def srun(locator: str, python: str, nodes: int, port: int) -> list[str]:
-    """Return the command that starts a fork server on each node of the job.
+def srun(locator: str, python: str, nodes: int, launcher: str) -> list[str]:
+    """Return the command that starts a fork server on each node of the job, which connects to ``launcher``.
 
-    ``--overlap``: the pools of several subjects share the job's nodes. The address is the one that SLURM itself uses
-    to get back to where srun runs.
+    ``--overlap``: the pools of several subjects share the job's nodes.
     """
     return [
         *("srun", "--overlap", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
         *("--export=ALL", "--mpi=none", "--cpu-bind=none", "--input=none", "--kill-on-bad-exit=1", "--quiet"),
-        *(python, str(WORKER), "--connect", f"${{SLURM_LAUNCH_NODE_IPADDR}}:{port}", "--as-node", "${SLURM_NODEID}"),
+        *(python, str(WORKER), "--connect", launcher, "--as-node", "${SLURM_NODEID}"),
         locator,
     ]

@@ -48,7 +48,7 @@ class TorchrunLauncher(Launcher):
             )
         if "PYTEST_XDIST_WORKER" in os.environ:
             raise PlanError("--rendezvous: the nodes are started for one process, so leave -n out")
-        self._store = new_store("")
+        self._store = new_store(self._place[0])
 
     def pool(self, locator: str, python: str | None) -> RemotePool:
         """Return a pool over all nodes."""
@@ -79,7 +79,7 @@ class TorchrunPool(_TorchrunRanks):
         def start_commands(port: int) -> list[list[str]]:
             return [[*agent, str(WORKER), *server(f"{this_machine.loopback()}:{port}", locator)]] * nodes
 
-        super().__init__(locator, nodes, start_commands, notify=notify)
+        super().__init__(locator, nodes, start_commands, (this_machine.loopback(), 0), notify=notify)
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         """Return each rank's variables; nodes that share this machine divide its devices."""
@@ -101,14 +101,17 @@ class TorchrunByHandPool(_TorchrunRanks):
         store: TCPStore,
         notify: Callable[[str], None],
     ) -> None:
-        super().__init__(locator, nodes, lambda port: [], place, os.environ.get(TOKEN), notify)
+        given = os.environ.get(TOKEN)
+        super().__init__(locator, nodes, lambda port: [], place, given, notify)
         torchrun = [python, "-m", "torch.distributed.run"] if python else ["torchrun"]
         worker = [str(WORKER)] if python else ["-m", "harness.worker"]
         words = [*torchrun, *rendezvous(nodes, store, place[0]), "--max-restarts", str(_RESTARTS), *worker]
         words += server(f"{place[0]}:{place[1]}", locator)
+        # A secret of the user's own is not shown: what is printed here may be kept.
+        token = f'"${TOKEN}"' if given else self.token
         notify(
             f"waiting up to {START_TIMEOUT_S:.0f} s for {nodes} nodes; on each of them, in this folder, run\n"
-            f"    {TOKEN}={shlex.quote(self.token)} {shlex.join(words)}"
+            f"    {TOKEN}={token} {shlex.join(words)}"
         )
 
 

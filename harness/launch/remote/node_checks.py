@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+_DESCRIPTION: dict[str, Any] = {
+    "node": int,
+    "host": str,
+    "launcher": str,
+    "interface": str,
+    "address": str,
+    "chosen": bool,
+    "nodes": (int, type(None)),
+    "servers": (int, type(None)),
+    "at": float,
+}
+"""What a node says of itself when it greets the launcher."""
 
 _MOST_PAIRS = 4
 """So many pairs of nodes that cannot reach each other are named; the others are counted."""
@@ -32,14 +47,25 @@ class Node:
     software: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, hello: Mapping[str, Any], now: float) -> Node:
-        """Return the node that the first line on its connection, read at ``now``, describes.
+    def of(cls, greeting: bytes, now: float) -> Node:
+        """Return the node that a greeting, read at ``now``, describes.
 
         Raises:
-            LookupError: something is missing.
+            ValueError: it describes none; the message says what is missing.
         """
-        names = ("host", "launcher", "interface", "address", "chosen", "nodes", "servers")
-        return cls(number=hello["node"], clock_offset=now - hello["at"], **{name: hello[name] for name in names})
+        try:
+            said = json.loads(greeting)
+        except RecursionError as error:
+            raise ValueError("its description is no JSON object") from error
+        if not isinstance(said, dict):
+            raise ValueError("its description is no JSON object")
+        for name, kind in _DESCRIPTION.items():
+            if name not in said or not isinstance(said[name], kind):
+                raise ValueError(f"its description has no right {name!r}")
+        if said["node"] < 0 or not math.isfinite(said["at"]):
+            raise ValueError("it has no right number, or no right time")
+        described = {name: said[name] for name in _DESCRIPTION if name not in ("node", "at")}
+        return cls(number=said["node"], clock_offset=now - said["at"], **described)
 
     @property
     def place(self) -> str:

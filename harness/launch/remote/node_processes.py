@@ -18,11 +18,13 @@ _END_TIMEOUT_S = 30.0
 class NodeProcesses:
     """Runs ``commands`` until their nodes have ended. There are none where nodes are started by hand.
 
+    Each reads ``told`` on its standard input: there, other than in an environment or a command, ssh carries a secret.
+
     Raises:
         LaunchError: one cannot be run.
     """
 
-    def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str]) -> None:
+    def __init__(self, commands: Sequence[Sequence[str]], environment: Mapping[str, str], told: str = "") -> None:
         self._errors = os.memfd_create("plumbline")
         self._running: list[subprocess.Popen[bytes]] = []
         self._open = True
@@ -30,7 +32,7 @@ class NodeProcesses:
             try:
                 started = subprocess.Popen(
                     [*command],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=self._errors,
                     stderr=self._errors,
                     env=environment,
@@ -41,6 +43,12 @@ class NodeProcesses:
                 self.close(0)
                 raise LaunchError(f"the nodes cannot be started: {error}") from error
             self._running.append(started)
+            assert started.stdin is not None
+            with suppress(BrokenPipeError):  # how it ended is said when its node does not come
+                started.stdin.write(told.encode())
+                started.stdin.flush()
+            with suppress(BrokenPipeError):
+                started.stdin.close()
 
     @property
     def ended(self) -> str | None:

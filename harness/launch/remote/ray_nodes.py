@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 END_TIMEOUT_S = 2.0
@@ -28,20 +28,23 @@ _MOST_NODES = 8
 class NodeServer:
     """An actor that holds a node's resources and runs its server."""
 
-    def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str]) -> str:
-        """Run the server until it ends; return what was the matter, "" if it ended as it was told to."""
+    def run(self, command: Sequence[str], folder: str, environment: Mapping[str, str], told: str) -> str:
+        """Run the server, which reads ``told``, until it ends; return what was the matter, "" if nothing was."""
         with tempfile.TemporaryFile() as output:
             try:
                 server = subprocess.Popen(
                     [*command],
                     cwd=folder,
                     env={**os.environ, **environment},
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             except OSError as error:
                 return f"{error}: are the environment and {folder} on a file system that every node sees?"
+            assert server.stdin is not None
+            with suppress(BrokenPipeError), server.stdin:  # how it ended is said below
+                server.stdin.write(told.encode())
             # When this process ends, killed or with its raylet, the pipe closes, and the server ends its ranks.
             end = ["sh", "-c", 'read end; kill "$0"', str(server.pid)]
             with subprocess.Popen(end, stdin=subprocess.PIPE) as watcher:
@@ -57,8 +60,7 @@ class NodeServer:
 def main() -> None:
     """Place the servers, start them, and wait for their end; exits with a message where that is not as it should be."""
     options = _options()
-    # They go to the servers alone, in the arguments of a call: not by the environment of whatever Ray starts.
-    environment = {name: os.environ.pop(name) for name in options.hand_over if name in os.environ}
+    secret = sys.stdin.readline()  # for the servers: it goes to them in the arguments of a call
     _connect(options)
     import ray
     from ray.util.placement_group import placement_group
@@ -75,7 +77,7 @@ def main() -> None:
         )
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         # Ray prints the logs of every raylet of the cluster that ends.
-        code = _serve(group, options, environment)
+        code = _serve(group, options, secret)
         ray.shutdown()
     sys.exit(code)
 
@@ -98,7 +100,7 @@ def _connect(options: argparse.Namespace) -> None:
         sys.exit(f"no way into Ray's cluster ({options.address or 'started here'}): {type(error).__name__}: {error}")
 
 
-def _serve(group: Any, options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+def _serve(group: Any, options: argparse.Namespace, secret: str) -> int:
     """Run a server on each node of ``group`` until all have ended, or one badly, and tell how; return the exit code."""
     import ray
     from ray.exceptions import RayError
@@ -115,7 +117,8 @@ def _serve(group: Any, options: argparse.Namespace, environment: Mapping[str, st
         bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         actor = ray.remote(NodeServer).options(**asked, scheduling_strategy=bundle).remote()
         server = [*options.server, "--as-node", str(number)]
-        called = actor.run.remote(server, os.getcwd(), {**environment, "PLUMBLINE_NODE_NAME": name})
+        environment = {**options.environment, "PLUMBLINE_NODE_NAME": name}
+        called = actor.run.remote(server, os.getcwd(), environment, secret)
         actors.append(actor)
         running[called] = name
     while running:
@@ -183,7 +186,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--resources", type=json.loads, required=True, help="what each must have, as JSON")
     parser.add_argument("--groups", type=int, default=0, help="refuse a cluster in which so many groups do not fit")
     parser.add_argument("--timeout", type=float, required=True, help="seconds in which Ray must place them")
-    parser.add_argument("--hand-over", action="append", default=[], help="a variable that the servers alone get")
+    parser.add_argument("--environment", type=json.loads, default={}, help="variables of the servers, as JSON")
     parser.add_argument("server", nargs=argparse.REMAINDER, help="the command of a node's server")
     return parser.parse_args()
 

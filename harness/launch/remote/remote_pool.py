@@ -7,7 +7,6 @@ import errno
 import json
 import os
 import selectors
-import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,6 +25,7 @@ from harness.launch.server_events import contents_of, event_of
 from harness.launch.start_wait import Notify, StartWait, ignore
 from harness.launch.this_machine import ELASTIC
 from harness.worker.assignment import Assignment
+from harness.worker.authenticated_channel import AuthenticatedChannel
 from harness.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN
 from harness.worker.package_hash import package_hash
 
@@ -44,26 +44,27 @@ class RemotePool(Pool):
 
     ``start_commands`` returns, for the port that this process listens on, the commands that start ``WORKER`` on every
     node and end when it has ended; none where the nodes are started by hand. ``place`` is where this process listens,
-    and ``token`` the secret that its nodes present.
+    and ``token`` the secret that it shares with its nodes, drawn where there is none. They find it in their
+    environment, or ``token_on_stdin``.
     """
-
-    listens_on = ""
 
     def __init__(
         self,
         locator: str,
         nodes: int,
         start_commands: Callable[[int], Sequence[Sequence[str]]],
-        place: tuple[str, int] = ("", 0),
+        place: tuple[str, int],
         token: str | None = None,
         notify: Notify = ignore,
+        *,
+        token_on_stdin: bool = False,
     ) -> None:
         self.locator = locator
+        self._address = place[0]
         self._notify = notify
         self._count = nodes
         self._nodes: dict[int, Node] = {}
-        self._lines: dict[int, socket.socket] = {}
-        self._rests: dict[int, bytes] = {}
+        self._channels: dict[int, AuthenticatedChannel] = {}
         self._queue: list[dict[str, Any]] = []
         self._launches = 0
         self._launched: dict[int, set[int]] = {}
@@ -71,12 +72,20 @@ class RemotePool(Pool):
         self._broken = False
         self._listener = NodeListener(place, token)
         self.token = self._listener.token
-        environment = {**os.environ, **SERVER_ENVIRONMENT, TOKEN: self.token}
+        environment = {**os.environ, **SERVER_ENVIRONMENT}
+        told = f"{self.token}\n" if token_on_stdin else ""
+        if not token_on_stdin:
+            environment[TOKEN] = self.token
         try:
-            self._processes = NodeProcesses(start_commands(self._listener.port), environment)
+            self._processes = NodeProcesses(start_commands(self._listener.port), environment, told)
         except LaunchError:
             self._listener.close()
             raise
+
+    @property
+    def listens_on(self) -> str:
+        """The address of this machine at which its nodes reach it, and their ranks the rendezvous store."""
+        return self._address
 
     @property
     def subjects(self) -> list[dict[str, Any]]:
@@ -111,8 +120,8 @@ class RemotePool(Pool):
 
     def _warm_up(self) -> list[dict[str, Any]]:
         wait = StartWait(self._processes.cpu_seconds, self._notify)
-        for number, (node, line) in enumerate(self._listener.receive(self._count, self._processes, wait)):
-            self._nodes[number], self._lines[number], self._rests[number] = node, line, b""
+        for number, (node, channel) in enumerate(self._listener.receive(self._count, self._processes, wait)):
+            self._nodes[number], self._channels[number] = node, channel
         ready = self._answers("ready", f"import {self.locator}")
         for number, event in ready.items():
             if event["subjects"] != ready[0]["subjects"]:
@@ -134,10 +143,10 @@ class RemotePool(Pool):
         Raises:
             LaunchError: one cannot.
         """
-        for number in self._lines:
+        for number in self._channels:
             self._write(number, {"command": "listen", "address": self._nodes[number].address})
         ports = {number: event["port"] for number, event in self._answers("listens", "listen").items()}
-        for number in self._lines:
+        for number in self._channels:
             peers = {str(other): (self._nodes[other].address, port) for other, port in ports.items() if other != number}
             self._write(number, {"command": "reach", "peers": peers, "seconds": PROBE_TIMEOUT_S})
         answers = self._answers("reached", "reach the others")
@@ -219,18 +228,20 @@ class RemotePool(Pool):
         Where one is lost the others are not told to end: a torchrun that was started by hand may start them again.
         """
         self._listener.close()
-        for number in list(self._lines):
+        if self._subjects is not None and self._listener.refusals and self._channels:
+            self._notify(self._listener.refusals)
+        for number in list(self._channels):
             with contextlib.suppress(OSError):
                 if not self._broken:
-                    self._lines[number].sendall(FAREWELL)
-            self._lines.pop(number).close()
+                    self._channels[number].send(FAREWELL)
+            self._channels.pop(number).close()
         self._launched = {}
         self._broken = True
         # Servers end by themselves when their connection closes; where none connected there is nothing to wait for.
         self._processes.close(EXIT_GRACE_S if self._subjects is not None else 0)
 
     def _send(self, command: dict[str, Any]) -> None:
-        for number in list(self._lines):
+        for number in list(self._channels):
             mine = command
             if command["command"] == "launch":
                 here = [values for values in command["assignments"] if values["rank"] in self._launched[number]]
@@ -239,7 +250,7 @@ class RemotePool(Pool):
 
     def _write(self, number: int, command: dict[str, Any]) -> None:
         try:
-            self._lines[number].sendall(json.dumps(command).encode() + b"\n")
+            self._channels[number].send(json.dumps(command).encode())
         except OSError as error:
             self._fail(number, error)
 
@@ -247,8 +258,8 @@ class RemotePool(Pool):
         """Return the next event of any node, or None when the deadline passes."""
         while not self._queue:
             with selectors.DefaultSelector() as selector:
-                for number, line in self._lines.items():
-                    selector.register(line, selectors.EVENT_READ, number)
+                for number, channel in self._channels.items():
+                    selector.register(channel, selectors.EVENT_READ, number)
                 ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
                 return None
@@ -258,16 +269,15 @@ class RemotePool(Pool):
 
     def _read(self, number: int) -> None:
         try:
-            chunk = self._lines[number].recv(1 << 16)
+            messages = self._channels[number].receive()
         except OSError as error:
             self._fail(number, error)
             return
-        if not chunk:
+        if messages is None:
             raise self._lost_node(number, "it is gone")
-        *whole, self._rests[number] = (self._rests[number] + chunk).split(b"\n")
-        for line in whole:
+        for message in messages:
             try:
-                event = event_of(line)
+                event = event_of(message)
             except ValueError as error:
                 raise self._lost_node(number, f"it sent an invalid message ({error})") from error
             if event["event"] == "exit":
@@ -291,10 +301,10 @@ class RemotePool(Pool):
             event = {"event": "exit", "launch": self._launches, "rank": rank, **left, "silent": why}
             self._queue.append({**event, "node": number, "at": time.monotonic()})
         self._broken = True
-        self._lines.pop(number).close()
+        self._channels.pop(number).close()
 
     def _lost_node(self, number: int, why: str) -> LaunchError:
-        self._lines.pop(number).close()
+        self._channels.pop(number).close()
         self._broken = True
         self._processes.wait_for_output(EXIT_GRACE_S)
         host = self._nodes[number].host

@@ -80,7 +80,7 @@ def as_json(comparison: Comparison, gates: Sequence[str], exit_code: int) -> str
         "gates": list(gates),
         "exit_code": exit_code,
     }
-    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False)
+    return json.dumps(values, indent=2, allow_nan=False)  # in ASCII: it may be printed
 
 
 def _for_this_terminal(comparison: Comparison) -> str:
