@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
 from harness.worker.connectivity import free_port
-from harness.worker.processes import end_each, present
+from harness.worker.processes import die_with, end_each, present
 from harness.worker.scratch import NODE, Scratch
 
 START_TIMEOUT_S = 300.0
@@ -69,6 +71,7 @@ class RayCluster:
                 stderr=subprocess.STDOUT,
                 env=self._variables,
                 start_new_session=True,
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # `ray start` then ends its node
             )
         deadline = time.monotonic() + START_TIMEOUT_S
         while "Ray runtime started" not in (printed := log.read_text(errors="replace")):
@@ -83,7 +86,7 @@ class RayCluster:
     def kill(self, number: int) -> None:
         """Kill a node's raylet. `ray start` sees it and ends by itself."""
         (raylet,) = (pid for pid in self._of(number) if _program(pid).endswith("/raylet/raylet"))
-        os.kill(raylet, 9)
+        os.kill(raylet, signal.SIGKILL)
 
     def bring_back(self, number: int) -> None:
         """Start a killed node again."""
