@@ -62,6 +62,7 @@ def test_a_cluster_that_is_too_small_is_refused_with_what_there_is():
     said = too_small(cluster, asked(2, CPU=2))
     assert said.startswith("2 nodes with 2 CPU each were asked for, and 1 nodes of the cluster can give that: ")
     assert said.endswith("there are 2 nodes: node0 has 4 CPU, node1 has 1 CPU")
+    assert too_small(cluster, asked(1, memory=1)) is None, "who launches nothing needs no CPU"
     assert "1 CPU and 8 GPU each were asked for, and 0 nodes" in too_small(cluster, asked(1, CPU=1, GPU=8))
 
 

@@ -67,7 +67,9 @@ class RayLauncher(Launcher):
         self._cluster = replace(found, launcher=options.listen or found.launcher)
         self.nodes: int = options.nodes
         self.machines = self.nodes if self._cluster.address else 1
-        resources = {"CPU": options.gpus} | ({"GPU": options.cuda_devices} if options.cuda_devices else {})
+        needed = {"CPU": options.gpus, "GPU": options.cuda_devices}
+        # A placement group must ask for something. A byte is free where no CPU is.
+        resources = {name: count for name, count in needed.items() if count} or {"memory": 1}
         workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         self._request = NodeRequest(self.nodes, resources, workers * options.subjects)
         self._started: set[str] = set()

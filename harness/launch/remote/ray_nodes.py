@@ -91,7 +91,7 @@ def _connect(options: argparse.Namespace) -> None:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         resources = {name: count * options.nodes for name, count in options.resources.items()}
         given = {"address": "local", "_temp_dir": options.temp_dir, "include_dashboard": False}
-        given |= {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
+        given |= {"num_cpus": resources.get("CPU", 1), "num_gpus": resources.get("GPU", 0)}
     import ray
 
     try:
@@ -113,7 +113,7 @@ def _serve(group: Any, options: argparse.Namespace, secret: str) -> int:
     actors = []  # an actor ends when nothing refers to it
     for number in range(options.nodes):
         name = name_of(present[places[number]])
-        asked = {"num_cpus": options.resources["CPU"], "num_gpus": options.resources.get("GPU", 0)}
+        asked = {"num_cpus": options.resources.get("CPU", 0), "num_gpus": options.resources.get("GPU", 0)}
         bundle = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
         actor = ray.remote(NodeServer).options(**asked, scheduling_strategy=bundle).remote()
         server = [*options.server, "--as-node", str(number)]
@@ -139,7 +139,8 @@ def _serve(group: Any, options: argparse.Namespace, secret: str) -> int:
 def too_small(nodes: Sequence[Mapping[str, Any]], options: argparse.Namespace) -> str | None:
     """Return why a cluster of these nodes is too small for what was asked for, None if it is not."""
     alive = [node["Resources"] for node in nodes if node["Alive"]]
-    fits = [int(min(have.get(name, 0) // need for name, need in options.resources.items())) for have in alive]
+    most = options.groups  # more than these need not be counted
+    fits = [int(min(most, *(have.get(name, 0) // need for name, need in options.resources.items()))) for have in alive]
     able = sum(map(bool, fits))
     if able < options.nodes:
         return f"{_wanted(options)} were asked for, and {able} nodes of the cluster can give that: {_present(nodes)}"
