@@ -52,10 +52,11 @@ class ChildEnd:
 def first_to_fail(children: Iterable[ChildEnd]) -> ChildEnd | None:
     """Return the child that failed before any other: the others end because of it.
 
-    A rank that died explains those that raised, as their connections to it broke: on a busy machine their ends may be
-    seen before its own.
+    A rank that died explains those that raised, as their connections to it broke, and one that raised explains those
+    that were then terminated. On a busy machine the ends of these may be seen first.
     """
-    return min((one for one in children if one.is_bad), key=lambda one: (not one.died, one.at), default=None)
+    bad = (one for one in children if one.is_bad)
+    return min(bad, key=lambda one: (not one.died, not one.failed, one.at), default=None)
 
 
 class Children:
