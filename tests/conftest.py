@@ -32,6 +32,7 @@ TOGETHER = {
     "ray_launcher": "a Ray cluster",
     "comparison": WARM,
     "extending": WARM,
+    "hunt/test_right_trainers.py": WARM,
     "hunt/test_search.py": WARM,
     "performance": WARM,
     "cli/test_cli.py": WARM,

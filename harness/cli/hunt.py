@@ -56,7 +56,7 @@ def hunt(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="plumbline-") as scratch:
             search = started(options.subject, options.gpus, Path(scratch))
             with closing(search.pool):
-                corpus = Corpus(options.folder or Path("reports", "hunt", search.declared.name))
+                corpus = Corpus(options.folder or Path("reports", "hunt", search.declared[0].name))
                 return _again(search, corpus) if options.again else _search(search, corpus, options)
     except PlanError as error:
         complain(error)
@@ -81,7 +81,8 @@ def _search(search: Search, corpus: Corpus, options: argparse.Namespace) -> int:
         counts = search.counts
         print(
             f"\n{counts['drawn']} problems drawn: {counts['trained']} trained and judged, {counts['failed']} failed, "
-            f"{counts['unfit']} not fit for judging, {counts['vacuous']} that could show nothing; "
+            f"{counts['unfit']} not fit for judging, {counts['refused']} that the subject does not train, "
+            f"{counts['vacuous']} that could show nothing; "
             f"{counts['causes']} new causes"
         )
     return int(counts["causes"] > 0)

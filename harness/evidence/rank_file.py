@@ -157,6 +157,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
                 "scale": step.scale,
                 "continues": continues,
                 "turns": step.turns,
+                "alternate": step.alternate,
             }
         )
         previous = step.after
@@ -225,6 +226,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
                 scale=step["scale"],
                 buffers=parts.get((number, "buffers"), {}),
                 turns=tuple(tuple(names) for names in step.get("turns", ())),
+                alternate=bool(step.get("alternate")),
             )
         )
     finals = {None: None, "own": parts.get((len(steps), "final"), {}), "last": steps[-1].after if steps else None}

@@ -101,7 +101,9 @@ class Step:
 
     Several optimizers, each with its own part of the model, make one step. Where they take ``turns``, each with a pass
     of its own over the same samples, ``turns`` has the names of their parameters, in order: the gradients of a later
-    one are taken at the weights that the earlier ones left. It is empty where all of them share one pass.
+    one are taken at the weights that the earlier ones left. It is empty where all of them share one pass. Where they
+    ``alternate``, each micro-batch has its passes for all of them before the next one: only those over the last
+    micro-batch come after the steps of earlier optimizers.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -113,6 +115,7 @@ class Step:
     scale: float | None = None
     buffers: Tensors = field(default_factory=dict)
     turns: tuple[tuple[str, ...], ...] = ()
+    alternate: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.errors import Flaky
 
+from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.core.errors import WorkloadError
 from harness.core.finding import UNEXPLAINED, Finding
@@ -58,16 +59,16 @@ class Search:
 
     Args:
         pool: starts the subject's ranks.
-        declared: what the subject says it can do.
+        declared: what the subject says it can do, by backend.
         cells: those to draw from; their workload is a placeholder.
         folder: for problems and traces, while they are needed.
         known: causes that are passed over; each that is found is added.
-        counts: problems ``drawn``, of them ``unfit`` for judging, ``vacuous``, ``trained`` and ``failed``; new
-            ``causes``; ``rounds``.
+        counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, ``vacuous``, ``trained``
+            and ``failed``; new ``causes``; ``rounds``.
     """
 
     pool: Pool
-    declared: Declaration
+    declared: Sequence[Declaration]
     cells: Sequence[Cell]
     folder: Path
     known: set[str] = field(default_factory=set)
@@ -124,11 +125,15 @@ class Search:
         try:
             workload = workload_of(cell)
             refuse_unfit(workload, [cell.topology.devices])
+            refused = declared_for(cell.subject, cell.backend, self.declared).refusal(cell)
         except WorkloadError:
             self.counts["unfit"] += 1
             return None
         finally:
             WORKLOADS.pop(cell.workload, None)
+        if refused is not None:
+            self.counts["refused"] += 1
+            return None
         trace = self.folder / "trace"
         try:
             findings = examine(self.pool, cell, trace, SETTINGS).findings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -46,10 +47,10 @@ def started(subject: str, gpus: int, scratch: Path) -> Search:
         known = known_of_subject(declared[0].name, declared[0].software, read_expectations(suites() / "expectations"))
         undo.pop_all()
     causes = {f"{check}: {cause}" for one in known for check in one.entry.check for cause in one.entry.cause or ()}
-    return Search(pool, declared[0], cells, scratch, known=causes)
+    return Search(pool, declared, cells, scratch, known=causes)
 
 
-def cells_of(declared: list[Declaration], gpus: int, accelerator: str) -> list[Cell]:
+def cells_of(declared: Sequence[Declaration], gpus: int, accelerator: str) -> list[Cell]:
     """Return the subject's cells, the simplest first: few devices, float32."""
     planned = plan(Matrix(gpus=gpus, workloads=(PLAIN,), accelerator=accelerator), declared, WORKLOADS)
     cells = [one.cell for one in planned if one.refusal is None]

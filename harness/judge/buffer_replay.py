@@ -10,7 +10,7 @@ import torch
 from harness.evidence.trace import Step, Tensors
 from harness.judge.oracle.layout import Share
 from harness.judge.oracle.noise import Deviation, replay_error, rounding_unit
-from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.oracle import Oracle, turns_of
 from harness.judge.trace_analysis import GlobalStep, TraceAnalysis
 
 
@@ -45,9 +45,13 @@ def own_shares(step: Step) -> list[Share]:
 
 
 def buffers_after(oracle: Oracle, step: Step, shares: list[Share]) -> Tensors:
-    """Return what forwards over ``shares`` make of the buffers that a step began with."""
-    oracle.load(step.before)
-    return oracle.buffers_after(step.buffers, shares)
+    """Return what forwards over ``shares`` make of the buffers that a step began with; each turn makes its own."""
+    buffers, last = step.buffers, shares[-1:] if step.alternate else shares
+    for turn, weights in enumerate((step.before, *(left for _, left in turns_of(step)))):
+        oracle.load(weights)
+        before = [share for share in shares[:-1] for _ in step.turns] if step.alternate and not turn else []
+        buffers = oracle.buffers_after(buffers, [*before, *last])
+    return buffers
 
 
 def changed(global_step: GlobalStep, following: GlobalStep, rank: int) -> bool:

@@ -25,7 +25,7 @@ from harness.judge.oracle.layout import (
     with_unique_draws,
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged
-from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from harness.judge.oracle.oracle import Oracle, mean_gradient
 from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
 
@@ -211,7 +211,7 @@ class TraceAnalysis:
         self.load_step(self.oracle, step)
         parts = self.oracle.group_gradients(layout)
         raw = mean_gradient(parts)
-        contract = clipped(raw, self.workload.clip_norm)
+        contract = self.oracle.clipped(raw)
         gradients = {layout: contract}
         # Both ways at every step, also where they are the same: a trainer keeps to one of them.
         ways = (self.one_device(layout), single_batch_layout(layout))

@@ -51,8 +51,8 @@ def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
 def search(warm_pool, tmp_path):
     """A search among problems of a trainer that is wrong on all of them."""
     pool = warm_pool(MISTAKE)
-    (declared,) = (Declaration.of(MISTAKE, one) for one in pool.subjects if one["name"] == "rolls")
-    return Search(pool, declared, cells_of([declared], 1, "cpu"), tmp_path)
+    declared = [Declaration.of(MISTAKE, one) for one in pool.subjects if one["name"] == "rolls"]
+    return Search(pool, declared, cells_of(declared, 1, "cpu"), tmp_path)
 
 
 def test_a_corpus_is_trained_again(search, tmp_path):

@@ -111,8 +111,14 @@ class FullTraining:
         schedule = oracle.schedule(optimizer)
         for step, layout in zip(self._recorded.steps_taken, layouts, strict=True):
             self._recorded.load_inputs(oracle, step)
+            begun = oracle.weights()
             for names in step.ranks[0].turns or (tuple(oracle.parameters),):
+                now = oracle.weights()
+                if step.ranks[0].turns:
+                    oracle.load(begun)
+                    oracle.set_turn(names, now, alternate=step.ranks[0].alternate)
                 gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)
+                oracle.load(now)
                 oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
                 with nullcontext() if parts is None else PartialSums(parts):
                     optimizer.step()

@@ -130,11 +130,13 @@ class NoiseScale:
     """Collects measured errors by tensor, and returns the noise of a tensor.
 
     Errors are kept relative to the rounding unit of the tensor, so that measurements at different steps, where
-    gradients are larger or smaller, can be combined.
+    gradients are larger or smaller, can be combined. Where a tensor is exactly zero and its unit with it, rounding may
+    make something of it all the same: there the error itself is kept.
     """
 
     def __init__(self) -> None:
         self._largest: dict[str, float] = {}
+        self._of_zeros: dict[str, float] = {}
         self.runs = 0
 
     def add(self, measured: Tensors, exact: Tensors, units: dict[str, float]) -> None:
@@ -160,12 +162,12 @@ class NoiseScale:
                 self._take(TOGETHER, along, together)
 
     def _take(self, name: str, error: float, unit: float) -> None:
-        if unit > 0:
-            self._largest[name] = max(self._largest.get(name, 0.0), error / unit)
+        kept, measured = (self._largest, error / unit) if unit > 0 else (self._of_zeros, error)
+        kept[name] = max(kept.get(name, 0.0), measured)
 
     def at(self, name: str, unit: float) -> float:
         """Return the noise of a tensor whose rounding unit is ``unit``: never less than one rounding of it."""
-        return max(self._largest.get(name, 0.0), 1.0) * unit
+        return max(self._largest.get(name, 0.0), 1.0) * unit if unit > 0 else self._of_zeros.get(name, 0.0)
 
     @property
     def limit(self) -> float:

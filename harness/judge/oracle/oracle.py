@@ -66,6 +66,7 @@ class Oracle:
         self._row_of: dict[int, int] = {}
         self._drawn: Tensors = {}
         self._turns: list[tuple[tuple[str, ...], Tensors]] = []
+        self._alternate = False
 
     def load(self, weights: Tensors) -> None:
         """Set the weights, a value for every parameter, cast to this precision."""
@@ -100,11 +101,15 @@ class Oracle:
             self._drawn[name] = table.to(self.dtype)
 
     def set_turns(self, step: Step) -> None:
-        """Compute each optimizer's part of the gradient at the weights that the optimizers before it left."""
-        left = step.before
-        for earlier, names in pairwise(step.turns):
-            left = {**left, **{name: step.after[name] for name in earlier if name in step.after}}
-            self._turns.append((names, left))
+        """Compute each optimizer's part of the gradient at the weights that the optimizers before it left.
+
+        Where they alternate, that holds for its part of the last micro-batch's.
+        """
+        self._alternate, self._turns = step.alternate, turns_of(step)
+
+    def set_turn(self, names: tuple[str, ...], weights: Tensors, *, alternate: bool) -> None:
+        """Compute the gradient of these parameters at ``weights``; where turns alternate, the last micro-batch's."""
+        self._alternate, self._turns = alternate, [(names, weights)]
 
     def forward(self, share: Share) -> Any:
         """Return the model's outputs for samples, as a device computes them at the start of the step."""
@@ -133,7 +138,8 @@ class Oracle:
         begun = self._copies() if self._turns else {}
         for _, weights in self._turns:
             self.load(weights)
-            made.append(self._one_pass(layout, scale))
+            earlier = made[0][:-1] if self._alternate else []
+            made.append([*earlier, *self._one_pass(layout[len(earlier) :], scale)])
         if begun:
             self.load(begun)
         return made
@@ -153,7 +159,15 @@ class Oracle:
         while scale > 1 and not all(bool(value.isfinite().all()) for value in gradient.values()):
             scale /= 2
             gradient = mean_gradient(self.group_gradients(layout, scale))
-        return {k: v.double() for k, v in clipped(gradient, self.workload.clip_norm).items()}
+        return {k: v.double() for k, v in self.clipped(gradient).items()}
+
+    def clipped(self, gradient: Tensors) -> Tensors:
+        """Return the gradient clipped where required: each turn's optimizer has the norm of its own part alone."""
+        parts = [{name: gradient[name] for name in names if name in gradient} for names, _ in self._turns]
+        rest = {name: value for name, value in gradient.items() if not any(name in part for part in parts)}
+        norm = self.workload.clip_norm
+        shortened = {name: value for part in (rest, *parts) for name, value in clipped(part, norm).items()}
+        return {name: shortened[name] for name in gradient}
 
     def _group_gradient(self, group: Group, scale: float) -> Tensors:
         gradients = torch.autograd.grad(self._loss(group) * scale, tuple(self.trained.values()), allow_unused=True)
@@ -261,6 +275,15 @@ class Oracle:
 
     def _copies(self) -> Tensors:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+
+def turns_of(step: Step) -> list[tuple[tuple[str, ...], Tensors]]:
+    """Return the parameters of each turn but the first, and the weights at which its pass is made."""
+    left, later = step.before, []
+    for earlier, names in pairwise(step.turns):
+        left = {**left, **{name: step.after[name] for name in earlier if name in step.after}}
+        later.append((names, left))
+    return later
 
 
 def mean_gradient(parts: Sequence[Sequence[Tensors]]) -> Tensors:

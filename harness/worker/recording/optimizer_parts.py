@@ -29,8 +29,8 @@ def belongs(part: OptimizerPart, to: Sequence[OptimizerPart]) -> bool:
         return False
     if any(part.optimizer == other.optimizer for other in to) and not part.names:
         return False
-    own = part.step.micro_batches
-    return not own or _samples(own) == _samples(to[0].step.micro_batches)
+    own, first = part.step.micro_batches, to[0].step.micro_batches
+    return not own or _samples(own) == _samples(first) or bool(_alternating(first, own))
 
 
 def joined(parts: Sequence[OptimizerPart]) -> Step:
@@ -47,15 +47,36 @@ def joined(parts: Sequence[OptimizerPart]) -> Step:
             turns[-1] += part.names
         else:
             turns.append(part.names)
+    alternating = _alternating(first.micro_batches, last.micro_batches)
     return replace(
         first,
-        micro_batches=_once(first.micro_batches, len(parts)),
+        micro_batches=alternating or _once(first.micro_batches, len(parts)),
+        alternate=bool(alternating),
         gradients={name: value for part in in_order for name, value in part.step.gradients.items()},
         after=last.after,
         learning_rates=tuple(rate for part in in_order for rate in part.step.learning_rates),
         skipped=any(part.step.skipped for part in parts),
         turns=tuple(turns) if len(turns) > 1 else (),
     )
+
+
+def _alternating(first: tuple[MicroBatch, ...], later: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:
+    """Return the micro-batches of a window in which each has a pass for every optimizer; none where it is another.
+
+    The optimizer that steps ``first`` has seen all passes but those of the others over the last micro-batch.
+    """
+    size = len(later)
+    if not size or len(first) <= size or len(first) % size:
+        return ()
+    runs = [first[start : start + size] for start in range(0, len(first), size)]
+    *earlier, last = map(_samples, runs)
+    times = next((place for place, run in enumerate(earlier) if run != earlier[0]), len(earlier))
+    complete = len(earlier) % times == 0 and all(
+        run == earlier[place - place % times] for place, run in enumerate(earlier)
+    )
+    if times < 2 or not complete or last != _samples(later):
+        return ()
+    return tuple(micro for run in (*runs[:-1:times], runs[-1]) for micro in run)
 
 
 def _once(micro_batches: tuple[MicroBatch, ...], times: int) -> tuple[MicroBatch, ...]:

@@ -1,0 +1,52 @@
+"""Problems on which searches have accused a right trainer: what they found is mended, and stays so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.hunt.problems import Drawn
+from harness.hunt.search import Search
+from harness.hunt.subject import cells_of
+from harness.planning.declaration import Declaration
+from harness.workloads.generated import Recipe
+
+TURNS = Recipe(optimizer="several", batch_size=8, steps_per_epoch=5)
+"""The reference trainer's optimizers take turns: each has a pass of its own over each micro-batch."""
+
+
+@pytest.fixture
+def search(warm_pool, tmp_path):
+    pool = warm_pool("reference")
+    declared = [Declaration.of("reference", one) for one in pool.subjects if one["name"] == "reference"]
+    return Search(pool, declared, cells_of(declared, 2, "cpu"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        replace(TURNS, accumulate=2),
+        replace(TURNS, accumulate=3, clip_norm=0.05),
+        replace(TURNS, inputs="tokens", layers=("batchnorm", "linear-5"), accumulate=2, epochs=2, schedule="warm-up"),
+        replace(TURNS, layers=("batchnorm",), clip_norm=0.05),
+        Recipe(batch_size=2, steps_per_epoch=2, epochs=2, shuffle=True, seed=56),
+    ],
+    ids=lambda recipe: f"{recipe.optimizer}-{'-'.join(recipe.layers)}-{recipe.accumulate}-{recipe.clip_norm}",
+)
+@pytest.mark.parametrize(("backend", "topology"), [("none", "1x1"), ("ddp", "1x2")])
+def test_it_is_right(search, recipe, backend, topology):
+    assert search.train(Drawn(recipe, cell_among(search.cells, backend, topology, "32"))) is None
+    assert search.counts["trained"] == 1
+
+
+def test_what_is_exactly_zero_may_round_to_something_else(search):
+    recipe = Recipe(layers=("linear-1", "layernorm"), batch_size=2)
+    assert search.train(Drawn(recipe, cell_among(search.cells, "none", "1x1", "16"))) is None
+
+
+def cell_among(cells, backend, topology, precision):
+    (cell,) = (
+        one for one in cells if (one.backend, str(one.topology), one.precision) == (backend, topology, precision)
+    )
+    return cell
