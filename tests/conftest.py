@@ -29,6 +29,7 @@ WARM = "warm ranks"
 TOGETHER = {
     "slurm": "a cluster",
     "hosts": "hosts",
+    "ray_launcher": "a Ray cluster",
     "comparison": WARM,
     "extending": WARM,
     "hunt/test_right_trainers.py": WARM,

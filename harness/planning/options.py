@@ -72,8 +72,14 @@ class Options:
         refuse_unfit_workloads(self.own_workloads, self.matrix)
 
     def _asked_of_launcher(self, say: Callable[[str], None]) -> LauncherOptions:
+        # xdist's controller reads what subjects declare, and launches nothing: its workers do.
+        launches = "PYTEST_XDIST_WORKER" in os.environ or not self._given.get("numprocesses")
+        gpus = max(topology.gpus for topology in self.matrix.topologies) if launches else 0
+        cuda_devices = min(gpus, 1) if self.settings.oversubscribe else gpus
         return LauncherOptions(
             nodes=max(topology.num_nodes for topology in self.matrix.topologies),
+            gpus=gpus,
+            cuda_devices=cuda_devices if self.matrix.accelerator == "cuda" else 0,
             subjects=len(self.interpreters),
             rendezvous=self._given["rendezvous"],
             node_command=self._given["node_command"],

@@ -101,7 +101,7 @@ def add_options(add: Callable[..., object]) -> None:
         "--launcher",
         default="local",
         metavar="NAME",
-        help="what starts ranks: local, torchrun, slurm (in this job), hosts (default: %(default)s)",
+        help="what starts ranks: local, torchrun, slurm (in this job), hosts, ray (default: %(default)s)",
     )
     add(
         "--rendezvous",
@@ -116,7 +116,7 @@ def add_options(add: Callable[..., object]) -> None:
     add(
         "--listen",
         metavar="ADDRESS",
-        help="for --launcher hosts and slurm: this machine's address at which nodes reach it (default: the only one)",
+        help="for --launcher hosts, slurm, ray: this machine's address at which nodes reach it (default: the only one)",
     )
     add("--oversubscribe", action="store_true", help="let several ranks share a CUDA device, over gloo (default: no)")
     add(

@@ -18,6 +18,9 @@ from harness.worker.launcher_link import NetworkLink
 TOKEN = "PLUMBLINE_TOKEN"
 """The variable with the secret by which a launcher and its nodes know each other."""
 
+NODE_NAME = "PLUMBLINE_NODE_NAME"
+"""The variable with the name that the cluster has for this node, where that is not its host's."""
+
 CONNECT_TIMEOUT_S = 30.0
 """Time in which the launcher must be reached and answer this node's greeting."""
 
@@ -137,7 +140,7 @@ def _description(node: int, host: str, connection: socket.socket) -> bytes:
     """Return this node's greeting to the launcher, which it reached at ``host``."""
     description = {
         "node": node,
-        "host": os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
+        "host": os.environ.get(NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
         "launcher": host,
         **_way_to_others(connection),
         **_counts_from_starter(),
@@ -170,8 +173,11 @@ def _counts_from_starter() -> dict[str, int | None]:
 def _software_and_devices() -> dict[str, Any]:
     import torch
 
+    from harness.worker.package_hash import package_hash
+
     python = ".".join(map(str, sys.version_info[:2]))
-    return {"torch": torch.__version__, "python": python, "devices": _cuda_devices()}
+    versions = {"torch": torch.__version__, "python": python, "plumbline": package_hash()}
+    return {**versions, "devices": _cuda_devices()}
 
 
 def _cuda_devices() -> int:

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.launch.remote.node_checks import Node, cut_off, differing, too_few_devices, why_not
+from harness.launch.remote.node_checks import Node, cut_off, differing, other_plumbline, too_few_devices, why_not
 
 
 def node(number, **values):
     told = {"number": number, "host": f"host{number}", "launcher": "10.0.0.9", "interface": "eth0", "chosen": False}
     told |= {"address": f"10.0.0.{number}", "nodes": None, "servers": None, "clock_offset": 0.0}
-    software = {"torch": "2.13.0", "python": "3.11", "devices": 8}
+    software = {"torch": "2.13.0", "python": "3.11", "plumbline": "this", "devices": 8}
     software |= {name: values.pop(name) for name in tuple(values) if name in software}
     return Node(**(told | values), software=software)
 
@@ -41,6 +41,13 @@ def test_other_software_on_one_node_is_refused_with_both_names():
     said = differing([node(0), node(1), node(2, torch="2.4.0")])
     assert said.startswith("host0 has torch 2.13.0 and Python 3.11 and host2 has torch 2.4.0 and Python 3.11: ")
     assert "host1 has torch 2.13.0 and Python 3.10" in differing([node(0), node(1, python="3.10")])
+
+
+def test_another_plumbline_than_this_process_has_is_refused_with_the_node():
+    assert other_plumbline([node(0), node(1)], "this") is None
+    assert other_plumbline([node(0), node(1, plumbline="other")], "this").startswith(
+        "host1 has other files of Plumbline"
+    )
 
 
 def test_uneven_nodes_are_refused_with_every_count():

@@ -13,6 +13,7 @@ from harness.core.errors import PlanError
 from harness.launch.launchers.base import Launcher, LauncherOptions
 from harness.launch.launchers.hosts import HostsLauncher
 from harness.launch.launchers.local import LocalLauncher
+from harness.launch.launchers.ray import RayLauncher
 from harness.launch.launchers.slurm import SlurmLauncher
 from harness.launch.launchers.torchrun import TorchrunLauncher
 from harness.launch.pool import Pool
@@ -24,6 +25,7 @@ LAUNCHERS: dict[str, type[Launcher]] = {
     "torchrun": TorchrunLauncher,
     "slurm": SlurmLauncher,
     "hosts": HostsLauncher,
+    "ray": RayLauncher,
 }
 
 

@@ -14,12 +14,15 @@ from harness.launch.pool import Pool
 class LauncherOptions:
     """The options from which a launcher is made.
 
-    ``nodes`` is the largest number of nodes of any cell, and ``subjects`` the number of pools. ``rendezvous``,
-    ``node_command`` and ``listen`` are the command line's options of these names. ``notify`` shows the user a message
-    at once.
+    ``nodes`` is the largest number of nodes of any cell, ``gpus`` that of devices of a node, of which ``cuda_devices``
+    are CUDA devices and not simulated; both are 0 where no cell will be launched. ``subjects`` is the number of pools.
+    ``rendezvous``, ``node_command`` and ``listen`` are the command line's options of these names. ``notify`` shows the
+    user a message at once.
     """
 
     nodes: int = 1
+    gpus: int = 1
+    cuda_devices: int = 0
     subjects: int = 1
     rendezvous: str | None = None
     node_command: str | None = None

@@ -113,6 +113,17 @@ def differing(nodes: Sequence[Node]) -> str | None:
     return None
 
 
+def other_plumbline(nodes: Sequence[Node], here: str) -> str | None:
+    """Return which node runs another Plumbline than this process, whose package's hash is ``here``; None if none."""
+    for node in nodes:
+        if node.software["plumbline"] != here:
+            return (
+                f"{node.host} has other files of Plumbline than this process, at the same path: take one environment "
+                "for all nodes, or install the same Plumbline on each"
+            )
+    return None
+
+
 def too_few_devices(nodes: Sequence[Node], wanted: int) -> str | None:
     """Return which nodes have fewer CUDA devices than ``wanted``, None if none has."""
     if all(node.software["devices"] >= wanted for node in nodes):

@@ -18,7 +18,7 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
 from harness.launch.launch_progress import EXIT_GRACE_S, RunningLaunch
 from harness.launch.pool import SERVER_ENVIRONMENT, Pool
-from harness.launch.remote.node_checks import Node, cut_off, differing
+from harness.launch.remote.node_checks import Node, cut_off, differing, other_plumbline
 from harness.launch.remote.node_listener import FAREWELL, NodeListener
 from harness.launch.remote.node_processes import NodeProcesses
 from harness.launch.server_events import contents_of, event_of
@@ -27,6 +27,7 @@ from harness.launch.this_machine import ELASTIC
 from harness.worker.assignment import Assignment
 from harness.worker.authenticated_channel import AuthenticatedChannel
 from harness.worker.node_server import KEEPALIVE_TIMEOUT_S, TOKEN
+from harness.worker.package_hash import package_hash
 
 WORKER = Path(harness.__file__).parent / "worker" / "__main__.py"
 """What a node runs. By its path, because the subject's environment need not have Plumbline."""
@@ -130,7 +131,7 @@ class RemotePool(Pool):
                     "environment on a file system that both see?"
                 )
             self._nodes[number] = replace(self._nodes[number], software=event)
-        if reason := differing(self.nodes):
+        if reason := other_plumbline(self.nodes, package_hash()) or differing(self.nodes):
             raise LaunchError(reason)
         if self._count > 1:
             self._check_connectivity()

@@ -1,0 +1,246 @@
+"""The same cells by several launchers: are the verdicts the same, how long do they take, what if a node is lost?
+
+    python ci/launchers.py                             # verdicts and times, two nodes of two devices
+    python ci/launchers.py --only ray --lose 20        # a node of Ray is killed twenty times in the middle of a cell
+    python ci/launchers.py --nodes 4 --gpus 1
+
+Every node is this machine: for torchrun as it does by itself, for hosts by a command that leads back here, for Ray by a
+raylet for each node. Launchers take turns, so that all meet the same machine; a time is the median over the rounds, a
+ratio is to `local` in the same run. A node is lost when its raylet is killed, and elsewhere when its server is. The
+cell must then end with an error that names the node, the next pool must pass the same cell, and nothing may be left.
+Exits with 1 where anything is not so. Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from faults.cells import SUBJECTS
+from faults.left import MARK, SETTLING, Present
+from launchers.ray_cluster import RayCluster, is_actor
+
+from harness.core.cell import Cell
+from harness.core.errors import LaunchError
+from harness.core.topology import Topology
+from harness.judge.judge import judge
+from harness.launch.cell_launch import launch, start
+from harness.launch.launchers import find_launcher
+from harness.launch.launchers.base import Launcher, LauncherOptions
+from harness.launch.pool import Pool
+from harness.launch.remote.remote_pool import RemotePool
+from harness.launch.settings import Settings
+from harness.worker.processes import adopt, end_all
+from harness.workloads import WORKLOADS
+
+LAUNCHERS = ("local", "torchrun", "hosts", "ray")
+NODE_COMMAND = "env PLUMBLINE_NODE_NAME=host-{node}"
+WAITING = str(SUBJECTS / "waiting.py")
+FOLDER = "PLUMBLINE_FAULTS_FOLDER"
+LIMIT = Settings(600.0)
+REFERENCE = (("mlp", "ddp"), ("mlp", "ddp2"), ("contrastive", "ddp2"))
+"""The reference's cells that are compared: workload and backend."""
+
+Verdict = dict[str, tuple[str, str | None]]
+"""Outcome and cause of each check."""
+
+
+class Comparison:
+    """The launchers by name, for as many nodes and devices as ``topology`` has; all use the folder ``temporary``."""
+
+    def __init__(self, names: Sequence[str], topology: Topology, temporary: Path, cluster: RayCluster | None) -> None:
+        self._topology = topology
+        self._temporary = temporary
+        self._cluster = cluster
+        asked = LauncherOptions(topology.num_nodes, topology.gpus)
+        own = {"hosts": replace(asked, node_command=NODE_COMMAND, listen="127.0.0.1")}
+        self.launchers: dict[str, Launcher] = {name: find_launcher(name, own.get(name, asked)) for name in names}
+
+    def verdict(self, pool: Pool, workload: str, backend: str) -> tuple[Verdict, float]:
+        """Train and judge a cell of the reference; return its verdict, and the seconds from launch to trace."""
+        cell = Cell("reference", workload, backend, self._topology, "32", "cpu")
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.monotonic()
+            trace = launch(pool, cell, Path(folder), LIMIT)
+            seconds = time.monotonic() - started
+            found = judge(trace, WORKLOADS[workload], cell)
+        return {one.check: (one.outcome.value, one.cause) for one in found}, seconds
+
+    def compare(self, rounds: int) -> bool:
+        """Print verdicts and times side by side; return whether all verdicts are the same."""
+        warm: dict[str, float] = {}
+        seconds: dict[tuple[str, tuple[str, str]], list[float]] = {}
+        verdicts: dict[tuple[str, tuple[str, str]], list[Verdict]] = {}
+        with ExitStack() as open_pools:
+            pools = {}
+            for name, launcher in self.launchers.items():
+                started = time.monotonic()
+                pools[name] = open_pools.enter_context(closing(launcher.pool("reference", None)))
+                assert pools[name].subjects
+                warm[name] = time.monotonic() - started
+            for turn in range(rounds + 1):
+                for key in ((name, one) for one in REFERENCE for name in pools):
+                    verdict, took = self.verdict(pools[key[0]], *key[1])
+                    verdicts.setdefault(key, []).append(verdict)
+                    if turn:  # the first cell of a pool warms it
+                        seconds.setdefault(key, []).append(took)
+        print("| launcher | warm after, s |", *(f"{w} {b}, s (ratio) |" for w, b in REFERENCE))
+        print("|---|--:|" + "--:|" * len(REFERENCE))
+        first = next(iter(self.launchers))
+        same = True
+        for name in self.launchers:
+            columns = []
+            for one in REFERENCE:
+                median, base = (statistics.median(seconds[who, one]) for who in (name, first))
+                columns.append(f"{median:.2f} ({median / base:.2f})")
+                same &= all(verdict == verdicts[first, one][0] for verdict in verdicts[name, one])
+            print(f"| {name} | {warm[name]:.1f} |", " | ".join(columns), "|")
+        print(f"verdicts {'are the same' if same else 'DIFFER'} over {(rounds + 1) * len(REFERENCE)} cells a launcher")
+        return same
+
+    def lose_nodes(self, name: str, times: int) -> bool:
+        """Take a node away in the middle of a cell, so often; return whether each time all was as it must be."""
+        wrong = []
+        for number in range(times):
+            before = self._present()
+            started = time.monotonic()
+            shutil.rmtree(os.environ[FOLDER], ignore_errors=True)
+            Path(os.environ[FOLDER]).mkdir()
+            seen = self._lose_one(name)
+            if left := self._left(before):
+                seen.append(f"left: {left}")
+            said = "; ".join(seen) or "named, the next cell passed, nothing left"
+            print(f"{name} {number + 1}/{times}: {said} ({time.monotonic() - started:.1f} s)", flush=True)
+            wrong += seen
+        return not wrong
+
+    def _lose_one(self, name: str) -> list[str]:
+        """Lose the last node; return what was not as it must be."""
+        launcher, folder = self.launchers[name], Path(os.environ[FOLDER])
+        lost = self._topology.num_nodes - 1
+        cell = Cell("waits", "mlp", "ddp", self._topology, "32", "cpu")
+        seen = []
+        with closing(launcher.pool(WAITING, None)) as pool, tempfile.TemporaryDirectory() as evidence:
+            running = start(pool, cell, Path(evidence), LIMIT)
+            ranks = [folder / f"reached-{rank}" for rank in range(cell.processes)]
+            _until(lambda: all(rank.exists() for rank in ranks))
+            host = pool.hosts[lost] if isinstance(pool, RemotePool) else ""
+            if name == "ray" and self._cluster:
+                host = f"node{lost}"  # whichever ranks Ray put there
+                self._cluster.kill(lost)
+            else:
+                os.kill(int(ranks[-1].read_text()), signal.SIGKILL)
+            try:
+                running.trace()
+                seen.append("the cell came to its end")
+            except LaunchError as error:
+                print(f"    {error}"[:400])
+                if host and f" on {host}: it is gone" not in str(error):
+                    seen.append(f"{host} is not named: {error}")
+            if pool.alive:
+                seen.append("the pool counts as alive")
+        (folder / "go-on").touch()
+        back = self._cluster if name == "ray" else None
+        if back:
+            back.bring_back(lost)
+        with closing(launcher.pool(WAITING, None)) as pool, tempfile.TemporaryDirectory() as evidence:
+            trace = launch(pool, cell, Path(evidence), LIMIT)
+            outcomes = {one.outcome.value for one in judge(trace, WORKLOADS["mlp"], cell)}
+            if outcomes != {"passed"}:
+                seen.append(f"the next cell is {outcomes}")
+        return seen
+
+    def _present(self) -> Present:
+        return Present.now(self._temporary)
+
+    def _left(self, before: Present) -> str:
+        """Return what is here and was not ``before``, once everything had time to go; "" if nothing is."""
+        deadline = time.monotonic() + SETTLING
+        while True:
+            now = self._present()
+            ours = self._cluster.processes if self._cluster else frozenset()
+            new = {pid for pid in now.processes - before.processes - ours if _runs(pid)}
+            new |= {pid for pid in now.processes if is_actor(pid)}
+            memory, folders = now.shared_memory - before.shared_memory, now.folders - before.folders
+            if not (new or memory or folders):
+                return ""
+            if time.monotonic() > deadline:
+                named = [f"{pid} {Path(f'/proc/{pid}/cmdline').read_text()[:80]}" for pid in new if _runs(pid)]
+                return f"processes {named}, /dev/shm {sorted(memory)}, folders {sorted(folders)}"
+            time.sleep(0.1)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process is there and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT.time_limit
+    while not holds():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the ranks did not come to their second step")
+        time.sleep(0.05)
+
+
+@contextmanager
+def _cluster_of(options: argparse.Namespace) -> Iterator[RayCluster | None]:
+    """Start a Ray cluster where Ray takes part, and lead this process into it."""
+    if "ray" not in options.only:
+        yield None
+        return
+    with RayCluster(options.nodes, options.gpus) as cluster:
+        os.environ.update(cluster.environment)
+        yield cluster
+
+
+def main() -> int:
+    """Compare, lose nodes, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=LAUNCHERS, type=lambda given: tuple(given.split(",")), metavar="A,B")
+    parser.add_argument("--nodes", type=int, default=2, metavar="N")
+    parser.add_argument("--gpus", type=int, default=2, metavar="N", help="devices of a node (default: 2)")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed cells of each kind (default: 3)")
+    parser.add_argument("--lose", type=int, default=0, metavar="N", help="lose a node so often (default: 0)")
+    options = parser.parse_args()
+    adopt()  # who loses its parent is ours to find
+    torch.set_num_threads(1)
+    os.environ[MARK] = secrets.token_hex(8)
+    good = True
+    with tempfile.TemporaryDirectory(prefix="plumbline-launchers-") as root:
+        temporary = Path(root, "tmp")
+        temporary.mkdir()
+        os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
+        os.environ[FOLDER] = str(Path(root, "reached"))
+        before = Present.now(temporary)
+        with _cluster_of(options) as cluster:
+            comparison = Comparison(options.only, Topology(options.nodes, options.gpus), temporary, cluster)
+            if options.rounds:
+                good &= comparison.compare(options.rounds)
+            for name in options.only if options.lose else ():
+                good &= comparison.lose_nodes(name, options.lose)
+        left = {pid for pid in Present.now(temporary).processes - before.processes if _runs(pid)}
+        print(f"left at the end: {len(left)} processes")
+        end_all()
+    return 0 if good and not left else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

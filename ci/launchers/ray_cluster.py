@@ -1,0 +1,126 @@
+"""A small real Ray cluster on one machine: a raylet for each node, each with a name and devices of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+
+from harness.worker.connectivity import free_port
+from harness.worker.processes import die_with, end_each, present
+from harness.worker.scratch import NODE, Scratch
+
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 30.0
+
+
+class RayCluster:
+    """``nodes`` raylets with ``cpus`` each, named node0, node1, …; node0 is the head. What it starts has ``variables``.
+
+    ``environment`` is what a process needs to be let in.
+    """
+
+    def __init__(self, nodes: int, cpus: int, variables: Mapping[str, str] | None = None) -> None:
+        self._nodes = nodes
+        self._scratch = Scratch.new(NODE, "/tmp")  # it names sockets, whose paths must be short
+        size = ["--num-cpus", str(cpus), "--num-gpus", "0", "--object-store-memory", str(80 << 20)]
+        size += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any: the head's could be among the usual ones
+        self._start = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", *size]
+        self._port = free_port()
+        secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = dict(secret)
+        self._variables = {**os.environ, **secret, **(variables or {})}
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> RayCluster:
+        try:
+            for number in range(self._nodes):
+                self.start(number)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self, number: int) -> None:
+        """Start a node, or one that was killed again; return when Ray says that it runs."""
+        if number == 0:
+            place = ["--head", "--port", str(self._port), "--temp-dir", self._scratch.path]
+            place += ["--include-dashboard", "false"]
+        else:
+            place = ["--address", self.environment["RAY_ADDRESS"], "--include-log-monitor", "false"]
+        log = Path(self._scratch.path, f"node{number}.log")
+        with log.open("wb") as output:
+            self._running[number] = subprocess.Popen(
+                [*self._start, *place, "--node-name", f"node{number}"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=self._variables,
+                start_new_session=True,
+                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # `ray start` then ends its node
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while "Ray runtime started" not in (printed := log.read_text(errors="replace")):
+            if self._running[number].poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"node{number} of the Ray cluster did not start: {printed[-2000:]}")
+            time.sleep(0.1)
+        if number == 0:
+            host = re.search(r"Local node IP: (\S+)", printed)
+            assert host is not None, printed
+            self.environment["RAY_ADDRESS"] = f"{host[1]}:{self._port}"
+
+    def kill(self, number: int) -> None:
+        """Kill a node's raylet. `ray start` sees it and ends by itself."""
+        (raylet,) = (pid for pid in self._of(number) if _program(pid).endswith("/raylet/raylet"))
+        os.kill(raylet, signal.SIGKILL)
+
+    def bring_back(self, number: int) -> None:
+        """Start a killed node again."""
+        self._running.pop(number).wait(END_TIMEOUT_S)
+        self.start(number)
+
+    @property
+    def processes(self) -> frozenset[int]:
+        """All processes of the cluster, its idle workers included; not those of actors."""
+        return frozenset(pid for number in self._running for pid in self._of(number) if not is_actor(pid))
+
+    def close(self) -> None:
+        """End all nodes, the head last, and remove the cluster's files."""
+        all_of_them = {pid for number in self._running for pid in self._of(number)}
+        for number in sorted(self._running, reverse=True):
+            node = self._running.pop(number)
+            node.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(END_TIMEOUT_S)
+        end_each(lambda: {pid for pid in all_of_them if _program(pid)})
+        self._scratch.leave(remove=True)
+
+    def _of(self, number: int) -> frozenset[int]:
+        pid = self._running[number].pid
+        return frozenset({pid}) | present(pid)
+
+
+def is_actor(pid: int) -> bool:
+    """Return whether this process is, or was begun as, the actor of a node's server."""
+    return _program(pid).startswith("ray::NodeServer")
+
+
+def _program(pid: int) -> str:
+    """Return the program that a process runs, "" if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+    return ""
