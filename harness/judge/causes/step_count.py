@@ -207,7 +207,7 @@ BATCHES_PER_STEP = (
         "when does the trainer decide that a window is complete?", 210),
     StepHypothesis("skipped-unseen", "amp", _skipped_unseen,
         "steps used {taken} batches: some were skipped, and not by a GradScaler, of which that would be recorded",
-        "does the trainer have a loss scaler of its own? Call job.skipped() where it skips a step", 205),
+        "does the trainer have a loss scaler of its own? Call job.skipped() where it skips a step", 207),
     StepHypothesis("accumulates-unasked", "accumulation", _accumulates_unasked,
         "steps used {taken} batches, although the workload does not accumulate",
         "does the trainer accumulate by default?", 200),

@@ -162,12 +162,14 @@ class NoiseScale:
                 self._take(TOGETHER, along, together)
 
     def _take(self, name: str, error: float, unit: float) -> None:
-        kept, measured = (self._largest, error / unit) if unit > 0 else (self._of_zeros, error)
-        kept[name] = max(kept.get(name, 0.0), measured)
+        if unit > 0:
+            self._largest[name] = max(self._largest.get(name, 0.0), error / unit)
+        elif unit == 0:
+            self._of_zeros[name] = max(self._of_zeros.get(name, 0.0), error)
 
     def at(self, name: str, unit: float) -> float:
         """Return the noise of a tensor whose rounding unit is ``unit``: never less than one rounding of it."""
-        return max(self._largest.get(name, 0.0), 1.0) * unit if unit > 0 else self._of_zeros.get(name, 0.0)
+        return self._of_zeros.get(name, 0.0) if unit == 0 else max(self._largest.get(name, 0.0), 1.0) * unit
 
     @property
     def limit(self) -> float:
