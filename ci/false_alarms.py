@@ -4,7 +4,8 @@
     python ci/false_alarms.py --seeds 20 --cells 3 --subject torch
     python ci/false_alarms.py --seeds 100 --subject torch --backends hsdp,tp,ddp+tp,fsdp+tp,ep
 
-Every seed gives the workloads other weights, data and order; every cell is trained by real ranks and judged. Prints
+Every seed gives the workloads other weights, data and order; every cell is trained by real ranks and judged. What the
+files of expectations say of a cell does not accuse its trainer. Prints
 each accusation with the command that repeats it and, for each precision and check, how near right trainers came to
 the limit. Exits with 1 if anybody was accused.
 """
@@ -22,10 +23,13 @@ from pathlib import Path
 
 import torch
 
+from harness.core.invocation import suites
 from harness.engine.examine import examine
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.planning.declaration import Declaration
+from harness.planning.expectation_files import read_expectations
+from harness.planning.expectations import expected, known_of_subject
 from harness.planning.plan import Matrix, plan
 
 
@@ -44,6 +48,8 @@ def main() -> int:
     locators = {declared.name: declared.locator for declared in declarations}
     matrix = Matrix(gpus=arguments.gpus, backends=arguments.backends and tuple(arguments.backends.split(",")))
     cells = [planned.cell for planned in plan(matrix, declarations) if planned.refusal is None]
+    files = read_expectations(suites() / "expectations")
+    expectations = {one.name: known_of_subject(one.name, one.software, files) for one in declarations}
     worst: dict[tuple[str, str], tuple[float, str]] = defaultdict(lambda: (0.0, ""))
     tried = 0
     accused: list[str] = []
@@ -53,11 +59,13 @@ def main() -> int:
                 tried += 1
                 folder = Path(tempfile.mkdtemp())
                 seeded = replace(cell, seed=seed)
-                for finding in examine(pools[locators[cell.subject]], seeded, folder, Settings(60)).findings:
-                    if finding.outcome.is_bad:
+                findings = examine(pools[locators[cell.subject]], seeded, folder, Settings(60)).findings
+                known = expected(cell, findings, expectations[cell.subject])
+                for finding, reason in zip(findings, known, strict=True):
+                    if finding.outcome.is_bad and reason is None:
                         accused.append(f"{cell.id} --seed {seed}: {finding.check}: {finding.message}")
                         print(f"ACCUSED {accused[-1]}", flush=True)
-                    elif finding.error_x_noise is not None:
+                    elif not finding.outcome.is_bad and finding.error_x_noise is not None:
                         key = (cell.precision, finding.check)
                         worst[key] = max(worst[key], (finding.error_x_noise, f"{cell.id} --seed {seed}"))
                 shutil.rmtree(folder)

@@ -24,6 +24,7 @@ from harness.launch.remote.remote_pool import WORKER, RemotePool
 from harness.launch.start_wait import START_TIMEOUT_S, Notify, ignore
 from harness.launch.this_machine import new_store
 from harness.worker.node_server import TOKEN
+from harness.worker.scratch import RUN, Scratch
 
 _RESTARTS = 3
 """How often a torchrun that was started by hand may restart a node's lost server."""
@@ -74,12 +75,23 @@ class TorchrunPool(_TorchrunRanks):
     def __init__(self, locator: str, python: str | None, nodes: int, notify: Notify = ignore) -> None:
         # Held here, so that no other process can take its port before the first agent has it.
         self._store = new_store(this_machine.loopback())
+        # Without a folder for its logs each agent makes one of its own, which it leaves.
+        logs = Scratch.new(RUN)
+        self._logs: Scratch | None = logs
         agent = [python or sys.executable, "-m", "torch.distributed.run", *rendezvous(nodes, self._store)]
+        agent += ["--log-dir", logs.path]
 
         def start_commands(port: int) -> list[list[str]]:
             return [[*agent, str(WORKER), *server(f"{this_machine.loopback()}:{port}", locator)]] * nodes
 
         super().__init__(locator, nodes, start_commands, (this_machine.loopback(), 0), notify=notify)
+
+    def close(self) -> None:
+        """End the agents and their servers, and remove their logs."""
+        super().close()
+        if self._logs is not None:
+            self._logs.leave(remove=True)
+            self._logs = None
 
     def variables(self, cell: Cell, rank: int, oversubscribe: bool) -> dict[str, str]:
         """Return each rank's variables; nodes that share this machine divide its devices."""
