@@ -7,8 +7,8 @@ Prints the processor time a cell of each number of cells, as a ratio to that of 
 passes and in which every cell fails. Exits with 1 where a cell of the largest run takes more than twice as long.
 
 With `--page`, it prints how long report.html of each run takes to make and, where there is a Chromium, to open: the
-smallest number of seconds of all rounds, with the load average of the machine. Nothing is judged: that depends on the
-machine.
+smallest number of seconds of all rounds, and of processor time, which another load of the machine changes less. Nothing
+is judged: that depends on the machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -67,22 +68,23 @@ def main() -> int:
 def time_pages(counts: Sequence[int], rounds: int) -> int:
     """Print how long the page of each run takes to make and to open."""
     browser = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-    print("| cells | outcome | MB | made, s | of that processor time, s | opened, s | load average |")
-    print("|--:|---|--:|--:|--:|--:|--:|")
-    for count in counts:
-        for outcome in (Outcome.PASSED, Outcome.FAILED):
-            with tempfile.TemporaryDirectory() as folder:
+    print("| cells | outcome | MB | made, s | processor time, s | opened, s | processor time, s | load average |")
+    print("|--:|---|--:|--:|--:|--:|--:|--:|")
+    with tempfile.TemporaryDirectory() as folder:
+        blank = Path(folder) / "blank.html"
+        blank.write_text("<!doctype html><p>")
+        idle = min(open_seconds(browser, blank)[1] for _ in range(rounds)) if browser else 0.0
+        for count in counts:
+            for outcome in (Outcome.PASSED, Outcome.FAILED):
                 path = write_run(Path(folder), count, outcome)
-                made = min(page_seconds(path) for _ in range(rounds))
+                wall, cpu = min(page_seconds(path) for _ in range(rounds))
                 page = path / "report.html"
-                opened = f"{min(open_seconds(browser, page) for _ in range(rounds)):.2f}" if browser else "no Chromium"
-                size = page.stat().st_size / 1e6
-            load = os.getloadavg()[0]
-            wall, cpu = made
-            print(
-                f"| {count} | {outcome.value} | {size:.1f} | {wall:.2f} | {cpu:.2f} | {opened} | {load:.1f} |",
-                flush=True,
-            )
+                opened = "no Chromium | "
+                if browser:
+                    begun, used = min(open_seconds(browser, page) for _ in range(rounds))
+                    opened = f"{begun:.2f} | {used - idle:.2f}"
+                figures = f"{page.stat().st_size / 1e6:.1f} | {wall:.2f} | {cpu:.2f} | {opened}"
+                print(f"| {count} | {outcome.value} | {figures} | {os.getloadavg()[0]:.1f} |", flush=True)
     return 0
 
 
@@ -94,8 +96,12 @@ def page_seconds(path: Path) -> tuple[float, float]:
     return time.perf_counter() - begun, time.process_time() - cpu
 
 
-def open_seconds(browser: str, page: Path) -> float:
-    """Return the seconds from the begin of loading a page to the end of it, as the browser measures them."""
+def open_seconds(browser: str, page: Path) -> tuple[float, float]:
+    """Return the seconds of loading a page and laying it out, and the processor time of the browser and its children.
+
+    The second includes the browser's own start and end.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     probe = page.with_name("probe.html")
     # The page in a frame of one that waits for it, has it laid out, and writes down how long that took.
     probe.write_text(
@@ -111,7 +117,8 @@ def open_seconds(browser: str, page: Path) -> float:
         ).stdout  # fmt: skip
     found = re.search(r"<p id=\"t\">([\d.]+)</p>", shown)
     assert found, "the browser did not open the page"
-    return float(found[1])
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return float(found[1]), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def cpu_seconds(run: Path) -> float:

@@ -175,7 +175,7 @@ def test_causes_stand_together_the_commonest_first(build_run: BuildRun) -> None:
     page = Page(report_page(dataclasses.replace(run, results=results)))
     heads = [head.strip() for head in page.inside("h3") if head.strip()]
     assert heads[:3] == ["Common", "Rare", "Failed: check0"]
-    assert "3 cells share one cause, common: told." in page.text
+    assert "3 cells: w1, w2, w3 · ddp · 1×2 · 32" in page.text
 
 
 def test_what_is_known_is_told_apart_from_what_went_wrong(build_run: BuildRun) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _KIND: Final = {"Y": "good", "C": "contract", "K": "known", "N": "bad", "X": "ba
 MOST_GROUPS = 40
 MOST_FAILURES = 100
 MOST_PICTURED = 20
+MOST_IN_FULL = 600
 MOST_FACETS = 12
 MOST_PAIRS = 60
 MOST_LOG_TEXT = 400_000
@@ -112,6 +114,7 @@ def report_page(run: Run) -> str:
         "micro_batches": run_summary.micro_batches_in_words(run),
         "seed": run_summary.seed_in_words(run),
         "logs_of": _Logs(run).of,
+        "in_full": _InFull(len(cells)).shows,
         "diagnoses": wrong,
         "several_wrong": len({one.group.subject for one in wrong}) > 1,
         "drawn_of": _drawn,
@@ -207,6 +210,24 @@ def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
             refusals,
             cells,
         )
+
+
+class _InFull:
+    """Which cells a page shows with all that is known of them: all of a small run, else the first wrong ones.
+
+    The others have one line each: a page of thousands of cells should open in a moment.
+    """
+
+    def __init__(self, cells: int) -> None:
+        self._room: float = math.inf if cells <= MOST_IN_FULL else MOST_IN_FULL
+        self._only_wrong = cells > MOST_IN_FULL
+
+    def shows(self, cell: GridCell) -> bool:
+        """Return whether a cell is shown in full; asked once for each cell."""
+        if self._only_wrong and not cell.bad:
+            return False
+        self._room -= 1
+        return self._room >= 0
 
 
 class _Logs:

@@ -22,7 +22,6 @@ DEGREES: Final = 4
 """Shades of wrong: each is a thousand times worse than the one before."""
 
 NODE_DISTANCE: Final = 44
-PATH_LENGTH: Final = 150
 
 
 @dataclass(frozen=True)
