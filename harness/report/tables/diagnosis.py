@@ -107,7 +107,7 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
     return Diagnosis(
         group,
         _in_words(group.title),
-        _capitalized(observed(finding)),
+        observed(finding),
         tuple(_where(finding)),
         size(finding),
         certainty(finding),
@@ -119,11 +119,8 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
 
 
 def _in_words(title: str) -> str:
-    return _capitalized(title if ":" in title else title.replace("-", " "))
-
-
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    words = title if ":" in title else title.replace("-", " ")
+    return words[:1].upper() + words[1:]
 
 
 def _where(finding: Result) -> Iterable[str]:
