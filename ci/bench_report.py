@@ -1,17 +1,28 @@
 """Does the time of writing a report grow faster than the number of its cells?
 
     python ci/bench_report.py [--cells 125 250 500 1000] [--rounds 3]
+    python ci/bench_report.py --page [--cells 5000]
 
 Prints the processor time a cell of each number of cells, as a ratio to that of the first, for runs in which every cell
 passes and in which every cell fails. Exits with 1 where a cell of the largest run takes more than twice as long.
+
+With `--page`, it prints how long report.html of each run takes to make and, where there is a Chromium, to open: the
+smallest number of seconds of all rounds, and of processor time, which another load of the machine changes less. Nothing
+is judged: that depends on the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import resource
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.core.cell import Cell
@@ -20,8 +31,10 @@ from harness.core.outcome import Outcome
 from harness.core.topology import Topology
 from harness.machine.fingerprint import Fingerprint
 from harness.report.formats import write_report
+from harness.report.html.page import report_page
 from harness.results.header_footer import Footer, Header
 from harness.results.records import Result
+from harness.results.run import read_run
 from harness.results.run_writer import RunWriter
 
 FINDINGS = 10
@@ -33,7 +46,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=int, nargs="+", default=[125, 250, 500, 1000], metavar="N")
     parser.add_argument("--rounds", type=int, default=3, metavar="N")
+    parser.add_argument("--page", action="store_true", help="time report.html alone: made, and opened in Chromium")
     options = parser.parse_args()
+    if options.page:
+        return time_pages(options.cells, options.rounds)
     print(f"| outcome | {' | '.join(f'{count} cells' for count in options.cells)} |")
     print(f"|---|{'--:|' * len(options.cells)}")
     worst = 0.0
@@ -47,6 +63,62 @@ def main() -> int:
         worst = max(worst, ratios[-1])
         print(f"| {outcome.value} | {' | '.join(f'{ratio:.2f}' for ratio in ratios)} |")
     return int(worst > LARGEST_RATIO)
+
+
+def time_pages(counts: Sequence[int], rounds: int) -> int:
+    """Print how long the page of each run takes to make and to open."""
+    browser = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
+    print("| cells | outcome | MB | made, s | processor time, s | opened, s | processor time, s | load average |")
+    print("|--:|---|--:|--:|--:|--:|--:|--:|")
+    with tempfile.TemporaryDirectory() as folder:
+        blank = Path(folder) / "blank.html"
+        blank.write_text("<!doctype html><p>")
+        idle = min(open_seconds(browser, blank)[1] for _ in range(rounds)) if browser else 0.0
+        for count in counts:
+            for outcome in (Outcome.PASSED, Outcome.FAILED):
+                path = write_run(Path(folder), count, outcome)
+                wall, cpu = min(page_seconds(path) for _ in range(rounds))
+                page = path / "report.html"
+                opened = "no Chromium | "
+                if browser:
+                    begun, used = min(open_seconds(browser, page) for _ in range(rounds))
+                    opened = f"{begun:.2f} | {used - idle:.2f}"
+                figures = f"{page.stat().st_size / 1e6:.1f} | {wall:.2f} | {cpu:.2f} | {opened}"
+                print(f"| {count} | {outcome.value} | {figures} | {os.getloadavg()[0]:.1f} |", flush=True)
+    return 0
+
+
+def page_seconds(path: Path) -> tuple[float, float]:
+    """Return the wall and the processor time of making the page of a run that has been read."""
+    run = read_run(path)
+    begun, cpu = time.perf_counter(), time.process_time()
+    (path / "report.html").write_text(report_page(run))
+    return time.perf_counter() - begun, time.process_time() - cpu
+
+
+def open_seconds(browser: str, page: Path) -> tuple[float, float]:
+    """Return the seconds of loading a page and laying it out, and the processor time of the browser and its children.
+
+    The second includes the browser's own start and end.
+    """
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    probe = page.with_name("probe.html")
+    # The page in a frame of one that waits for it, has it laid out, and writes down how long that took.
+    probe.write_text(
+        "<!doctype html><p id=t></p><script>const begun = performance.now();</script>"
+        f'<iframe width=1280 height=900 src={page.name} onload="this.contentDocument.body.getBoundingClientRect(); '
+        't.textContent = (performance.now() - begun) / 1000"></iframe>'
+    )
+    with tempfile.TemporaryDirectory() as profile:
+        shown = subprocess.run(
+            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--dump-dom",
+             f"--user-data-dir={profile}", probe.as_uri()],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    found = re.search(r"<p id=\"t\">([\d.]+)</p>", shown)
+    assert found, "the browser did not open the page"
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return float(found[1]), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def cpu_seconds(run: Path) -> float:

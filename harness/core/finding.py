@@ -10,6 +10,31 @@ from harness.core.outcome import Outcome
 
 
 @dataclass(frozen=True)
+class ErrorGrid:
+    """Errors in multiples of noise, the largest over ranks: ``errors`` has a row a parameter and a column a step.
+
+    ``parameters`` are parameters, or modules where there are many. None is an error that was not measured.
+    """
+
+    parameters: tuple[str, ...]
+    steps: tuple[int, ...]
+    errors: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class RankShares:
+    """How ranks' own gradients were put together at one step: the weights with which they add up.
+
+    ``received`` has a row for each rank whose optimizer got a gradient, and a column for each rank's own gradient.
+    ``right`` is what a row should be.
+    """
+
+    step: int
+    right: tuple[float, ...]
+    received: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
 class Finding:
     """The result of one check in one cell. What does not apply is None, never 0 or -1.
 
@@ -18,6 +43,8 @@ class Finding:
     that step on that rank, in the model's order, where the finding is bad. ``consequence_of`` is the check whose
     finding in the same cell explains this one, None where it stands by itself. ``undeclared`` is what an unsupported
     cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their names.
+    ``hint`` is what to look at, as at the end of the message. ``cause_x_noise`` is how far the evidence is from what
+    the cause predicts; None where it is counted. ``error_grid`` and ``rank_shares`` are drawn in reports.
     """
 
     check: str
@@ -33,6 +60,10 @@ class Finding:
     parameters: tuple[tuple[str, float], ...] = ()
     consequence_of: str | None = None
     undeclared: tuple[str, ...] = ()
+    hint: str | None = None
+    cause_x_noise: float | None = None
+    error_grid: ErrorGrid | None = None
+    rank_shares: RankShares | None = None
 
 
 UNEXPLAINED = "unexplained"

@@ -120,6 +120,22 @@ class Expected(Record):
     library: Text | None = None
 
 
+class ErrorGrid(Record):
+    """Errors × noise, the largest over ranks: a row a parameter or module, a column a step."""
+
+    parameters: tuple[Text, ...]
+    steps: tuple[Count, ...]
+    errors: tuple[tuple[XNoise | None, ...], ...]
+
+
+class RankShares(Record):
+    """The weights with which ranks' own gradients add up to what each rank's optimizer got, and the right ones."""
+
+    step: Count
+    right: tuple[Figure, ...]
+    received: tuple[tuple[Figure, ...], ...]
+
+
 class Result(CellRecord):
     """One finding about one cell.
 
@@ -130,7 +146,8 @@ class Result(CellRecord):
     expectation about it. ``findings`` is how many of them its cell has. ``consequence_of`` is the check whose
     finding in the same cell explains this one; runs recorded by older versions have None. ``undeclared`` is what an
     unsupported cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their
-    names. What does not apply is None.
+    names. ``hint`` is what to look at, as in the message; ``cause_x_noise`` how far the evidence is from what the cause
+    predicts. ``error_grid`` and ``rank_shares`` are drawn on the page. What does not apply is None.
     """
 
     type: Literal["result"] = "result"
@@ -151,6 +168,10 @@ class Result(CellRecord):
     findings: AtLeastOne | None = None
     consequence_of: Text | None = None
     undeclared: tuple[Text, ...] = ()
+    hint: Text | None = None
+    cause_x_noise: XNoise | None = None
+    error_grid: ErrorGrid | None = None
+    rank_shares: RankShares | None = None
 
     @property
     def is_known(self) -> bool:
@@ -175,6 +196,8 @@ class Result(CellRecord):
         """Return the record of a finding. The middle of a very long message is left out."""
         fields = vars(finding) | {
             "parameters": dict(finding.parameters),
+            "error_grid": finding.error_grid and vars(finding.error_grid),
+            "rank_shares": finding.rank_shares and vars(finding.rank_shares),
             "message": _without_its_middle(finding.message),
             "reproduce": reproduce,
             "seconds": seconds,

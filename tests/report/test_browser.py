@@ -72,15 +72,17 @@ class Browser:
                 assert "error" not in answer, (method, answer["error"])
                 return answer["result"]
 
-    def open(self, page: Path, size: tuple[int, int] = WIDE, *, dark: bool = False, at: str = "") -> None:
-        """Show a page, without its scripts, in a window of this size."""
+    def open(
+        self, page: Path, size: tuple[int, int] = WIDE, *, dark: bool = False, at: str = "", scripts: bool = False
+    ) -> None:
+        """Show a page in a window of this size, without its scripts unless told otherwise."""
         scheme = "dark" if dark else "light"
         self.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         width, height = size
         self.ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=size == PHONE
         )
-        self.ask("Emulation.setScriptExecutionDisabled", value=True)
+        self.ask("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.ask("Page.navigate", url="about:blank")
         self.ask("Page.navigate", url=page.as_uri() + at)
         deadline = time.monotonic() + ANSWER_LIMIT
@@ -88,8 +90,8 @@ class Browser:
             assert time.monotonic() < deadline, "the page did not load"
 
     def look(self, expression: str) -> Any:
-        """Return what an expression gives in the page."""
-        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        """Return what an expression gives in the page; of a promise what it becomes."""
+        found = self.ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable
+from hashlib import sha256
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import harness.report.html
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
@@ -22,13 +25,14 @@ from harness.report.formats import write_report
 from harness.report.html.page import MOST_FAILURES, MOST_GROUPS, report_page
 from harness.results.header_footer import Footer, Header
 from harness.results.logs import LONGEST_LINE, MOST_LINES
-from harness.results.records import Expected, Measurement, Result
+from harness.results.records import ErrorGrid, Expected, Measurement, RankShares, Result
 from harness.results.run import Run
 from harness.results.run_writer import RunWriter
 
 BuildRun = Callable[..., Run]
 
 HOSTILE = "evil\"'><img src=x onerror=alert(1)><script>alert(1)</script>{{ 7*7 }}{% raw %}\x1b[31m\u202e\x00\x9b31m"
+SCRIPT = Path(harness.report.html.__path__[0]) / "templates" / "find.js"
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -56,7 +60,7 @@ class Page(HTMLParser):
         self.elements.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        if self._open and self._open[-1] != "style":
+        if self._open and self._open[-1] not in ("style", "script"):
             self.texts.append((self._open[-1], data))
 
     @property
@@ -74,10 +78,15 @@ class Page(HTMLParser):
 
 
 def harmless(source: str) -> Page:
-    """Return the page, which runs nothing, fetches nothing, and hides nothing."""
+    """Return the page, which runs nothing but its own script, fetches nothing, and hides nothing."""
     page = Page(source)
-    tags = {tag for tag, _ in page.elements}
-    assert not tags & {"script", "img", "iframe", "object", "embed", "base", "form", "audio", "video"}
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("script") == source.count("<script") == 1
+    script = source.partition("<script>")[2].partition("</script>")[0]
+    assert script == SCRIPT.read_text().rstrip("\n")
+    digest = b64encode(sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page.attributes("content")[0]
+    assert not set(tags) & {"img", "iframe", "object", "embed", "base", "form", "audio", "video"}
     assert not [name for _, attributes in page.elements for name in attributes if name.startswith("on")]
     for link in page.attributes("href"):
         assert link.startswith(("#", "https://", "http://")) or link == "data:,", link
@@ -94,7 +103,7 @@ def test_the_verdict_stands_first(realistic_run: Run) -> None:
     (verdict,) = page.inside("h1")
     assert verdict == "5 of 225 cells went wrong: 3 failed, 2 crashed."
     assert page.text.index(verdict) < page.text.index("Each square is")
-    assert page.inside("h2") == ["Support", "What went wrong", "Environment", "Method and limits"]
+    assert page.inside("h2") == ["What went wrong", "Support", "Environment", "Method and limits"]
 
 
 def test_a_page_says_what_ran_and_on_what(realistic_run: Run) -> None:
@@ -165,8 +174,8 @@ def test_causes_stand_together_the_commonest_first(build_run: BuildRun) -> None:
     )
     page = Page(report_page(dataclasses.replace(run, results=results)))
     heads = [head.strip() for head in page.inside("h3") if head.strip()]
-    assert heads[:3] == ["common", "rare", "failed: check0"]
-    assert "3 cells share one cause, common: told." in page.text
+    assert heads[:3] == ["Common", "Rare", "Failed: check0"]
+    assert "3 cells: w1, w2, w3 · ddp · 1×2 · 32" in page.text
 
 
 def test_what_is_known_is_told_apart_from_what_went_wrong(build_run: BuildRun) -> None:
@@ -242,6 +251,12 @@ def test_a_run_of_nothing_is_a_page(build_run: BuildRun) -> None:
 texts = st.one_of(st.just(HOSTILE), st.text(max_size=30))
 numbers = st.one_of(st.floats(allow_nan=False), st.sampled_from([0.0, 1e308, -1e308, 5e-324, math.inf]))
 figures = st.floats(allow_nan=False, allow_infinity=False)
+rows_of = st.lists(st.lists(st.none() | numbers, max_size=3).map(tuple), max_size=3).map(tuple)
+error_grids = st.builds(
+    ErrorGrid, parameters=st.lists(texts, max_size=3).map(tuple), steps=st.tuples(st.just(2**53)), errors=rows_of
+)
+weights = st.lists(figures, max_size=3).map(tuple)
+shares = st.builds(RankShares, step=st.just(1), right=weights, received=st.lists(weights, max_size=3).map(tuple))
 
 
 @settings(max_examples=40, deadline=None)
@@ -262,6 +277,9 @@ def test_whatever_a_run_says_never_acts(
                 "limit_x_noise": draw(st.none() | numbers),
                 "parameters": draw(st.dictionaries(texts, numbers, max_size=3)),
                 "step": 2**53,
+                "hint": draw(st.none() | texts),
+                "error_grid": draw(st.none() | error_grids),
+                "rank_shares": draw(st.none() | shares),
                 "expected": draw(
                     st.none()
                     | st.builds(Expected, outcome=st.sampled_from(Outcome), reason=texts, link=texts, entry=texts)

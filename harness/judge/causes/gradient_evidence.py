@@ -16,6 +16,7 @@ from harness.judge.causes.counterfactuals import Counterfactuals
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Pattern
 from harness.judge.causes.hypothesis import OCCASIONAL, Evidence, Match
 from harness.judge.causes.occasions import occasion
+from harness.judge.causes.rank_shares import rank_shares
 from harness.judge.causes.registry import explain
 from harness.judge.causes.stage_pattern import StagePattern, stage_pattern
 from harness.judge.findings import times
@@ -113,6 +114,7 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
             "all the same: does every rank look for infinities, after the average?",
         )
     if first in predictable:
+        finding = replace(finding, rank_shares=rank_shares(analysis.steps[first.index], analysis))
         evidence = GradientEvidence.of([one for one in wrong if one.is_finite], predictable, analysis)
         explained = explain(finding, evidence)
         if explained.cause != UNEXPLAINED:

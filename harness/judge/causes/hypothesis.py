@@ -135,4 +135,6 @@ def with_cause(finding: Finding, hypothesis: Hypothesis[Any, Any], match: Match,
         message=evidence.message(finding, description, hint, match),
         step=finding.step if match.step is None else match.step,
         rank=finding.rank if match.rank is None else match.rank,
+        hint=hint,
+        cause_x_noise=match.error,
     )

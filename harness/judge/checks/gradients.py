@@ -11,8 +11,9 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.evidence.trace import Step, Tensors
 from harness.judge.causes.gradient_evidence import explain_gradients
+from harness.judge.error_grid import with_error_grid
 from harness.judge.findings import TwoWayComparison, Vacuous, failed
-from harness.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, norm
+from harness.judge.oracle.noise import TOGETHER, Deviation, distance, error_along, in_noise, norm
 from harness.judge.trace_analysis import ExpectedGradients, TraceAnalysis
 
 PROMISE = "what the backend promises for these samples"
@@ -25,18 +26,17 @@ def gradients(analysis: TraceAnalysis) -> Finding:
     _refuse_vacuous(analysis)
     # One device may take the micro-batches one by one or all samples at once.
     comparison = TwoWayComparison()
+    errors: list[Deviation] = []
     for global_step, rank, step in analysis.differing_ranks("gradients"):
         expected = analysis.expected[global_step.index]
         for name, promised in expected.contract.items():
             given = step.gradients.get(name, torch.zeros_like(promised))
             ways = [gradient[name] for gradient in expected.one_device]
-            comparison.add(
-                Deviation(0.0, global_step.index, name, analysis.holder(rank, name)),
-                analysis.noise.at(name, expected.units[name]),
-                distance(given, promised),
-                [distance(given, way) for way in ways],
-                [distance(way, promised) for way in ways],
-            )
+            at = Deviation(0.0, global_step.index, name, analysis.holder(rank, name))
+            noise = analysis.noise.at(name, expected.units[name])
+            off, *others = (distance(given, right) for right in (promised, *ways))
+            comparison.add(at, noise, off, others, [distance(way, promised) for way in ways])
+            errors.append(replace(at, x_noise=in_noise(min(off, *others), noise)))
         comparison.add(
             Deviation(0.0, global_step.index, TOGETHER, rank),
             analysis.noise.at(TOGETHER, math.hypot(*expected.units.values())),
@@ -45,8 +45,8 @@ def gradients(analysis: TraceAnalysis) -> Finding:
         )
     finding = comparison.finding("gradients", "gradients", PROMISE, analysis.allowed(analysis.limit))
     if finding.outcome is Outcome.FAILED:
-        return explain_gradients(finding, analysis)
-    return _undue_gradient(analysis) or finding
+        return with_error_grid(explain_gradients(finding, analysis), errors)
+    return with_error_grid(_undue_gradient(analysis) or finding, errors)
 
 
 def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:

@@ -9,6 +9,7 @@ from harness.core.outcome import Outcome
 from harness.evidence.trace import RankTrace
 from harness.judge.causes.registry import explain
 from harness.judge.causes.update import update_case
+from harness.judge.error_grid import with_error_grid
 from harness.judge.findings import Vacuous, compare_with_one, with_parameters
 from harness.judge.oracle.noise import Deviation, largest, limit
 from harness.judge.trace_analysis import TraceAnalysis, same
@@ -40,6 +41,7 @@ def update(analysis: TraceAnalysis) -> Finding:
             errors += update_errors(trace, analysis, allowed)
     expected = "those of the workload's optimizer applied to the recorded gradients"
     finding = compare_with_one("update", "weights after the step", expected, largest(errors), allowed)
+    finding = with_error_grid(finding, errors)
     if finding.outcome is not Outcome.FAILED:
         return finding
     finding = with_parameters(finding, errors)

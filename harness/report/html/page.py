@@ -1,10 +1,13 @@
-"""``report.html``: one file that works offline and without scripts."""
+"""``report.html``: one file that works offline, and can be read without its script."""
 
 from __future__ import annotations
 
+import math
+from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from hashlib import sha256
 from itertools import groupby
 from typing import Any, Final
 
@@ -20,14 +23,16 @@ from harness.report.html.charts import (
     memory_chart,
 )
 from harness.report.html.environment import page_environment
+from harness.report.html.pictures import HeatMap, RankPaths, heat_map, rank_paths
 from harness.report.tables import failures as finding_texts
 from harness.report.tables import run_summary
 from harness.report.tables.cells import cell_table
 from harness.report.tables.claims import claims
-from harness.report.tables.failures import failures, known_failures, nothing_went_wrong, parameter_rows, subject_causes
+from harness.report.tables.diagnosis import Diagnosis, diagnoses
+from harness.report.tables.failures import known_failures, nothing_went_wrong, parameter_rows, subject_causes
 from harness.report.tables.grid import GridCell, grids
 from harness.report.tables.measured import MeasuredCell, has_several_subjects, measured_cells
-from harness.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side
+from harness.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side, undeclared_rows
 from harness.report.text import between, names_itself
 from harness.results.logs import log_tails
 from harness.results.run import Run
@@ -38,6 +43,9 @@ SIGNS: Final = {"Y": "✓", "C": "≈", "K": "K", "N": "✗", "X": "!", "?": "?"
 _KIND: Final = {"Y": "good", "C": "contract", "K": "known", "N": "bad", "X": "bad", "?": "open", "-": "none"}
 MOST_GROUPS = 40
 MOST_FAILURES = 100
+MOST_PICTURED = 20
+MOST_IN_FULL = 600
+MOST_FACETS = 12
 MOST_PAIRS = 60
 MOST_LOG_TEXT = 400_000
 """Characters of logs on one page; logs beyond that are only in ``traces/``."""
@@ -87,7 +95,7 @@ def report_page(run: Run) -> str:
     measured = measured_cells(run)
     by = run_summary.computed_by(run)
     workloads = list(_workloads(measured))
-    wrong = failures(run)
+    wrong = diagnoses(run)
     values: dict[str, Any] = {
         "run": run,
         "verdict": run_summary.verdict_of(run, cells),
@@ -106,7 +114,13 @@ def report_page(run: Run) -> str:
         "micro_batches": run_summary.micro_batches_in_words(run),
         "seed": run_summary.seed_in_words(run),
         "logs_of": _Logs(run).of,
-        "groups": wrong,
+        "in_full": _InFull(len(cells)).shows,
+        "diagnoses": wrong,
+        "several_wrong": len({one.group.subject for one in wrong}) > 1,
+        "drawn_of": _drawn,
+        "facets": _facets(wrong),
+        "undeclared_rows": undeclared_rows(run),
+        "script_hash": _script_hash(),
         "summaries": subject_causes(run),
         "known": known_failures(run),
         "nothing_went_wrong": nothing_went_wrong(run),
@@ -121,20 +135,52 @@ def report_page(run: Run) -> str:
         "most_groups": MOST_GROUPS,
         "most_failures": MOST_FAILURES,
         "most_pairs": MOST_PAIRS,
+        "most_pictured": MOST_PICTURED,
     }
     return _environment().get_template("report.html.jinja").render(values)
 
 
 def _contents(has_grid: bool, has_wrong: bool, has_figures: bool) -> Iterator[tuple[str, str]]:
-    if has_grid:
-        yield "support", "Support"
     if has_wrong:
         yield "wrong", "What went wrong"
+    if has_grid:
+        yield "support", "Support"
     if has_figures:
         yield "figures", "Speed and memory"
         yield "claims", "Claims"
     yield "environment", "Environment"
     yield "method", "Method and limits"
+
+
+@dataclass(frozen=True)
+class DrawnCause:
+    """The pictures of one cause: errors of a wrong and of a right cell, and the path of a gradient."""
+
+    wrong: HeatMap | None
+    right: HeatMap | None
+    paths: RankPaths | None
+
+
+def _drawn(one: Diagnosis) -> DrawnCause | None:
+    """Return the pictures of a cause, None where its run has recorded nothing to draw."""
+    wrong, paths = heat_map(one.finding, wrong=True), rank_paths(one.finding.rank_shares)
+    right = heat_map(one.right, wrong=False) if one.right else None
+    return DrawnCause(wrong, right, paths) if wrong or paths else None
+
+
+def _facets(wrong: Sequence[Diagnosis]) -> list[str]:
+    """Return the words by which a reader may filter: families of causes, and subjects where there are several."""
+    families = dict.fromkeys(one.group.family for one in wrong if one.group.family)
+    subjects = dict.fromkeys(one.group.subject for one in wrong)
+    words = [*(families if len(families) > 1 else ()), *(subjects if len(subjects) > 1 else ())]
+    return words[:MOST_FACETS]
+
+
+@cache
+def _script_hash() -> str:
+    """Return the hash of the page's script, the only one that a browser may run in it."""
+    script = _environment().get_template("find.js").render()
+    return b64encode(sha256(script.encode()).digest()).decode()
 
 
 def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
@@ -164,6 +210,24 @@ def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
             refusals,
             cells,
         )
+
+
+class _InFull:
+    """Which cells a page shows with all that is known of them: all of a small run, else the first wrong ones.
+
+    The others have one line each: a page of thousands of cells should open in a moment.
+    """
+
+    def __init__(self, cells: int) -> None:
+        self._room: float = math.inf if cells <= MOST_IN_FULL else MOST_IN_FULL
+        self._only_wrong = cells > MOST_IN_FULL
+
+    def shows(self, cell: GridCell) -> bool:
+        """Return whether a cell is shown in full; asked once for each cell."""
+        if self._only_wrong and not cell.bad:
+            return False
+        self._room -= 1
+        return self._room >= 0
 
 
 class _Logs:

@@ -91,12 +91,14 @@ def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses]) ->
     for summary in subjects[:_MOST_SUBJECTS]:
         yield f"- {markdown(' '.join(summary.sentences))}"
     shown = _MOST_GROUPS - len(subjects[:_MOST_SUBJECTS])  # a group takes two lines
+    several = len({group.subject for group in groups}) > 1
     for group in groups[:shown]:
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
         error = "" if finding.error_x_noise is None else f", {compact(finding.error_x_noise)} × noise"
         message = markdown(shortened(message_of(finding), _LONGEST_MESSAGE))
-        yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{error}: {message}"
+        of = f" of {markdown(group.subject)}" if several else ""
+        yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{of}{error}: {message}"
         if finding.reproduce:
             yield f"  - {markdown_code(finding.reproduce)}"
     if len(groups) > shown:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from harness.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
+from harness.core.outcome import Outcome
 from harness.report.text import compact, counted, printable, shortened
 from harness.results.records import UNEXPECTED_PASS, Expected, Result, by_cell
 from harness.results.run import Run
@@ -25,14 +27,16 @@ Cause = tuple[str, str | None]
 
 @dataclass(frozen=True)
 class FailureGroup:
-    """Cells that went wrong for the same reason, and of each the finding that explains it best.
+    """Cells of one subject that went wrong for the same reason, and of each the finding that explains it best.
 
     ``title`` is the cause's name, or the outcome and the check where no cause was found. ``family`` is the cause's,
-    None without one.
+    None without one. ``mechanism`` is what a cause without a name showed: the first line of an exception, for example.
     """
 
+    subject: str
     title: str
     family: str | None
+    mechanism: str
     findings: tuple[Result, ...]
 
 
@@ -47,12 +51,12 @@ def wrong_cells(run: Run) -> list[list[Result]]:
 
 
 def failures(run: Run) -> list[FailureGroup]:
-    """Return what went wrong in ``run``, one group a cause, the largest group first."""
-    groups: dict[Cause, list[Result]] = {}
+    """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first."""
+    groups: dict[tuple[str, str, str | None, str], list[Result]] = {}
     for first, *_ in wrong_cells(run):
-        groups.setdefault((_title(first), first.family), []).append(first)
+        groups.setdefault((first.subject, _title(first), first.family, _mechanism(first)), []).append(first)
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
-    return [FailureGroup(title, family, tuple(findings)) for (title, family), findings in ordered]
+    return [FailureGroup(*key, tuple(findings)) for key, findings in ordered]
 
 
 def known_failures(run: Run) -> dict[Expected, dict[str, list[str]]]:
@@ -192,6 +196,13 @@ def _title(finding: Result) -> str:
     if finding.cause not in (None, UNEXPLAINED):
         return str(finding.cause)
     return f"{outcome_in_words(finding)}: {finding.check}"
+
+
+def _mechanism(finding: Result) -> str:
+    """Return what tells failures of one title apart: where nothing was compared, the message without its numbers."""
+    if not is_unexplained(finding) or finding.outcome is Outcome.FAILED or finding.is_unexpectedly_good:
+        return ""
+    return re.sub(r"\d+", "#", in_one_line(finding))
 
 
 def _summary(subject: str, cells: Mapping[str, Sequence[Result]]) -> SubjectCauses:

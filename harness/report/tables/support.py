@@ -271,6 +271,14 @@ def side_by_side(run: Run, *, every: bool = False) -> pd.DataFrame | None:
     return table
 
 
+def undeclared_rows(run: Run) -> list[tuple[str, ...]]:
+    """Return the ``ROW_COLUMNS`` of rows that ``side_by_side`` leaves out: no subject declares a cell of them."""
+    table = side_by_side(run, every=True)
+    rows = [] if table is None else table.values.tolist()
+    names = len(ROW_COLUMNS)
+    return [tuple(row[:names]) for row in rows if set(row[names:]) == {"-"}]
+
+
 def _mark_and_share(cells: pd.DataFrame) -> str:
     passed, tried = passed_of_tried(cells["outcome"])
     shown = mark(cells["outcome"], has_failed=bool(cells["has_failed"].any()))

@@ -1,0 +1,112 @@
+"""The page for a keyboard, a screen reader and a search, with its script, in a real browser.
+
+axe-core comes with `npm install --no-save axe-core@4.14.1` in the checkout, or lies where AXE_CORE says. Where there is
+no Chromium, nothing is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_browser import CHROMIUM, WIDE, Browser, on_disk
+from test_diagnosis import RIGHT, SUMMED, cell
+
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.machine.fingerprint import Fingerprint
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Result
+from harness.results.run import Run
+
+del sys.path[0]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to look at the page with")
+
+AXE = Path(os.environ.get("AXE_CORE") or Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js")
+SERIOUS = ("serious", "critical")
+WIDTHS = (400, 900, 1600)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory, build_measured_run) -> Path:
+    """The page of a run with two causes, pictures, figures, and a trainer that is right."""
+    timed_out = Finding("launch", Outcome.TIMED_OUT, "rank 1 never came")
+    found = {
+        cell(): SUMMED,
+        cell(gpus=4): SUMMED,
+        cell("cnn"): timed_out,
+        cell(subject="right"): RIGHT,
+        cell("cnn", subject="right"): RIGHT,
+    }
+    measured = build_measured_run()
+    header = Header.of(found, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
+    results = tuple(Result.of(one, finding, f"pytest -k {one.id}", 0.1) for one, finding in found.items())
+    run = Run(header, results, Footer.of(results, 1), measured.path, False, measured.measurements)
+    return on_disk(run, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not here: npm install --no-save axe-core@4.14.1")
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_axe_finds_nothing_serious(browser: Browser, page: Path, width: int, dark: bool) -> None:
+    browser.open(page, (width, 1000), dark=dark, scripts=True)
+    browser.look("document.querySelectorAll('details:not(.square)').forEach(one => one.open = true)")
+    browser.look(AXE.read_text() + "; undefined")
+    violations = browser.look(
+        "axe.run().then(found => found.violations.map(one => "
+        "[one.impact, one.id, one.nodes.map(node => node.target.join(' ') + ' ' + node.failureSummary).slice(0, 3)]))"
+    )
+    assert [one for one in violations if one[0] in SERIOUS] == []
+    assert browser.look("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
+
+
+FOUND = "[...document.querySelectorAll('article.group')].filter(one => one.offsetParent).map(one => one.id)"
+
+
+def typed(browser: Browser, text: str) -> None:
+    browser.look(
+        f"(box => {{ box.value = {text!r}; box.dispatchEvent(new Event('input')) }})(document.getElementById('find'))"
+    )
+
+
+def test_a_search_shows_what_has_all_its_words(browser: Browser, page: Path) -> None:
+    browser.open(page, WIDE, scripts=True)
+    assert browser.look(FOUND) == ["cause-1", "cause-2"]
+    typed(browser, "never  CAME")
+    assert browser.look(FOUND) == ["cause-2"]
+    assert "1 of 2 causes" in browser.look("document.querySelector('[role=status]').textContent")
+    typed(browser, "<b>")
+    assert browser.look(FOUND) == []
+    typed(browser, "")
+    assert browser.look(FOUND) == ["cause-1", "cause-2"]
+
+
+def test_escape_closes_a_sheet_and_gives_the_focus_back(browser: Browser, page: Path) -> None:
+    browser.open(page, WIDE, scripts=True)
+    browser.look("document.querySelector('.square > summary').focus()")
+    for kind in ("keyDown", "keyUp"):
+        browser.ask("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", windowsVirtualKeyCode=13, text="\r")
+    assert browser.look("document.querySelectorAll('.square[open]').length") == 1
+    for kind in ("keyDown", "keyUp"):
+        browser.ask("Input.dispatchKeyEvent", type=kind, key="Escape", code="Escape", windowsVirtualKeyCode=27)
+    assert browser.look("document.querySelectorAll('.square[open]').length") == 0
+    assert browser.look("document.activeElement.matches('.square > summary')")
+
+
+def test_without_the_script_there_is_no_search_and_all_else(browser: Browser, page: Path) -> None:
+    browser.open(page, WIDE)
+    assert browser.look("document.querySelector('[role=search]').offsetParent === null")
+    assert browser.look(FOUND) == ["cause-1", "cause-2"]
+    assert browser.look("document.querySelector('#cause-1').getBoundingClientRect().top") < WIDE[1] / 2

@@ -1,0 +1,150 @@
+"""What a page says of a root cause, and the pictures of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from harness.core.cell import Cell
+from harness.core.finding import ErrorGrid, Finding, RankShares
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.machine.fingerprint import Fingerprint
+from harness.report.html.page import report_page
+from harness.report.html.pictures import heat_map, rank_paths
+from harness.report.tables.diagnosis import diagnoses
+from harness.report.tables.failures import failures
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Result
+from harness.results.run import Run, read_run
+from harness.results.run_writer import RunWriter
+
+HINT = "the all-reduce is not divided by the world size"
+GRID = ErrorGrid(("layers.0.weight", "layers.0.bias"), (0, 1), ((4e6, math.inf), (0.8, None)))
+SUMMED = Finding(
+    "gradients",
+    Outcome.FAILED,
+    f"gradients at step 0 on rank 1 are the sum (0.9 × noise from that; 4e+06 × noise from right): {HINT}; it happens "
+    "in every second step",
+    "summed-over-ranks",
+    "averaging",
+    error_x_noise=4e6,
+    step=0,
+    parameter="layers.0.weight",
+    rank=1,
+    limit_x_noise=8.0,
+    hint=HINT,
+    cause_x_noise=0.9,
+    error_grid=GRID,
+    rank_shares=RankShares(0, (0.5, 0.5), ((0.5, 0.5), (1.0, 0.0))),
+)
+RIGHT = Finding(
+    "gradients",
+    Outcome.PASSED,
+    "as one device",
+    error_x_noise=0.8,
+    limit_x_noise=8.0,
+    error_grid=ErrorGrid(("layers.0.weight", "layers.0.bias"), (0, 1), ((0.8, 0.4), (0.2, 0.1))),
+)
+
+
+def cell(workload: str = "mlp", gpus: int = 2, subject: str = "mine") -> Cell:
+    return Cell(subject, workload, "ddp", Topology(1, gpus), "32", "cpu")
+
+
+@pytest.fixture
+def run_of(tmp_path) -> Callable[[dict[Cell, Finding]], Run]:
+    """Writes a run down, and returns it as it is read."""
+
+    def run(findings: dict[Cell, Finding]) -> Run:
+        header = Header.of(findings, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
+        results = [Result.of(one, finding, f"pytest -k {one.id}", 0.1) for one, finding in findings.items()]
+        with RunWriter(tmp_path, header) as writer:
+            writer.write(*results)
+            writer.close(Footer.of(results, 1))
+        return read_run(writer.path)
+
+    return run
+
+
+def test_a_group_is_a_cause_of_one_subject(run_of):
+    crash = Finding("launch", Outcome.CRASHED, "rank 1 ended with signal 9")
+    run = run_of(
+        {
+            cell("mlp"): SUMMED,
+            cell("cnn"): SUMMED,
+            cell("mlp", subject="other"): SUMMED,
+            cell("a"): crash,
+            cell("b"): Finding("launch", Outcome.CRASHED, "rank 0 ended with signal 11"),
+            cell("c"): Finding("launch", Outcome.CRASHED, "KeyError: 'loss'"),
+        }
+    )
+    assert [(one.subject, one.title, len(one.findings)) for one in failures(run)] == [
+        ("mine", "summed-over-ranks", 2),
+        ("mine", "crashed: launch", 2),
+        ("other", "summed-over-ranks", 1),
+        ("mine", "crashed: launch", 1),
+    ]
+
+
+def test_a_diagnosis_says_what_where_how_large_how_sure_and_what_to_change(run_of):
+    run = run_of({cell(): SUMMED, cell(gpus=4): SUMMED, cell(subject="right"): RIGHT, cell("cnn"): RIGHT})
+    (one,) = diagnoses(run)
+    assert one.title == "Summed over ranks"
+    assert HINT not in one.observed
+    assert one.observed.endswith("from right); it happens in every second step")
+    assert one.where == ("step 0", "rank 1", "parameter layers.0.weight", "layer layers.0")
+    assert one.size == "4e6 × rounding noise; a correct trainer stays below 8"
+    assert one.certainty == "The error is 5e5 times the limit. The cause predicts the recorded numbers to 0.9 × noise."
+    assert one.advice == HINT
+    assert one.extent == "2 cells: mlp · ddp · 1×2, 1×4 · 32"
+    assert one.right is not None
+    assert one.right.subject == "right"
+    page = report_page(run)
+    for text in (HINT, "4e6 × rounding noise", "Right: right", "✗ 1 × rank 0", "pytest -k "):
+        assert text in page, text
+
+
+def test_a_cause_without_a_name_gets_advice_of_its_outcome(run_of):
+    run = run_of({cell(): Finding("launch", Outcome.TIMED_OUT, "rank 1 never came")})
+    (one,) = diagnoses(run)
+    assert "collective" in one.advice
+    assert "before it could be judged" in one.certainty
+    assert one.right is None
+
+
+def test_a_heat_map_writes_its_values_and_where_the_error_begins(run_of):
+    run = run_of({cell(): SUMMED})
+    picture = heat_map(run.results[0], wrong=True)
+    assert picture is not None
+    assert [(square.text, square.degree) for square in picture.squares] == [
+        ("4e6", 2),
+        ("∞", 4),
+        ("0.8", 0),
+        ("", -1),
+    ]
+    assert "2 of 3 errors of 2 parameters over 2 steps are above the limit of 8 × noise" in picture.sentence
+    assert "first at step 0 in layers.0.weight; the largest is ∞ × noise at step 1" in picture.sentence
+    right = heat_map(run.results[0].model_copy(update={"limit_x_noise": math.inf}), wrong=False)
+    assert right is not None
+    assert right.sentence.startswith("None of 3 errors")
+
+
+def test_paths_name_what_each_rank_received(run_of):
+    run = run_of({cell(): SUMMED})
+    picture = rank_paths(run.results[0].rank_shares)
+    assert picture is not None
+    assert [(text, wrong) for _, text, wrong in picture.received] == [
+        ("0.5 × rank 0 + 0.5 × rank 1", False),
+        ("1 × rank 0", True),
+    ]
+    assert "Right is 0.5 × rank 0 + 0.5 × rank 1; rank 1 received 1 × rank 0." in picture.sentence
+    assert [link.width for link in picture.links] == [3.5, 3.5, 7.0, 0.0]
+
+
+def test_a_run_recorded_without_pictures_is_a_page(build_run):
+    page = report_page(build_run({cell(): [Outcome.FAILED]}))
+    assert "<figure" not in page
+    assert "failed: check0" in page.lower()
