@@ -123,11 +123,16 @@ def mutations(draw: st.DrawFn, drawn: Draw) -> Mutation:
     steps = max(1, drawn.recipe.epochs * -(-drawn.recipe.steps_per_epoch // drawn.recipe.accumulate))
     ranks = drawn.cell.topology.devices
     operations = [name for name in PLACES[place] if ranks > 1 or name != "permuted-ranks"]
+    operation = draw(st.sampled_from(operations))
+    # What is delayed comes from the step before, and what is not zeroed is there in the step after.
+    first, last = int(operation == "delayed"), steps - 1 - (place == "zeroing")
+    if place == "weights at the start":
+        last = 0
     return Mutation(
         place,
-        draw(st.sampled_from(operations)),
+        operation,
         rank=draw(st.sampled_from([None, None, *range(ranks)])) if ranks > 1 else None,
-        step=draw(st.integers(0, steps - 1)),
+        step=draw(st.integers(first, max(first, last))),
         lasting=draw(st.booleans()),
         parameter=draw(st.sampled_from([None, None, *range(8)])),
         factor=draw(st.sampled_from(FACTORS)),
