@@ -23,6 +23,14 @@ def gradients(analysis: TraceAnalysis) -> Finding:
     if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank")
     _refuse_vacuous(analysis)
+    finding = compare_gradients(analysis)
+    if finding.outcome is Outcome.FAILED:
+        return explain_gradients(finding, analysis)
+    return _undue_gradient(analysis) or finding
+
+
+def compare_gradients(analysis: TraceAnalysis) -> Finding:
+    """Return what the comparison alone says, without a cause."""
     # One device may take the micro-batches one by one or all samples at once.
     comparison = TwoWayComparison()
     for global_step, rank, step in analysis.differing_ranks("gradients"):
@@ -43,10 +51,7 @@ def gradients(analysis: TraceAnalysis) -> Finding:
             error_along(step.gradients, expected.contract),
             [error_along(step.gradients, way) for way in expected.one_device],
         )
-    finding = comparison.finding("gradients", "gradients", PROMISE, analysis.allowed(analysis.limit))
-    if finding.outcome is Outcome.FAILED:
-        return explain_gradients(finding, analysis)
-    return _undue_gradient(analysis) or finding
+    return comparison.finding("gradients", "gradients", PROMISE, analysis.allowed(analysis.limit))
 
 
 def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:
