@@ -128,10 +128,12 @@ def mutations(draw: st.DrawFn, drawn: Draw) -> Mutation:
     first, last = int(operation == "delayed"), steps - 1 - (place == "zeroing")
     if place == "weights at the start":
         last = 0
+    # Where every rank evaluates all samples, one that does not is missed by nobody.
+    alone = place != "evaluation" or drawn.trainer.evaluation == "shares"
     return Mutation(
         place,
         operation,
-        rank=draw(st.sampled_from([None, None, *range(ranks)])) if ranks > 1 else None,
+        rank=draw(st.sampled_from([None, None, *range(ranks)])) if ranks > 1 and alone else None,
         step=draw(st.integers(first, max(first, last))),
         lasting=draw(st.booleans()),
         parameter=draw(st.sampled_from([None, None, *range(8)])),

@@ -6,15 +6,16 @@ from collections.abc import Iterator
 from math import inf
 
 import torch
-from torch import Tensor
 
-from harness.evidence.trace import Step, Trace
+from harness.evidence.trace import Step, Tensors, Trace
+from harness.judge.oracle.noise import length
 
 
 def apart(left: Trace | None, right: Trace | None) -> float:
-    """Return the largest distance between two tensors of the same name, step and rank, relative to their length.
+    """Return the largest distance between weights, gradients, updates or buffers of one step and rank.
 
-    It is 0 where all bits are the same, and infinite where samples, steps, rates or evaluations differ.
+    It is relative to the length of all of them together: a tensor that is zero but for rounding is no measure. It is 0
+    where all bits are the same, and infinite where samples, steps, rates or evaluations differ.
     """
     if left is None or right is None or _shape(left) != _shape(right):
         return inf
@@ -37,20 +38,24 @@ def _of_step(step: Step) -> object:
     return samples, step.learning_rates, step.skipped, sorted(step.gradients), sorted(step.after)
 
 
-def _pairs(left: Trace, right: Trace) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(left: Trace, right: Trace) -> Iterator[tuple[Tensors, Tensors]]:
     for one, other in zip(left.ranks, right.ranks, strict=True):
         for mine, yours in zip(one.steps, other.steps, strict=True):
             for pick in ("before", "gradients", "after", "buffers"):
-                theirs = getattr(yours, pick)
-                for name, value in getattr(mine, pick).items():
-                    yield value, theirs[name]
-        for name, value in (one.final or {}).items():
-            yield value, (other.final or {})[name]
+                yield getattr(mine, pick), getattr(yours, pick)
+            yield _update(mine), _update(yours)
+        yield one.final or {}, other.final or {}
 
 
-def _distance(left: Tensor, right: Tensor) -> float:
-    if torch.equal(left, right):
+def _update(step: Step) -> Tensors:
+    return {name: value.double() - step.before[name].double() for name, value in step.after.items()}
+
+
+def _distance(left: Tensors, right: Tensors) -> float:
+    if left.keys() != right.keys():
+        return inf
+    if all(torch.equal(value, right[name]) for name, value in left.items()):
         return 0.0
-    size = max(float(left.double().norm()), float(right.double().norm()))
-    distance = float((left.double() - right.double()).norm()) / size
+    apart = length({name: value.double() - right[name].double() for name, value in left.items()})
+    distance = apart / max(length(left), length(right))
     return distance if distance == distance else inf
