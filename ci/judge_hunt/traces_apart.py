@@ -41,7 +41,8 @@ def _of_step(step: Step) -> object:
 def _pairs(left: Trace, right: Trace) -> Iterator[tuple[Tensors, Tensors]]:
     for one, other in zip(left.ranks, right.ranks, strict=True):
         for mine, yours in zip(one.steps, other.steps, strict=True):
-            for pick in ("before", "gradients", "after", "buffers"):
+            # Both skipped it, or neither: what overflowed is no number.
+            for pick in ("before", "after", "buffers", *(() if mine.skipped else ("gradients",))):
                 yield getattr(mine, pick), getattr(yours, pick)
             yield _update(mine), _update(yours)
         yield one.final or {}, other.final or {}
