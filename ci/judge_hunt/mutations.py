@@ -120,12 +120,11 @@ class Mutation:
 def mutations(draw: st.DrawFn, drawn: Draw) -> Mutation:
     """Draw a mistake at a place that the trainer has."""
     place = draw(st.sampled_from(list(_places(drawn))))
-    steps = max(1, drawn.recipe.epochs * -(-drawn.recipe.steps_per_epoch // drawn.recipe.accumulate))
     ranks = drawn.cell.topology.devices
     operations = [name for name in PLACES[place] if ranks > 1 or name != "permuted-ranks"]
     operation = draw(st.sampled_from(operations))
     # What is delayed comes from the step before, and what is not zeroed is there in the step after.
-    first, last = int(operation == "delayed"), steps - 1 - (place == "zeroing")
+    first, last = int(operation == "delayed"), drawn.recipe.steps - 1 - (place == "zeroing")
     if place == "weights at the start":
         last = 0
     # Where every rank evaluates all samples, one that does not is missed by nobody.
