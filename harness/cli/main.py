@@ -25,6 +25,7 @@ COMMANDS: Final = {
     "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
     "submit": "run the matrix on a SLURM, Kubernetes or Ray cluster, split over tasks",
     "hunt": "search for training problems on which a trainer is wrong, and shrink what is found",
+    "power": "measure how small an error of a gradient, an update or a reported loss is noticed",
     "doctor": "check whether this machine is fit for a run: devices, links, communication, limits, versions",
 }
 """What each command does, in a line. Module ``harness.cli.x_y`` has command ``x-y``; its ``add_to`` declares it."""

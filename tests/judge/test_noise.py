@@ -23,6 +23,7 @@ from harness.judge.oracle.noise import (
 from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
+from harness.workloads.generated import Generated, Recipe
 
 
 def test_more_measurements_allow_a_tighter_limit():
@@ -116,3 +117,24 @@ def test_in_float64_another_order_inside_a_layer_is_noise(cell_of):
     error = distance(gradient[name], exact.contract[name])
     assert error > 20 * exact.units[name]
     assert error < analysis.limit * analysis.noise.at(name, exact.units[name])
+
+
+class BehindOneAnother(Generated):
+    """A bias in front of a BatchNorm: it begins at zero, and all that moves it is rounding."""
+
+    name = "batchnorms-behind-one-another"
+    recipe = Recipe(
+        layers=("tanh", "linear-8", "batchnorm", "batchnorm"), loss="squares", optimizer="momentum",
+        batch_size=6, epochs=2, clip_norm=0.05,
+    )  # fmt: skip
+
+
+def test_a_whole_training_in_float64_may_round_otherwise_inside_its_layers(simulation, cell_of):
+    workload, cell = BehindOneAnother(), cell_of("batchnorms-behind-one-another", "ddp", "1x3", "64")
+    trace = simulation.right_trace(workload, cell)
+    training = TraceAnalysis(trace, workload, cell).full_training
+    other = training._train(
+        Oracle(workload, 3, cell.arithmetic), training.layouts, nudges=torch.Generator().manual_seed(99)
+    )
+    for name, exact in training.contract.items():
+        assert distance(other[name], exact) <= training.limit * training.noise[name], name

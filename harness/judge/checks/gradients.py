@@ -24,6 +24,15 @@ def gradients(analysis: TraceAnalysis) -> Finding:
     if not analysis.steps_taken:
         raise Vacuous("no optimizer step was seen on every rank")
     _refuse_vacuous(analysis)
+    finding = compare_gradients(analysis)
+    if finding.outcome is Outcome.FAILED:
+        return explain_gradients(finding, analysis)
+    undue = _undue_gradient(analysis)
+    return finding if undue is None else replace(undue, error_grid=finding.error_grid)
+
+
+def compare_gradients(analysis: TraceAnalysis) -> Finding:
+    """Return what the comparison alone says, without a cause."""
     # One device may take the micro-batches one by one or all samples at once.
     comparison = TwoWayComparison()
     errors: list[Deviation] = []
@@ -44,9 +53,7 @@ def gradients(analysis: TraceAnalysis) -> Finding:
             [error_along(step.gradients, way) for way in expected.one_device],
         )
     finding = comparison.finding("gradients", "gradients", PROMISE, analysis.allowed(analysis.limit))
-    if finding.outcome is Outcome.FAILED:
-        return with_error_grid(explain_gradients(finding, analysis), errors)
-    return with_error_grid(_undue_gradient(analysis) or finding, errors)
+    return with_error_grid(finding, errors)
 
 
 def _undue_gradient(analysis: TraceAnalysis) -> Finding | None:

@@ -32,6 +32,15 @@ def update(analysis: TraceAnalysis) -> Finding:
         for name in step.after
     ):
         raise Vacuous("no weight moved at any step")
+    finding = compare_updates(analysis)
+    if finding.outcome is not Outcome.FAILED:
+        return finding
+    case = update_case(finding, analysis)
+    return finding if case is None else explain(finding, case)
+
+
+def compare_updates(analysis: TraceAnalysis) -> Finding:
+    """Return what the comparison alone says, without a cause."""
     errors: list[Deviation] = []
     judged: list[RankTrace] = []
     allowed = analysis.allowed(limit())
@@ -42,11 +51,7 @@ def update(analysis: TraceAnalysis) -> Finding:
     expected = "those of the workload's optimizer applied to the recorded gradients"
     finding = compare_with_one("update", "weights after the step", expected, largest(errors), allowed)
     finding = with_error_grid(finding, errors)
-    if finding.outcome is not Outcome.FAILED:
-        return finding
-    finding = with_parameters(finding, errors)
-    case = update_case(finding, analysis)
-    return finding if case is None else explain(finding, case)
+    return with_parameters(finding, errors) if finding.outcome is Outcome.FAILED else finding
 
 
 def _same_history(left: RankTrace, right: RankTrace) -> bool:

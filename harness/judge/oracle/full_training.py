@@ -9,9 +9,11 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
+
 from harness.evidence.trace import Tensors
 from harness.judge.oracle.layout import Layout, shuffled
-from harness.judge.oracle.noise import distance, limit, rounding_unit
+from harness.judge.oracle.noise import distance, limit, nudged, rounding_unit
 from harness.judge.oracle.oracle import Oracle
 from harness.judge.oracle.partial_sums import PartialSums
 from harness.workloads import Problem
@@ -78,14 +80,21 @@ class FullTraining:
 
     @cached_property
     def noise(self) -> dict[str, float]:
-        """The difference between final weights that rounding alone explains, by name."""
+        """The difference between final weights that rounding alone explains, by name.
+
+        Float64 is measured against itself: as for a gradient, each step's weights are nudged by one rounding, because
+        other orders of whole samples do not show what rounding does inside a layer.
+        """
         recorded = self._recorded
         rng = random.Random(recorded.workload.seed)
+        is_double = recorded.cell_oracle.dtype is torch.float64
+        nudges = torch.Generator().manual_seed(recorded.workload.seed) if is_double else None
         runs = [
             self._train(
                 recorded.cell_oracle,
                 [shuffled(layout, rng) for layout in self.layouts],
                 parts=1 + run,
+                nudges=nudges,
             )
             for run in range(TRAINING_RUNS)
         ]
@@ -104,8 +113,18 @@ class FullTraining:
         """Return the final weights in float64, where each step has its layout."""
         return self._train(self._recorded.oracle, layouts)
 
-    def _train(self, oracle: Oracle, layouts: Sequence[Layout], parts: int | None = None) -> Tensors:
-        """Return the final weights; the optimizer's matrix products are summed in ``parts``, if given."""
+    def _train(
+        self,
+        oracle: Oracle,
+        layouts: Sequence[Layout],
+        parts: int | None = None,
+        nudges: torch.Generator | None = None,
+    ) -> Tensors:
+        """Return the final weights.
+
+        The optimizer's matrix products are summed in ``parts``, if given; with ``nudges`` gradients are taken at
+        weights that are each one rounding larger or smaller.
+        """
         oracle.load(self._recorded.start)
         optimizer = oracle.optimizer()
         schedule = oracle.schedule(optimizer)
@@ -114,8 +133,9 @@ class FullTraining:
             begun = oracle.weights()
             for names in step.ranks[0].turns or (tuple(oracle.parameters),):
                 now = oracle.weights()
+                at = begun if step.ranks[0].turns else now
+                oracle.load(at if nudges is None else nudged(at, nudges))
                 if step.ranks[0].turns:
-                    oracle.load(begun)
                     oracle.set_turn(names, now, alternate=step.ranks[0].alternate)
                 gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)
                 oracle.load(now)

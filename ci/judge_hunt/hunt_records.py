@@ -1,0 +1,123 @@
+"""What the judge's own hunt has tried, a line each, and the page that counts it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One training that was judged.
+
+    Args:
+        seed, number: which draw.
+        mutation: the fields of the mutation; None: a right trainer.
+        accused: whether any check ended badly, or the judge had no verdict.
+        named: whether the first finding's cause is of a family that names the mutation rightly; None where it has no
+            name.
+        difference: how far the training is from the unmutated one, relative to each tensor's length, at most; infinite
+            where the samples, steps, rates or evaluations differ. None of a right trainer.
+        vacuous: why the mutation is not scored: ``same bits``, ``rounding``, or ``no verdict``
+            where nothing is left to judge; None where it is scored.
+        obstacle: why nothing could be judged: the problem is not fit, or shows nothing.
+        seconds: wall time of training and judging.
+    """
+
+    seed: int
+    number: int
+    trainer: dict[str, Any]
+    recipe: dict[str, Any]
+    cell: str
+    mutation: dict[str, Any] | None = None
+    accused: bool = False
+    named: bool | None = None
+    difference: float | None = None
+    vacuous: str | None = None
+    obstacle: str | None = None
+    seconds: float = 0.0
+    check: str | None = None
+    cause: str | None = None
+    family: str | None = None
+    message: str = ""
+    x_limit: float | None = None
+
+
+class Records:
+    """The file of one seed's results; a run that is started again goes on behind its last line."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        self.tried = [Tried(**json.loads(line)) for line in lines]
+        # Where nothing can be judged, there is no mutation either.
+        self._known = {(one.number, due) for one in self.tried for due in _settled(one)}
+
+    def has(self, number: int, *, mutated: bool) -> bool:
+        """Return whether a draw was tried."""
+        return (number, mutated) in self._known
+
+    def add(self, one: Tried) -> None:
+        """Write a result down."""
+        self.tried.append(one)
+        self._known |= {(one.number, due) for due in _settled(one)}
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(one)) + "\n")
+
+
+def _settled(one: Tried) -> tuple[bool, ...]:
+    """Return whether the draw's right trainer (False) and its mutation (True) are done with."""
+    return (False, True) if one.obstacle is not None else (one.mutation is not None,)
+
+
+def summary(tried: Iterable[Tried]) -> list[str]:
+    """Return the counts as lines of Markdown, each escape and each accusation in full."""
+    tried = list(tried)
+    judged = [one for one in tried if one.obstacle is None]
+    right = [one for one in judged if one.mutation is None]
+    mutated = [one for one in judged if one.mutation is not None]
+    scored = [one for one in mutated if one.vacuous is None]
+    nameable = [one.named for one in scored if one.named is not None]
+    accused = [one for one in right if one.accused]
+    escaped = [one for one in scored if not one.accused]
+    nothing = Counter(one.vacuous for one in mutated if one.vacuous)
+    obstacles = Counter(one.obstacle for one in tried if one.obstacle is not None)
+    lines = [
+        "# The judge's own hunt",
+        "",
+        f"- right trainers judged: {len(right)}; accused: {len(accused)}",
+        f"- mutations judged: {len(mutated)}; changing nothing: {dict(nothing)}",
+        f"- mutations scored: {len(scored)}; escaped: {len(escaped)} ({_percent(len(escaped), len(scored))}); "
+        f"named: {sum(map(bool, nameable))} of {len(nameable)} that have a name",
+        f"- not judged: {dict(obstacles)}",
+        f"- seconds a training, judged: {sum(one.seconds for one in judged) / max(len(judged), 1):.2f}",
+        "",
+        "| place | operation | scored | caught | named |",
+        "|---|---|---|---|---|",
+    ]
+    kinds: dict[tuple[str, str], list[Tried]] = defaultdict(list)
+    for one in scored:
+        assert one.mutation is not None
+        kinds[one.mutation["place"], one.mutation["operation"]].append(one)
+    for (place, operation), own in sorted(kinds.items()):
+        caught, named = sum(one.accused for one in own), sum(bool(one.named) for one in own)
+        nameless = "" if own[0].named is not None else "has none"
+        lines.append(f"| {place} | {operation} | {len(own)} | {caught} | {nameless or named} |")
+    for title, listed in (("Right trainers that were accused", accused), ("Mutations that escaped", escaped)):
+        lines += ["", f"## {title}", ""]
+        lines += [f"- {_in_full(one)}" for one in listed] or ["none"]
+    return lines
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / max(whole, 1):.1f} %"
+
+
+def _in_full(one: Tried) -> str:
+    found = f"{one.check}: {one.cause}: {one.message}" if one.accused else f"difference {one.difference:.2g}"
+    return f"seed {one.seed}, number {one.number}, {one.cell}: {one.mutation or one.trainer} on {one.recipe}: {found}"
