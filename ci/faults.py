@@ -26,19 +26,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from faults.bench import Bench
-from faults.cells import RIGHT, SUBJECTS
-from faults.deaths import OF_DEATHS
-from faults.fault import Fault, ImpossibleHereError, Shot, Tally
-from faults.files import OF_FILES
-from faults.kept import Kept
-from faults.left import MARK, Leftovers, Present, left_since
-from faults.memory import memory_group
-from faults.mounts import own_shared_memory
-from faults.page import page
-from faults.runs import OF_MACHINES
-from faults.soak import soak
-from faults.table import OF_RANKS
+from fault_lane.bench import Bench
+from fault_lane.cells import RIGHT, SUBJECTS
+from fault_lane.deaths import OF_DEATHS
+from fault_lane.fault import Fault, ImpossibleHereError, Shot, Tally
+from fault_lane.files import OF_FILES
+from fault_lane.kept import Kept
+from fault_lane.left import MARK, Leftovers, Present, left_since
+from fault_lane.memory import memory_group
+from fault_lane.mounts import own_shared_memory
+from fault_lane.page import page
+from fault_lane.runs import OF_MACHINES
+from fault_lane.soak import soak
+from fault_lane.table import OF_RANKS
 
 from harness.worker.processes import adopt, end_all
 from harness.worker.scratch import RUN, Scratch

@@ -5,20 +5,23 @@
     python ci/launchers.py --nodes 4 --gpus 1
 
 Every node is this machine: for torchrun as it does by itself, for hosts by a command that leads back here, for Ray by a
-raylet for each node. Launchers take turns, so that all meet the same machine; a time is the median over the rounds, a
-ratio is to `local` in the same run. A node is lost when its raylet is killed, and elsewhere when its server is. The
-cell must then end with an error that names the node, the next pool must pass the same cell, and nothing may be left.
-Exits with 1 where anything is not so. Linux.
+raylet for each node, for SLURM by a slurmd for each, in an allocation of which all launchers are then compared.
+Launchers take turns, so that all meet the same machine; a time is the median over the rounds, a ratio is to `local` in
+the same run. A node is lost when its raylet is killed, and elsewhere when its server is. The cell must then end with an
+error that names the node, the next pool must pass the same cell, and nothing may be left. Exits with 1 where anything
+is not so, and with 3 where SLURM takes part and cannot be had. Linux.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,9 +33,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from faults.cells import SUBJECTS
-from faults.left import MARK, SETTLING, Present
-from launchers.ray_cluster import RayCluster, is_actor
+from fault_lane.cells import SUBJECTS
+from fault_lane.left import MARK, SETTLING, Present
+from ray_cluster import RayCluster, is_actor
 
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError
@@ -47,10 +50,11 @@ from harness.launch.settings import Settings
 from harness.worker.processes import adopt, end_all
 from harness.workloads import WORKLOADS
 
-LAUNCHERS = ("local", "torchrun", "hosts", "ray")
+LAUNCHERS = ("local", "torchrun", "hosts", "ray", "slurm")
 NODE_COMMAND = "env PLUMBLINE_NODE_NAME=host-{node}"
 WAITING = str(SUBJECTS / "waiting.py")
 FOLDER = "PLUMBLINE_FAULTS_FOLDER"
+SLURM_CLUSTER = Path(__file__).with_name("slurm_cluster.sh")
 LIMIT = Settings(600.0)
 REFERENCE = (("mlp", "ddp"), ("mlp", "ddp2"), ("contrastive", "ddp2"))
 """The reference's cells that are compared: workload and backend."""
@@ -211,6 +215,19 @@ def _cluster_of(options: argparse.Namespace) -> Iterator[RayCluster | None]:
         yield cluster
 
 
+def _in_allocation(nodes: int, ranks: int) -> int:
+    """Run this command again in an allocation of a SLURM cluster of its own; return its exit code."""
+    made = subprocess.run([SLURM_CLUSTER, "up", "", str(nodes)], stdout=subprocess.PIPE, text=True, check=False)
+    if made.returncode:
+        return made.returncode  # 3 where SLURM cannot be had
+    variables = dict(re.findall(r"(\w+)=(\S+)", made.stdout))
+    try:
+        again = (f"--nodes={nodes}", f"--ntasks-per-node={ranks}", sys.executable, *sys.argv)
+        return subprocess.run(["salloc", "--quiet", *again], env=os.environ | variables, check=False).returncode
+    finally:
+        subprocess.run([SLURM_CLUSTER, "down", variables["PLUMBLINE_CLUSTER"]], check=True)
+
+
 def main() -> int:
     """Compare, lose nodes, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,6 +237,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed cells of each kind (default: 3)")
     parser.add_argument("--lose", type=int, default=0, metavar="N", help="lose a node so often (default: 0)")
     options = parser.parse_args()
+    if "slurm" in options.only and "SLURM_JOB_ID" not in os.environ:
+        return _in_allocation(options.nodes, options.gpus)
     adopt()  # who loses its parent is ours to find
     torch.set_num_threads(1)
     os.environ[MARK] = secrets.token_hex(8)

@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
-from faults.left import MARK, Present, left_since
+from fault_lane.left import MARK, Present, left_since
 
 from harness.core.cell import Cell
 from harness.core.outcome import Outcome

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.planning.declaration import Declaration
-from harness.workloads.generated import INPUTS, LAYERS, LOSSES, OPTIMIZERS, SCHEDULES, Recipe
+from harness.workloads.generated import INPUTS, LAYERS, LOSSES, OPTIMIZERS, RETURNS, SCHEDULES, Recipe
 
 MOST_LAYERS = 5
 WIDTHS = (1, 3, 5, 8)
@@ -19,8 +19,12 @@ ASKS = {
     "unused": "unused-parameters",
     "frozen": "frozen-parameters",
     "sparse-tokens": "sparse-gradients",
+    "nested": "nested-outputs",
 }
 """Words of a recipe that ask a trainer for a capability."""
+
+OVER_SAMPLES = ("classes", "squares", "two")
+"""Losses that are means over samples: of others an epoch's mean depends on how the epoch is cut into batches."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,12 @@ def recipes(draw: st.DrawFn, capabilities: frozenset[str]) -> Recipe:
     inputs = draw(st.sampled_from(_allowed(INPUTS, capabilities)))
     sparse = inputs == "sparse-tokens"
     tokens = inputs in ("tokens", "sparse-tokens")
+    loss = draw(st.sampled_from([one for one in LOSSES if tokens or one != "token-mean"]))
     optimizer = draw(st.sampled_from(["sgd"] if sparse else _allowed(OPTIMIZERS, capabilities)))
-    return Recipe(
+    recipe = Recipe(
         inputs=inputs,
         layers=tuple(draw(st.lists(_layers(capabilities), max_size=MOST_LAYERS))),
-        loss=draw(st.sampled_from([one for one in LOSSES if tokens or one != "token-mean"])),
+        loss=loss,
         optimizer=optimizer,
         schedule=draw(st.sampled_from(SCHEDULES)) if "scheduler" in capabilities else "none",
         batch_size=draw(st.integers(1, 24)),
@@ -64,9 +69,14 @@ def recipes(draw: st.DrawFn, capabilities: frozenset[str]) -> Recipe:
         if "clipping" in capabilities and not sparse
         else None,
         validate_every=draw(st.sampled_from([None, 1, 2])) if "validation" in capabilities else None,
+        metrics=draw(st.booleans()) if "metrics" in capabilities and loss in OVER_SAMPLES else False,
+        returns=draw(st.sampled_from(_allowed(RETURNS, capabilities))),
         shuffle=draw(st.booleans()),
         seed=draw(st.integers(0, 999)),
     )
+    if "checkpoint" not in capabilities or recipe.steps == 1:
+        return recipe
+    return replace(recipe, interrupt_after=draw(st.sampled_from([None, *range(1, recipe.steps)])))
 
 
 def _layers(capabilities: frozenset[str]) -> st.SearchStrategy[str]:

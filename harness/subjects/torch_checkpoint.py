@@ -6,24 +6,43 @@ https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
 from __future__ import annotations
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 # The optimizers' state by the names of parameters, of which ranks may have different ones.
 BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
+SOME = StateDictOptions(strict=False)
 
 
-def save_parts(model, optimizers, folder, others):
-    """Write this rank's parts of model and optimizers, and ``others``: states that all ranks have alike."""
-    states, state = get_state_dict(model, optimizers, options=BY_NAME)
-    dcp.save({"model": states, "optimizers": state, **others}, checkpoint_id=folder)
+def save_parts(model, optimizers, folder, others, held=None):
+    """Write this rank's parts of model and optimizers, and ``others``: states that all ranks have alike.
+
+    ``held`` names the parameters and buffers that this rank trains, where it does not train all of the model's.
+    """
+    dcp.save({**parts(model, optimizers, held), **others}, checkpoint_id=folder)
 
 
-def load_parts(model, optimizers, folder, others):
+def load_parts(model, optimizers, folder, others, held=None):
     """Read this rank's parts of model and optimizers; return ``others`` as they were written."""
-    states, state = get_state_dict(model, optimizers, options=BY_NAME)
-    saved = {"model": states, "optimizers": state, **others}
+    saved = {**parts(model, optimizers, held), **others}
     dcp.load(saved, checkpoint_id=folder)  # into the tensors that are there
-    set_state_dict(
-        model, optimizers, model_state_dict=saved["model"], optim_state_dict=saved["optimizers"], options=BY_NAME
-    )
+    set_model_state_dict(model, saved["model"], options=SOME)
+    if optimizers:
+        set_optimizer_state_dict(model, optimizers, saved["optimizers"], options=BY_NAME)
     return {name: saved[name] for name in others}
+
+
+def parts(model, optimizers, held):
+    """Return what this rank has of the states of model and optimizers; a stage without parameters has no optimizer."""
+    states = get_model_state_dict(model)
+    if held is not None:
+        states = {name: value for name, value in states.items() if name in held}
+    return {
+        "model": states,
+        "optimizers": get_optimizer_state_dict(model, optimizers, options=BY_NAME) if optimizers else {},
+    }

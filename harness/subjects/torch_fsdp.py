@@ -65,6 +65,8 @@ class Fsdp(OneDevice):
 
     def save(self, file, others):
         """Write what this rank holds; of ``others``, which all ranks have, one rank writes each."""
+        # Of buffers too, whichever rank it is: all of them get those that the next forward would begin with.
+        broadcast_buffers(self.model, ())
         save_parts(self.model, self.optimizers, file, others)
 
     def load(self, file, others):

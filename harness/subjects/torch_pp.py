@@ -19,9 +19,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.subjects.declare import subject
-from harness.subjects.handwritten import PRECISIONS
+from harness.subjects.handwritten import BEGINNING, PRECISIONS, load, save
+from harness.subjects.torch_checkpoint import load_parts, save_parts
 
-CAPABILITIES = ["accumulation", "clipping", "scheduler", "frozen-parameters"]
+CAPABILITIES = ["accumulation", "clipping", "scheduler", "checkpoint", "frozen-parameters"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Stages:
             pipe = pipeline(model, inputs, split_spec=cuts(self.model, schedule.stages_per_rank * job.world_size))
         modules = [[tie(pipe.get_stage_module(number), self.model) for number in own] for own in numbers]
         self.parameters = list(dict.fromkeys(chain(*(module.parameters() for module in modules[job.rank]))))
+        self.optimizers = job.optimizers(self.parameters) if self.parameters else []
         self.held, self.holder_of, self.shared = set(), {}, {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             holders = [rank for rank, own in enumerate(modules) if any(holds(module, tensor) for module in own)]
@@ -151,6 +153,14 @@ class Stages:
             if parameter.grad is not None:
                 parameter.grad *= min(1.0, max_norm / (float(square.sqrt()) + 1e-6))
 
+    def save(self, file, others):
+        """Write what this rank's stages hold, and of ``others``, which all ranks have, one rank each."""
+        save_parts(self.model, self.optimizers, file, others, self.held)
+
+    def load(self, file, others):
+        """Read what this rank's stages hold, whichever stage it was then; return the others that were written."""
+        return load_parts(self.model, self.optimizers, file, others, self.held)
+
 
 class OfColumns(nn.Module):
     """The model as one that takes the columns of a batch, of which tracing asks that each is used."""
@@ -219,14 +229,19 @@ def holds(module, tensor):
 def fit(job, stages):
     """Train the stages with a loop like that of one device."""
     nothing = [torch.optim.SGD([{"params": []}])]  # all ranks take part when the scaler looks for infinities
-    optimizers = job.optimizers(stages.parameters) if stages.parameters else nothing
+    optimizers = stages.optimizers or nothing
     sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]
     scaler = stages.scaler
-    for epoch in range(job.epochs):
+    parts = {"scaler": scaler, **{f"scheduler {number}": part for number, part in enumerate(schedulers)}}
+    begun = load(job, stages, parts) if job.resume else BEGINNING
+    steps = begun["steps"]
+    for epoch in range(begun["epoch"], job.epochs):
         sampler.set_epoch(epoch)
         for number, batch in enumerate(loader):
+            if epoch == begun["epoch"] and number * job.global_batch_size < begun["samples"]:
+                continue  # trained on before the interruption
             place = number % job.accumulate
             window = min(job.accumulate, len(loader) - (number - place))  # the last one may be shorter
             stages.step({name: column.to(job.device) for name, column in batch.items()}, window)
@@ -245,3 +260,8 @@ def fit(job, stages):
                 scheduler.step()
             for optimizer in optimizers:
                 optimizer.zero_grad()
+            steps += 1
+            if steps == job.stop_after_step:
+                samples = (number + 1) * job.global_batch_size
+                save(job, stages, parts, {"epoch": epoch, "samples": samples, "steps": steps})
+                return

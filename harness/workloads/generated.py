@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.workloads.dataset import Batch
+from harness.workloads.randomness import KeyedDropout
 from harness.workloads.updates import warm_up_then_decay
 from harness.workloads.workload import Workload
 
@@ -20,6 +21,7 @@ INPUTS = ("features", "tokens", "sparse-tokens", "images")
 LOSSES = ("classes", "squares", "token-mean", "in-batch", "two")
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "groups", "several")
 SCHEDULES = ("none", "warm-up")
+RETURNS = ("logits", "nested")
 
 FEATURES, VOCABULARY, LENGTH, SIDE, OUTPUTS = 6, 11, 5, 4, 3
 
@@ -39,6 +41,11 @@ class Recipe:
         batch_size: samples of a global batch, rounded up to a multiple of the devices.
         left_out: how many samples the last of several batches lacks; it keeps at least one for each device.
         clip_norm: norm to which gradients are clipped, None: they are not.
+        returns: what the model returns: the ``logits``, or them ``nested`` in a dict beside what they were made of, of
+            which the loss takes the mean square.
+        interrupt_after: so many optimizer steps are taken, and new processes resume from the checkpoint; None: one
+            training.
+        metrics: whether the epoch's mean loss that the trainer reports is judged.
     """
 
     inputs: str = "features"
@@ -54,8 +61,15 @@ class Recipe:
     clip_norm: float | None = None
     validate_every: int | None = None
     interrupt_after: int | None = None
+    metrics: bool = False
+    returns: str = "logits"
     shuffle: bool = False
     seed: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole training; a window that the epoch ends is a step too."""
+        return self.epochs * -(-self.steps_per_epoch // self.accumulate)
 
 
 class Generated(Workload):
@@ -99,6 +113,11 @@ class Generated(Workload):
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
         """Return the recipe's loss."""
+        if self.recipe.returns == "nested":
+            (hidden,) = outputs["rest"]
+            # A loss that autocast takes in float32: in float16 the scaled gradient of a plain mean is out of range.
+            beside = nn.functional.mse_loss(hidden, torch.zeros_like(hidden))
+            return _LOSSES[self.recipe.loss](outputs["logits"], batch) + 0.1 * beside
         return _LOSSES[self.recipe.loss](outputs, batch)
 
     def optimizers(self, params: Iterable[Any]) -> list[torch.optim.Optimizer]:
@@ -126,6 +145,8 @@ def _needs(recipe: Recipe) -> Iterator[str]:
         "several-optimizers": recipe.optimizer == "several",
         "validation": recipe.validate_every is not None,
         "checkpoint": recipe.interrupt_after is not None,
+        "metrics": recipe.metrics,
+        "nested-outputs": recipe.returns == "nested",
         "unused-parameters": "unused" in recipe.layers,
         "frozen-parameters": "frozen" in recipe.layers,
         "sparse-gradients": recipe.inputs == "sparse-tokens",
@@ -148,26 +169,29 @@ class _Model(nn.Module):
             self.first = nn.Linear(FEATURES, 4)
         else:
             self.first = nn.Embedding(VOCABULARY, 4, sparse=recipe.inputs == "sparse-tokens")
-        width, layers = 4, []
+        width = 4
+        layers: list[nn.Module] = []
         for word in recipe.layers:
             kind, _, size = word.partition("-")
             layer = LAYERS[kind](width, int(size) if size else width)
             width = int(size) if size else width
+            if isinstance(layer, _Dropout):
+                layer.masks.layer = len(layers)  # each draws masks of its own
             layers.append(layer)
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(width, OUTPUTS)
         self.by_token = recipe.loss == "token-mean"
+        self.nested = recipe.returns == "nested"
 
-    def forward(self, batch: Batch) -> Tensor:
+    def forward(self, batch: Batch) -> Any:
         x = self.first(batch["x"])
         if x.dim() == 4:
             x = x.flatten(2).transpose(1, 2)  # pixels, as tokens: the channels come last
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, batch["index"]) if isinstance(layer, _Dropout) else layer(x)
         if x.dim() == 3 and not self.by_token:
             x = x.mean(1)
-        outputs: Tensor = self.head(x)
-        return outputs
+        return {"logits": self.head(x), "rest": (x,)} if self.nested else self.head(x)
 
 
 class _Residual(nn.Module):
@@ -227,6 +251,18 @@ class _Attention(nn.Module):
         return nn.functional.scaled_dot_product_attention(query, key, value)
 
 
+class _Dropout(nn.Module):
+    """Drops half of the units of each sample; which ones follows from the sample and the layer's place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masks = KeyedDropout(0)
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        outputs: Tensor = self.masks(x.flatten(1), index).view(x.shape)
+        return outputs
+
+
 class _BatchNorm(nn.Module):
     """Statistics over samples, and tokens where there are any."""
 
@@ -248,6 +284,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "residual": _Residual,
     "tied": _Tied,
     "attention": _Attention,
+    "dropout": lambda width, size: _Dropout(),
     "frozen": _Frozen,
     "unused": _Unused,
 }

@@ -166,9 +166,18 @@ class NoGradientOfExpertsWithoutRows(ExpertParallel):
         return expert(x) if len(x) else x.new_zeros(0, x.shape[1])
 
 
-@known_good(on=["mlp/hsdp+tp/1x8/32", "mlp/hsdp+tp/4x2/64", "clipping/hsdp+tp/1x8/32", "transformer/hsdp+tp/4x2/32"])
+@known_good(
+    on=[
+        "mlp/hsdp+tp/1x8/32",
+        "mlp/hsdp+tp/4x2/64",
+        "clipping/hsdp+tp/1x8/32",
+        "transformer/hsdp+tp/4x2/32",
+        "mlp/fsdp+tp/2x2/64",
+        "clipping/fsdp+tp/1x4/32",
+    ]
+)
 class ReplicasOfShardsOfParts(ThreeDimensional):
-    """Shards of parts of layers, and of whole layers beside them, are on meshes of three and of two dimensions."""
+    """Shards of parts of layers, and of whole layers beside them, are on meshes of different dimensions."""
 
 
 @known_good(on=["muon/fsdp/1x2/32", "muon/fsdp/1x3/64", "muon/fsdp/1x2/bf16", "muon/fsdp/2x2/32"])

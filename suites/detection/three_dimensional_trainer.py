@@ -1,4 +1,4 @@
-"""A right trainer on a mesh of three dimensions: torch shards parts of layers, and replicates these shards."""
+"""A right trainer on a mesh of two or three dimensions: torch shards parts of layers, and may replicate the shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ThreeDimensional(MeshTrainer):
 
     def data_mesh(self):
         """Return the mesh over which gradients are averaged, and along its last dimension sharded."""
-        return self.mesh["replicate", "shard"]
+        return self.mesh[tuple(name for name in self.job.mesh if name != "tp")]
 
     def synchronize(self):
         """Nothing is left to do: fully_shard averages in the backward."""

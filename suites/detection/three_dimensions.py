@@ -1,4 +1,4 @@
-"""Mistakes on a mesh of replicas, shards and parts of layers: a dimension is taken for another one, or forgotten."""
+"""Mistakes on a mesh of shards of parts of layers, replicated or not: a dimension is mistaken, or forgotten."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from three_dimensional_trainer import ThreeDimensional
 
 PLACES = ("mlp/hsdp+tp/1x8", "mlp/hsdp+tp/4x2")
 CLIPPED = ("clipping/hsdp+tp/1x8", "clipping/hsdp+tp/4x2")
+NOT_REPLICATED = ("mlp/fsdp+tp/1x4", "mlp/fsdp+tp/2x2")
+CLIPPED_NOT_REPLICATED = ("clipping/fsdp+tp/1x4", "clipping/fsdp+tp/2x2")
 
 
 @known_bad("sync", on=failing("gradients", *PLACES, precisions=["32"]))
@@ -19,7 +21,7 @@ class ReplicasOfPartsNeverAveraged(ThreeDimensional):
         return self.mesh["shard"]
 
 
-@known_bad("clipping", on=failing("gradients", *CLIPPED, precisions=["32"]))
+@known_bad("clipping", on=failing("gradients", *CLIPPED, *CLIPPED_NOT_REPLICATED, precisions=["32"]))
 class NormWithoutTheOtherPartsOfLayers(ThreeDimensional):
     """The norms of shards are added, and those of the parts of a layer are not."""
 
@@ -43,3 +45,21 @@ class SamplesDividedAmongPartsOfLayers(ThreeDimensional):
 
     def data_share(self):
         return self.group("replicate").rank() * 2 + self.group("tp").rank(), self.job.data_ranks
+
+
+@known_bad("data", on=failing("samples", *NOT_REPLICATED, precisions=["32"]))
+class SamplesDividedAmongAllRanks(ThreeDimensional):
+    """Each rank has samples of its own, also those that hold parts of the same layers."""
+
+    def data_share(self):
+        return self.job.rank, self.job.world_size
+
+
+@known_bad("clipping", on=failing("gradients", *CLIPPED_NOT_REPLICATED, precisions=["32"]))
+class NormOfOneShard(ThreeDimensional):
+    """The norms of the parts of a layer are added, and those of its shards are not."""
+
+    def squared_norm(self):
+        total = MeshTrainer.squared_norm(self)
+        dist.all_reduce(total, group=self.group("tp"))
+        return total

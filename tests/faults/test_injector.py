@@ -53,7 +53,7 @@ def waited_for(condition):
 def programs():
     """Read what is left behind in another process: other folders have modules of the same names."""
     asked = f"import json, leaving; print(json.dumps({{name: getattr(leaving, name) for name in {PROGRAMS}}}))"
-    return json.loads(subprocess.check_output([sys.executable, "-c", asked], cwd=CI / "faults" / "subjects"))
+    return json.loads(subprocess.check_output([sys.executable, "-c", asked], cwd=CI / "fault_lane" / "subjects"))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -18,9 +18,7 @@ TURNS = Recipe(optimizer="several", batch_size=8, steps_per_epoch=5)
 
 @pytest.fixture
 def search(warm_pool, tmp_path):
-    pool = warm_pool("reference")
-    declared = [Declaration.of("reference", one) for one in pool.subjects if one["name"] == "reference"]
-    return Search(pool, declared, cells_of(declared, 2, "cpu"), tmp_path)
+    return search_of("reference", warm_pool, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +43,25 @@ def test_what_is_exactly_zero_may_round_to_something_else(search):
     assert search.train(Drawn(recipe, cell_among(search.cells, "none", "1x1", "16"))) is None
 
 
+def test_autocast_that_leaves_every_operation_in_32_bits_is_autocast(search):
+    recipe = Recipe(inputs="tokens", loss="in-batch", batch_size=1, returns="nested")
+    assert search.train(Drawn(recipe, cell_among(search.cells, "ddp", "1x2", "16"))) is None
+
+
+def test_buffers_are_resumed_that_the_next_forward_would_have_begun_with(warm_pool, tmp_path):
+    search = search_of("torch", warm_pool, tmp_path)
+    recipe = Recipe(layers=("batchnorm",), epochs=2, batch_size=8, interrupt_after=1)
+    assert search.train(Drawn(recipe, cell_among(search.cells, "fsdp", "1x2", "32"))) is None
+
+
 def cell_among(cells, backend, topology, precision):
     (cell,) = (
         one for one in cells if (one.backend, str(one.topology), one.precision) == (backend, topology, precision)
     )
     return cell
+
+
+def search_of(subject, warm_pool, folder):
+    pool = warm_pool(subject)
+    declared = [Declaration.of(subject, one) for one in pool.subjects if one["name"] == subject]
+    return Search(pool, declared, cells_of(declared, 2, "cpu"), folder)

@@ -167,6 +167,17 @@ def test_padding_that_counts_has_a_name_of_its_own(evidence):
     assert (finding.outcome, finding.cause) == (Outcome.FAILED, "repeats-counted")
 
 
+class Few(Evaluated):
+    """So few training samples that there are more held-out ones."""
+
+    batch_size, steps_per_epoch, epochs = 10, 1, 1
+
+
+def test_more_samples_may_be_held_out_than_are_trained_on(evidence):
+    found = evidence(workload=Few()).asked(HELD_OUT, {1: 1e6})
+    assert (found.outcome, found.cause) == (Outcome.FAILED, "unexplained")
+
+
 def test_what_is_none_of_these_stays_unexplained(evidence):
     here = evidence(2)
     finding = here.asked(TRAINING, {6: 1.2345 * mean(portions(here.books(), 5))})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-CLUSTER = Path(__file__).parents[2] / "ci" / "launchers" / "ray_cluster.py"
+CLUSTER = Path(__file__).parents[2] / "ci" / "ray_cluster.py"
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,7 @@ def train_other(job): ...
         ("checkpoint-elastic", "tp", "1x2", "32"),
         ("checkpoint-elastic", "fsdp+tp", "1x4", "32"),
         ("checkpoint-experts", "ep", "1x2", "32"),
+        ("checkpoint-elastic", "pp", "1x3", "32"),
         ("mlp", "zero", "1x3", "32"),
         ("adamw", "zero", "2x1", "64"),
         ("several-optimizers", "zero", "1x3", "32"),

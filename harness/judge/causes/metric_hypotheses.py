@@ -213,8 +213,9 @@ def _of_the_other_samples(case: MetricCase) -> Values:
             yield float(losses.mean())
             yield float(losses[: len(case.losses.held_out)].mean())
             for window in case.windows:
-                drawn = [i for share in window for i in share.samples]
-                yield float(losses[drawn].mean())
+                drawn = [i for share in window for i in share.samples if i < len(losses)]
+                if drawn:
+                    yield float(losses[drawn].mean())
 
 
 def _rounded(case: MetricCase) -> Values:

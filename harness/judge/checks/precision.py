@@ -20,7 +20,8 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
     An exact workload cannot show it either: its numbers are made to need no rounding, and in 16 bits few of them do.
 
     The forward in 16 bits rounds weights and activations: its error is the noise itself, while one in 32 bits shows
-    an error of a few roundings of 32 bits. The border is the geometric mean of the two.
+    an error of a few roundings of 32 bits. The border is the geometric mean of the two. What rounding is known to be
+    able to do, and did in no run, does not count: where autocast leaves an operation in 32 bits, it does nothing.
     """
     if analysis.cell.arithmetic.autocast is None or analysis.workload.exact or not analysis.steps_taken:
         return None
@@ -29,7 +30,7 @@ def precision(analysis: TraceAnalysis) -> Finding | None:
         expected = analysis.expected[global_step.index]
         given = global_step.ranks[0].gradients
         for name, unit in expected.units.items():
-            noise = analysis.noise.at(name, unit)
+            noise = analysis.noise.measured(name, unit)
             if unit == 0 or noise < COARSE * unit or name not in given:
                 continue
             error = min(

@@ -137,6 +137,7 @@ class NoiseScale:
     def __init__(self) -> None:
         self._largest: dict[str, float] = {}
         self._of_zeros: dict[str, float] = {}
+        self._measured: dict[str, float] = {}
         self.runs = 0
 
     def add(self, measured: Tensors, exact: Tensors, units: dict[str, float]) -> None:
@@ -147,6 +148,8 @@ class NoiseScale:
         self.runs += 1
         for name, error in errors.items():
             self._take(name, error, units[name])
+            if units[name] > 0:
+                self._measured[name] = max(self._measured.get(name, 0.0), error / units[name])
         self._take(TOGETHER, error_along(measured, exact), math.hypot(*units.values()))
 
     def add_rounding(self, exact: Tensors, units: dict[str, float], largest_units: dict[str, float]) -> None:
@@ -170,6 +173,10 @@ class NoiseScale:
     def at(self, name: str, unit: float) -> float:
         """Return the noise of a tensor whose rounding unit is ``unit``: never less than one rounding of it."""
         return self._of_zeros.get(name, 0.0) if unit == 0 else max(self._largest.get(name, 0.0), 1.0) * unit
+
+    def measured(self, name: str, unit: float) -> float:
+        """Return the largest error of a tensor that a run had: rounding may do no more, but this much it does."""
+        return self._measured.get(name, 0.0) * unit
 
     @property
     def limit(self) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from faults.left import Leftovers
+from fault_lane.left import Leftovers
 
 
 class ImpossibleHereError(Exception):

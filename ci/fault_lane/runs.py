@@ -8,10 +8,10 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from faults.cells import SUBJECTS
-from faults.fault import ImpossibleHereError, Shot
-from faults.mounts import mounted
-from faults.project import CELLS, Project, cells_of, ended, fault, sentence
+from fault_lane.cells import SUBJECTS
+from fault_lane.fault import ImpossibleHereError, Shot
+from fault_lane.mounts import mounted
+from fault_lane.project import CELLS, Project, cells_of, ended, fault, sentence
 
 
 def read_only(bench: Any, folder: Path) -> Shot:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from faults.fault import Fault, ImpossibleHereError, Shot
-from faults.memory import GROUP
+from fault_lane.fault import Fault, ImpossibleHereError, Shot
+from fault_lane.memory import GROUP
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome, worst

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from faults.fault import Tally
-from faults.left import Leftovers
-from faults.soak import Soak
+from fault_lane.fault import Tally
+from fault_lane.left import Leftovers
+from fault_lane.soak import Soak
 from harness.report.text import markdown, shortened
 
 _HEAD = """# Faults

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from faults.fault import Fault, Shot
+from fault_lane.fault import Fault, Shot
 from harness.worker.processes import die_with
 
 SUITES = Path(__file__).resolve().parents[2] / "suites"

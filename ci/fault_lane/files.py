@@ -10,9 +10,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from faults.cells import RIGHT, train
-from faults.fault import Fault, Shot
-from faults.project import fault
+from fault_lane.cells import RIGHT, train
+from fault_lane.fault import Fault, Shot
+from fault_lane.project import fault
 from harness.core.cell import Cell
 from harness.core.errors import PlumblineError, TraceError
 from harness.core.finding import Finding

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.cells import SUBJECTS
-from faults.fault import Shot
-from faults.left import Present, left_since
-from faults.project import CELLS, NO_END, Project, Said, cells_of, ended, fault, sentence, until_shown
+from fault_lane.cells import SUBJECTS
+from fault_lane.fault import Shot
+from fault_lane.left import Present, left_since
+from fault_lane.project import CELLS, NO_END, Project, Said, cells_of, ended, fault, sentence, until_shown
 from harness.worker.scratch import RUN, Scratch
 
 AT_ONCE = 8.0

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from faults.cells import RIGHT, train
-from faults.left import Present
+from fault_lane.cells import RIGHT, train
+from fault_lane.left import Present
 from harness.core.outcome import Outcome
 from harness.launch.pool import Pool
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from faults.cells import RIGHT, train
-from faults.deaths import Chain
-from faults.project import CELLS, Project
+from fault_lane.cells import RIGHT, train
+from fault_lane.deaths import Chain
+from fault_lane.project import CELLS, Project
 from harness.evidence.trace import Trace
 from harness.launch.pool import Pool
 

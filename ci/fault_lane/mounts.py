@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from faults.fault import ImpossibleHereError
+from fault_lane.fault import ImpossibleHereError
 
 _NEWNS, _PRIVATE, _RDONLY, _DETACH = 0x20000, 0x4000 | 0x40000, 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from faults.fault import Tally
-from faults.left import Leftovers
-from faults.soak import Reading, Soak
+from fault_lane.fault import Tally
+from fault_lane.left import Leftovers
+from fault_lane.soak import Reading, Soak
 
 
 @dataclass
