@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from harness.benchmark.sample_work import SampleWork
 from harness.benchmark.timed_launch import LaunchTimings
 from harness.evidence.timing import Round
 
@@ -31,6 +32,10 @@ class Metric:
 METRICS: Final[Mapping[str, Metric]] = {
     "throughput": Metric("samples/s", "higher"),
     "throughput_per_gpu": Metric("samples/s", "higher"),
+    "tokens_per_gpu": Metric("tokens/s", "higher"),
+    "model_flops_per_gpu": Metric("FLOP/s", "higher"),
+    "mfu": Metric("share", "higher"),
+    "hfu": Metric("share", "higher"),
     "scaling_weak": Metric("ratio", "higher"),
     "scaling_strong": Metric("ratio", "higher"),
     "step_p50": Metric("s", "lower"),
@@ -38,6 +43,10 @@ METRICS: Final[Mapping[str, Metric]] = {
     "step_first": Metric("s", "lower"),
     "data_wait": Metric("share", "lower"),
     "communication": Metric("share", "lower"),
+    "share_compute": Metric("share"),
+    "share_exposed_communication": Metric("share", "lower"),
+    "share_data": Metric("share", "lower"),
+    "share_idle": Metric("share", "lower"),
     "rank_skew": Metric("share", "lower"),
     "overhead": Metric("ratio", "lower"),
     "memory_allocated_peak": Metric("bytes", "lower"),
@@ -67,15 +76,19 @@ class LaunchSample:
     yardstick: LaunchTimings | None = None
 
 
-def samples_of(launches: Sequence[LaunchSample], devices: int) -> dict[Key, list[float]]:
+def samples_of(
+    launches: Sequence[LaunchSample], devices: int, work: SampleWork | None = None
+) -> dict[Key, list[float]]:
     """Return the value of each metric in each launch, in order; metrics that a launch lacks are left out.
+
+    ``work`` is what a sample is in tokens and operations; without it nothing is told in these.
 
     Raises:
         SamplesError: throughput is undefined.
     """
     found: dict[Key, list[float]] = {}
     for launch in launches:
-        for key, value in _figures(launch, devices):
+        for key, value in (*_figures(launch, devices), *_work(launch, devices, work)):
             found.setdefault(key, []).append(value)
     return {key: values for key, values in found.items() if len(values) == len(launches)}
 
@@ -110,6 +123,28 @@ def _figures(launch: LaunchSample, devices: int) -> Iterable[tuple[Key, float]]:
     for rank in timed.ranks:
         for metric, value in {**rank.memory, **(rank.tensors or {})}.items():
             yield (metric, rank.rank), float(value)
+
+
+def _work(launch: LaunchSample, devices: int, work: SampleWork | None) -> Iterable[tuple[Key, float]]:
+    """Yield what follows from the work of a sample. A utilisation is a part of the peak of all devices together."""
+    timed = launch.timed
+    shares = [rank.shares for rank in timed.ranks if rank.shares is not None]
+    if shares and len(shares) == len(timed.ranks):
+        for part in shares[0]:
+            yield (f"share_{part}", None), sum(one[part] for one in shares) / len(shares)
+    if work is None:
+        return
+    seconds = sum(_wall(rounds) for rounds in _rounds(timed))
+    a_second = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds / devices
+    if work.tokens:
+        yield ("tokens_per_gpu", None), a_second * work.tokens
+    yield ("model_flops_per_gpu", None), a_second * work.flops
+    if work.peak is not None:
+        yield ("mfu", None), a_second * work.flops / work.peak.flops
+        steps = sum(one.steps for one in timed.ranks[0].rounds)
+        executed = [rank.flops for rank in timed.ranks if rank.flops is not None]
+        if len(executed) == devices:
+            yield ("hfu", None), sum(executed) * steps / seconds / devices / work.peak.flops
 
 
 def _rounds(timed: LaunchTimings) -> Iterable[tuple[Round, ...]]:

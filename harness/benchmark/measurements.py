@@ -10,19 +10,24 @@ import sys
 from collections.abc import Sequence
 
 from harness.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
+from harness.benchmark.sample_work import work_of
 from harness.core.cell import Cell
 from harness.results.records import Measurement
 from harness.statistics.intervals import figure_interval
 from harness.workloads import PERFORMANCE, Columns, Workload
 
 
-def measurements(cell: Cell, launches: Sequence[LaunchSample], reproduce: str) -> list[Measurement]:
+def measurements(
+    cell: Cell, launches: Sequence[LaunchSample], reproduce: str, device: str | None = None
+) -> list[Measurement]:
     """Return every figure of ``cell``; one that is too uncertain has a refusal instead of a value.
+
+    ``device`` is the name of what computed it: without one whose peak is known there is no utilisation.
 
     Raises:
         SamplesError: throughput is undefined.
     """
-    found = samples_of(launches, cell.topology.devices)
+    found = samples_of(launches, cell.topology.devices, work_of(cell, device))
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}
     return [
         _measurement(cell, key, samples, step_quantiles(launches) if key[0] == "step_p50" else (), same)

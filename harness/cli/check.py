@@ -47,6 +47,10 @@ def add_to(commands: Any) -> None:
     )
     command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
+    command.add_argument("--sarif", type=Path, metavar="FILE", help="write what is wrong as SARIF, for code scanning")
+    command.add_argument(
+        "--github", action="store_true", help="print what is wrong as annotations of GitHub Actions, on standard error"
+    )
     command.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the training")
     command.set_defaults(do=check)
 
@@ -66,7 +70,7 @@ def check(options: argparse.Namespace) -> int:
 
     try:
         command = command_in(options.command)
-        refuse_unwritable(options.html, options.json)
+        refuse_unwritable(options.html, options.json, options.sarif)
     except PlanError as error:
         complain(error)
         return USAGE
@@ -87,7 +91,12 @@ def check(options: argparse.Namespace) -> int:
     checked = run_check(command, recording, options.time_limit)
     verdict = verdict_of(checked)
     _print(verdict_screen(checked, verdict, **_form()))
-    write_files(checked, verdict, html=options.html, json=options.json)
+    if options.github:
+        from harness.check.report.annotations import annotations_on
+        from harness.report.annotations.github import github_commands
+
+        _print(github_commands(annotations_on(checked)))
+    write_files(checked, verdict, html=options.html, json=options.json, sarif=options.sarif)
     return verdict.exit_code
 
 

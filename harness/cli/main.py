@@ -22,6 +22,7 @@ COMMANDS: Final = {
     "judge": "judge a run's traces again, without training, and show what changed",
     "report": "write a run's pages and tables again, or print one of them",
     "show": "show everything that a run knows about one cell",
+    "history": "make a small site about many runs: what changed when, badges, an Atom feed",
     "compare": "compare two runs, or the cells of one: outcomes, speed, memory",
     "submit": "run the matrix on a SLURM, Kubernetes or Ray cluster, split over tasks",
     "hunt": "search for training problems on which a trainer is wrong, and shrink what is found",

@@ -41,8 +41,9 @@ class Round:
 class RankTiming:
     """What one rank sends: the timed rounds, and what was measured after them.
 
-    ``memory`` has bytes and counts by metric. ``tensors`` has bytes by metric and ``communication`` a share of the
-    time; both are None where there was no looking, and ``communication`` also where no collective was seen.
+    ``memory`` has bytes and counts by metric. ``tensors`` has bytes by metric, ``communication`` a share of the time,
+    ``shares`` those of a step's parts by their names, ``flops`` the floating-point operations of a step; all are None
+    where there was no looking, ``communication`` also where no collective was seen, and ``flops`` where they could not.
     """
 
     rank: int
@@ -51,6 +52,8 @@ class RankTiming:
     memory: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, int] | None = None
     communication: float | None = None
+    shares: dict[str, float] | None = None
+    flops: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""

@@ -123,6 +123,11 @@ def take_fingerprint(accelerator: str, nodes: int = 1) -> Fingerprint:
     )
 
 
+def device_name(accelerator: str) -> str | None:
+    """Return the model of this machine's GPUs, or of its CPU; None where it is unknown."""
+    return _gpus()[0] if accelerator == "cuda" else cpu_model()
+
+
 def public_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change what a trainer computes or how fast, and that identify nobody."""
     return {

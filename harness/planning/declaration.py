@@ -23,7 +23,10 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a subject declares, and the locator by which it was found; ``precisions`` are by accelerator."""
+    """What a subject declares, and the locator by which it was found; ``precisions`` are by accelerator.
+
+    ``source`` is the file and the line where its function begins, None where that is not known.
+    """
 
     name: str
     locator: str
@@ -33,6 +36,7 @@ class Declaration:
     software: Software = UNKNOWN
     launch: str = "rank"
     behavior: TrainingBehavior = ORDINARY
+    source: tuple[str, int] | None = None
 
     @classmethod
     def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
@@ -46,6 +50,7 @@ class Declaration:
             software=Software(**values["software"]),
             launch=values["launch"],
             behavior=TrainingBehavior.of(values["conduct"]),
+            source=values["source"] and tuple(values["source"]),
         )
 
     def refusal(self, cell: Cell) -> Refusal | None:

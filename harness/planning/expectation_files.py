@@ -26,7 +26,7 @@ from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.software import Software
 from harness.judge.checks import CHECKS
-from harness.results.records import Expected
+from harness.results.records import Expected, SourceLine
 from harness.workloads import WORKLOADS
 
 FOLDER = "expectations"
@@ -197,13 +197,15 @@ def read_expectations(folder: Path) -> dict[str, tuple[Expectation, ...]]:
 
 def _read(file: Path) -> Iterator[Expectation]:
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ExpectationsError(f"{file} cannot be read: {error}") from error
     try:
         read = _File.model_validate(values)
     except ValidationError as error:
         raise ExpectationsError(f"{file}, {_complaint(error)}") from error
+    lines = [number for number, line in enumerate(text.splitlines(), start=1) if line.strip() == "[[expected]]"]
     for number, entry in enumerate(read.expected, start=1):
         program = entry.reproduction
         if program is not None and not (file.parent / REPRODUCTIONS / program).is_file():
@@ -215,6 +217,7 @@ def _read(file: Path) -> Iterator[Expectation]:
             reproduction=program and f"{REPRODUCTIONS}/{program}",
             measured=read.measured,
             entry=f"{file.name}, entry {number}",
+            source=SourceLine.of(file, lines[number - 1]) if len(lines) == len(read.expected) else None,
         )
         yield Expectation(entry, record, read.library)
 

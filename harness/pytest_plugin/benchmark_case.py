@@ -16,6 +16,7 @@ from harness.core.errors import LaunchError, SubjectError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.launch.pool import Pool
+from harness.machine.fingerprint import device_name
 from harness.machine.lease import exclusive_lease
 from harness.pytest_plugin.conformance_case import ConformanceCase
 from harness.results.records import PERFORMANCE as CHECK
@@ -42,7 +43,8 @@ class BenchmarkCase(ConformanceCase):
         try:
             rounds = self._time(benchmark)
             seconds = sum(launch.timed.seconds for launch in rounds.launches)
-            self._measurements = measurements(self._planned.cell, rounds.launches, self._reproduce())
+            device = device_name(self._planned.cell.accelerator)
+            self._measurements = measurements(self._planned.cell, rounds.launches, self._reproduce(), device)
             finding = _finding(self._measurements)
         except TimedLaunchError as failed:
             finding, self._evidence = failed.finding, str(failed.folder)

@@ -15,7 +15,7 @@ from harness.engine.examine import Examined, verdict
 from harness.planning.expectations import expected
 from harness.planning.plan import Planned
 from harness.pytest_plugin.session import Session
-from harness.pytest_plugin.xdist_transport import attach_outcome, attach_payload
+from harness.pytest_plugin.xdist_transport import attach_outcome, attach_payload, attach_properties
 from harness.report.tables.failures import as_consequence, is_wrong, parameter_table
 from harness.report.text import printable_lines
 from harness.results.records import KNOWN, Measurement, Result, ending
@@ -104,13 +104,14 @@ class ConformanceCase:
         """End the test as ``results`` say; they are attached to its report unless they are ``recorded`` already."""
         end = ending(results)
         word = end.value if isinstance(end, Outcome) else end
+        results = in_reading_order(results)
         attach_outcome(self._item, word)
+        attach_properties(self._item, results)
         if not recorded:
             # Figures come first: a cell is whole once the last of its results is written.
             attach_payload(self._item, (*self._measurements, *results), self._evidence)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(printable_lines(results[0].message))
-        results = in_reading_order(results)
         paragraphs = [describe(result) for result in results if result.outcome.is_bad or result.expected]
         if end == KNOWN:
             pytest.skip(printable_lines("\n".join(paragraphs)))

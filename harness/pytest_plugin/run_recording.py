@@ -22,7 +22,7 @@ from harness.pytest_plugin.xdist_transport import payload_of
 from harness.report.formats import write_report
 from harness.results.errors import ResultsError
 from harness.results.header_footer import Footer, Header
-from harness.results.records import Coordinates, Measurement, PlannedCell, Result
+from harness.results.records import Coordinates, Measurement, PlannedCell, Result, SourceLine
 from harness.results.run_writer import RunWriter
 
 
@@ -79,9 +79,12 @@ class RunRecording:
         measured: Sequence[Cell],
         command: list[str],
         subjects: Mapping[str, Software],
+        sources: Mapping[str, SourceLine],
         behaviors: Mapping[Cell, TrainingBehavior],
     ) -> None:
         """Open the run for these cells; ``behaviors`` has what the subject of each declares of its way of training.
+
+        ``sources`` has where the functions of the subjects begin.
 
         Raises:
             PlanError: the resumed run has not planned one of them.
@@ -103,6 +106,7 @@ class RunRecording:
             fingerprint=take_fingerprint(accelerator),
             simulated=accelerator == "cpu",
             subjects=subjects,
+            sources=sources,
             behaviors=behaviors,
             workloads=self._options.workload_sources,
         )

@@ -23,6 +23,7 @@ from harness.planning.reproduction import Reproduction
 from harness.pytest_plugin.prefetch import Prefetch
 from harness.pytest_plugin.run_recording import RunRecording
 from harness.pytest_plugin.subject_pools import SubjectPools
+from harness.results.records import SourceLine
 from harness.statistics.intervals import FEWEST_LAUNCHES
 from harness.workloads import PERFORMANCE
 
@@ -124,8 +125,10 @@ class Session:
         rest = chosen - {cell.id for cell in examined}
         measured = [planned.cell for planned in self.to_measure if planned.cell.id in rest] if rest else []
         subjects = {declared.name: declared.software for declared in self._declarations}
+        places = {one.name: SourceLine.of(*one.source) for one in reversed(self._declarations) if one.source}
+        sources = {name: place for name, place in places.items() if place is not None}
         behaviors = {planned.cell: planned.behavior for planned in self.planned}
-        self.recording.begin(examined, measured, command, subjects, behaviors)
+        self.recording.begin(examined, measured, command, subjects, sources, behaviors)
 
     def begin_upcoming(self) -> None:
         """Launch the cell of the next test, if it will be examined and the machine is free for it."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from harness.report.text import printable
 from harness.results.json_lines import record_of
 from harness.results.records import Measurement, Result
 
@@ -28,6 +29,18 @@ class ReportPayload:
 def attach_outcome(item: pytest.Item, outcome: str) -> None:
     """Attach a cell's outcome to the report of its test."""
     item.user_properties.append((_OUTCOME, outcome))
+
+
+def attach_properties(item: pytest.Item, results: Sequence[Result]) -> None:
+    """Attach what JUnit's XML tells of a test as its properties: the cell, and of its first finding what is known."""
+    first = results[0]
+    place = {"step": first.step, "rank": first.rank, "parameter": first.parameter}
+    told = {"cell": first.cell, "check": first.check, "cause": first.cause, "family": first.family, **place}
+    item.user_properties += [
+        (name, printable(str(value)))
+        for name, value in (*told.items(), ("command", first.reproduce))
+        if value not in (None, "")
+    ]
 
 
 def outcome_of(report: pytest.TestReport) -> str | None:

@@ -27,6 +27,8 @@ FORMATS: Final[dict[str, str]] = {
     "csv": "harness.report.csv_tables:FORMAT",
     "json": "harness.report.json_report:FORMAT",
     "parquet": "harness.report.parquet:FORMAT",
+    "sarif": "harness.report.annotations.sarif:FORMAT",
+    "github": "harness.report.annotations.github:FORMAT",
 }
 """``module:attribute`` of each format by its name. Modules are imported when used: some need heavy libraries."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import timezone
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, AwareDatetime, BeforeValidator, Field, JsonValue, PlainSerializer
 
@@ -48,7 +48,7 @@ XNoise = Annotated[
     float,
     BeforeValidator(_word_or_number),
     AfterValidator(_not_a_number_is_infinite),
-    PlainSerializer(_number_or_word, return_type=float | str),
+    PlainSerializer(_number_or_word, return_type=float | Literal["inf", "-inf"]),
 ]
 Figure = Annotated[float, Field(allow_inf_nan=False)]
 Plain = Annotated[dict[str, JsonValue], AfterValidator(_finite)]

@@ -17,7 +17,7 @@ from harness.core.training_behavior import ORDINARY, TrainingBehavior
 from harness.machine.fingerprint import Fingerprint
 from harness.machine.installed_software import plumbline_version
 from harness.results.fields import Count, Plain, Text, UtcTime
-from harness.results.records import KNOWN, UNEXPECTED_PASS, PlannedCell, Record, Result, by_cell, ending
+from harness.results.records import KNOWN, UNEXPECTED_PASS, PlannedCell, Record, Result, SourceLine, by_cell, ending
 
 SCHEMA_VERSION = 1
 
@@ -33,7 +33,8 @@ class Header(Record):
     """The first line: which run this is, and every cell of its plan.
 
     ``simulated``: devices were simulated, and no figure of this run is about speed. ``subjects`` has the software that
-    each ran on, ``workloads`` where those of the user's own were, by name.
+    each ran on, ``sources`` where the ``train`` of each begins, ``workloads`` where those of the user's own were, by
+    name.
     """
 
     type: Literal["header"] = "header"
@@ -47,6 +48,7 @@ class Header(Record):
     fingerprint: Fingerprint = Fingerprint()
     simulated: bool
     subjects: dict[Text, Software] = Field(default_factory=dict)
+    sources: dict[Text, SourceLine] = Field(default_factory=dict)
     workloads: dict[Text, WorkloadSource] = Field(default_factory=dict)
     planned: tuple[PlannedCell, ...] = ()
 
@@ -61,6 +63,7 @@ class Header(Record):
         fingerprint: Fingerprint,
         simulated: bool,
         subjects: Mapping[str, Software] | None = None,
+        sources: Mapping[str, SourceLine] | None = None,
         behaviors: Mapping[Cell, TrainingBehavior] | None = None,
         workloads: Mapping[str, WorkloadSource] | None = None,
         started: datetime | None = None,
@@ -80,6 +83,7 @@ class Header(Record):
             fingerprint=fingerprint,
             simulated=simulated,
             subjects=dict(subjects or {}),
+            sources=dict(sources or {}),
             workloads=dict(workloads or {}),
             planned=(
                 *(PlannedCell.of(cell, behavior=(behaviors or {}).get(cell, ORDINARY)) for cell in cells),

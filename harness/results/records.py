@@ -9,7 +9,9 @@ missing one is null.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -103,12 +105,27 @@ class PlannedCell(CellRecord):
         return cls(**_fields_of(cell), measured=measured, conduct=behavior.declared)
 
 
+class SourceLine(Record):
+    """A line of a file, which is relative to the folder that the run was started in."""
+
+    file: Text
+    line: AtLeastOne
+
+    @classmethod
+    def of(cls, file: str | Path, line: int) -> SourceLine | None:
+        """Return the place; None where the file belongs to an installed package, or does not lie below this folder."""
+        below = Path(os.path.relpath(file))
+        if below.parts[0] == os.pardir or "site-packages" in below.parts:
+            return None
+        return cls(file=below.as_posix(), line=line)
+
+
 class Expected(Record):
     """An expectation about a finding, written beforehand: how this trainer ends here, and why.
 
     ``outcome`` is the expected outcome of the check, ``entry`` the place of the expectation, ``reproduction`` a program
     that shows the failure without Plumbline, ``measured`` the versions it was measured with. ``library``, with its
-    version, is set if the expectation is about a library that the subject uses.
+    version, is set if the expectation is about a library that the subject uses. ``source`` is where the entry begins.
     """
 
     outcome: Outcome
@@ -118,6 +135,7 @@ class Expected(Record):
     measured: Text | None = None
     entry: Text
     library: Text | None = None
+    source: SourceLine | None = None
 
 
 class ErrorGrid(Record):

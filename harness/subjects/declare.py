@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -59,7 +60,14 @@ class Subject:
             "software": asdict(Software.here(self.library)),
             "launch": self.launch,
             "conduct": self.behavior.declared,
+            "source": _source(self.train),
         }
+
+
+def _source(train: Train) -> tuple[str, int] | None:
+    """Return the file and the line where a function begins, None where it is not written in Python."""
+    code = getattr(inspect.unwrap(train), "__code__", None)
+    return code and (code.co_filename, code.co_firstlineno)
 
 
 def subject(

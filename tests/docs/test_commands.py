@@ -73,7 +73,7 @@ def in_text(path: Path) -> list[Command]:
 COMMANDS = list({str(one): one for path in PAGES for one in (*in_blocks(path), *in_text(path))}.values())
 
 RUN_HERE = re.compile(
-    r"plumbline (new-subject|new-workload|report|show|judge|compare reports/(A reports/B|A --by))\b.* "
+    r"plumbline (new-subject|new-workload|report|show|judge|history|compare reports/(A reports/B|A --by))\b.* "
 )
 """These take a second or two: they are run, in the order of the pages."""
 

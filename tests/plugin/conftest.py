@@ -8,9 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from jsonschema import Draft202012Validator
 
 from harness.launch.launchers import local
 from harness.launch.pool import Pool
+from harness.results.schema import results_schema
+
+LINE = Draft202012Validator(results_schema())
 
 SUITES = Path(__file__).parents[2] / "suites"
 
@@ -82,6 +86,8 @@ class Records:
         self.path = path
         self.name = path.resolve().name
         self.lines = [json.loads(line) for line in (path / "results.jsonl").read_text().splitlines()]
+        for line in self.lines:
+            LINE.validate(line)
         self.traces = sorted(folder.name for folder in path.glob("traces/*"))
 
     @property

@@ -26,7 +26,9 @@ def refuse_unwritable(*files: Path | None) -> None:
             raise PlanError(f"{file} cannot be written: choose another place")
 
 
-def write_files(checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None) -> None:
+def write_files(
+    checked: CheckedCommand, verdict: Verdict, *, html: Path | None, json: Path | None, sarif: Path | None = None
+) -> None:
     """Write the files that were asked for.
 
     Raises:
@@ -34,6 +36,10 @@ def write_files(checked: CheckedCommand, verdict: Verdict, *, html: Path | None,
     """
     if json is not None:
         _write(json, as_json(checked, verdict))
+    if sarif is not None:
+        from harness.check.report.annotations import check_sarif
+
+        _write(sarif, check_sarif(checked, verdict))
     if html is not None:
         from harness.check.report.page import verdict_page
 

@@ -1,81 +1,163 @@
-"""The verdict as JSON: all of it, in full precision, for programs."""
+"""The verdict as JSON: all of it, in full precision, for programs. ``check.schema.json`` is the schema."""
 
 from __future__ import annotations
 
-import json
-import math
-from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import BaseModel
 
 from harness.check.command.command import CheckedCommand
+from harness.check.command.running import EndedBy
 from harness.check.judge.coverage import Coverage
 from harness.check.judge.judging import CheckedTraining
 from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
-from harness.check.verdict.verdict import Verdict, answer_of, sentence_on
+from harness.check.verdict.verdict import Answer, Verdict, answer_of, sentence_on
 from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.results.fields import Count, Text, XNoise
+from harness.results.schema import DIALECT
 
-VERSION = 1
+VERSION: Final = 1
 """Of the schema; a field may be added without a new one."""
+
+FILE: Final = Path(__file__).with_name("check.schema.json")
+
+
+class ScriptPlace(BaseModel):
+    """A line of the script: the file as the script's process knew it, relative to where the command was called."""
+
+    file: Text
+    line: Count
+
+
+class CheckFinding(BaseModel):
+    """The answer to one question. What does not apply is null; ``information``: it is no verdict."""
+
+    check: Text
+    outcome: Outcome
+    message: Text
+    cause: Text | None
+    family: Text | None
+    error_x_noise: XNoise | None
+    step: Count | None
+    parameter: Text | None
+    rank: Count | None
+    limit_x_noise: XNoise | None
+    parameters: dict[Text, XNoise]
+    consequence_of: Text | None
+    undeclared: tuple[Text, ...]
+    information: bool
+
+    @classmethod
+    def of(cls, finding: Finding) -> CheckFinding:
+        """Return the record of a finding."""
+        fields = {**vars(finding), "parameters": dict(finding.parameters)}
+        return cls(**fields, information=isinstance(finding, Information))
+
+
+class Uncovered(BaseModel):
+    """Parameters that were not judged, and why; ``entries`` of them."""
+
+    names: tuple[Text, ...]
+    entries: Count
+    why: Text
+
+
+class CheckCoverage(BaseModel):
+    """How many ``parameters`` (entries) there are, and which shares were ``compared`` and ``replayed`` in float64."""
+
+    parameters: Count
+    compared: float
+    replayed: float
+    uncovered: tuple[Uncovered, ...]
+
+    @classmethod
+    def of(cls, coverage: Coverage) -> CheckCoverage:
+        """Return the record of a training's coverage."""
+        return cls(
+            parameters=coverage.entries,
+            compared=coverage.compared_share,
+            replayed=coverage.share,
+            uncovered=tuple(Uncovered(names=one.names, entries=one.entries, why=one.why) for one in coverage.uncovered),
+        )
+
+
+class CheckTraining(BaseModel):
+    """One training of the command; ``steps_at`` is the line of the script in which its first step was taken."""
+
+    verdict: Answer
+    sentence: Text
+    ranks: Count
+    steps: Count
+    backward_passes: tuple[Count, Count]
+    optimizers: tuple[Text, ...]
+    precision: tuple[Text, ...]
+    wrappers: tuple[Text, ...]
+    steps_at: ScriptPlace | None
+    coverage: CheckCoverage
+    findings: tuple[CheckFinding, ...]
+
+    @classmethod
+    def of(cls, one: CheckedTraining) -> CheckTraining:
+        """Return the record of a training that was judged."""
+        what = describe(one.training)
+        place = what.steps_at
+        return cls(
+            verdict=answer_of(one),
+            sentence=sentence_on(one),
+            ranks=what.ranks,
+            steps=what.steps,
+            backward_passes=what.passes,
+            optimizers=tuple(what.optimizers),
+            precision=tuple(what.precision),
+            wrappers=tuple(what.wrappers),
+            steps_at=place and ScriptPlace(file=place[0], line=place[1]),
+            coverage=CheckCoverage.of(one.coverage),
+            findings=tuple(map(CheckFinding.of, one.findings)),
+        )
+
+
+class Script(BaseModel):
+    """How the command ended: its exit code, what ended it, and after how many seconds."""
+
+    exit_code: int | None
+    ended_by: EndedBy
+    seconds: float
+
+
+class CheckDocument(BaseModel):
+    """What ``plumbline check --json`` writes."""
+
+    version: Literal[1] = VERSION
+    command: tuple[Text, ...]
+    exit_code: int
+    verdict: Answer
+    sentence: Text
+    incidents: tuple[Text, ...]
+    script: Script
+    judging_seconds: float
+    trainings: tuple[CheckTraining, ...]
 
 
 def as_json(checked: CheckedCommand, verdict: Verdict) -> str:
-    """Return the document; what does not apply is null."""
+    """Return the document; what does not apply is null, an infinite number the string ``inf``."""
     end = checked.end
-    document = {
-        "version": VERSION,
-        "command": list(checked.command),
-        "exit_code": verdict.exit_code,
-        "verdict": verdict.answer.value,
-        "sentence": verdict.sentence,
-        "incidents": list(verdict.incidents),
-        "script": {"exit_code": end.exit_code, "ended_by": end.by.value, "seconds": end.seconds},
-        "judging_seconds": checked.judging_s,
-        "trainings": [_training(one) for one in checked.trainings],
-    }
-    return json.dumps(_finite(document), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    document = CheckDocument(
+        command=tuple(checked.command),
+        exit_code=verdict.exit_code,
+        verdict=verdict.answer,
+        sentence=verdict.sentence,
+        incidents=tuple(verdict.incidents),
+        script=Script(exit_code=end.exit_code, ended_by=end.by, seconds=end.seconds),
+        judging_seconds=checked.judging_s,
+        trainings=tuple(map(CheckTraining.of, checked.trainings)),
+    )
+    return f"{document.model_dump_json(indent=2)}\n"
 
 
-def _training(one: CheckedTraining) -> dict[str, Any]:
-    what = describe(one.training)
-    return {
-        "verdict": answer_of(one).value,
-        "sentence": sentence_on(one),
-        "ranks": what.ranks,
-        "steps": what.steps,
-        "backward_passes": list(what.passes),
-        "optimizers": list(what.optimizers),
-        "precision": list(what.precision),
-        "wrappers": list(what.wrappers),
-        "coverage": _coverage(one.coverage),
-        "findings": [_finding(finding) for finding in one.findings],
-    }
-
-
-def _coverage(coverage: Coverage) -> dict[str, Any]:
-    return {
-        "parameters": coverage.entries,
-        "compared": coverage.compared_share,
-        "replayed": coverage.share,
-        "uncovered": [asdict(one) for one in coverage.uncovered],
-    }
-
-
-def _finding(finding: Finding) -> dict[str, Any]:
-    return {
-        **asdict(finding),
-        "outcome": finding.outcome.value,
-        "parameters": dict(finding.parameters),
-        "information": isinstance(finding, Information),
-    }
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with infinities as words, which JSON has no numbers for, and NaN as null."""
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+def check_schema() -> dict[str, Any]:
+    """Return the schema of the document."""
+    schema = CheckDocument.model_json_schema(mode="serialization")
+    return {"$schema": DIALECT, "$id": f"urn:plumbline:check:{VERSION}", **schema}

@@ -16,6 +16,7 @@ class Description:
     ``steps`` counts those of the optimizer that has most of them, on the rank that has most; ``passes`` are the
     smallest and the largest number of backward passes of a step. ``optimizers`` are classes, one for each optimizer of
     a rank; ``precision`` are dtypes of parameters and autocast; ``wrappers`` are the classes around the model.
+    ``steps_at`` is the file and the line of the script in which the first step was taken, None where a library took it.
     """
 
     ranks: int
@@ -24,6 +25,7 @@ class Description:
     optimizers: tuple[str, ...]
     precision: tuple[str, ...]
     wrappers: tuple[str, ...]
+    steps_at: tuple[str, int] | None = None
 
 
 def describe(training: RecordedTraining) -> Description:
@@ -36,6 +38,7 @@ def describe(training: RecordedTraining) -> Description:
         tuple(_optimizers(training.ranks[0])),
         tuple(dict.fromkeys(_precision(training))),
         tuple(dict.fromkeys(_wrappers(training))),
+        next(_lines(training), None),
     )
 
 
@@ -68,3 +71,10 @@ def _wrappers(training: RecordedTraining) -> Iterator[str]:
                 yield "DistributedDataParallel"
             if module.get("sharded_as_data"):
                 yield "sharded"
+
+
+def _lines(training: RecordedTraining) -> Iterator[tuple[str, int]]:
+    for rank in training.ranks:
+        noted = rank.facts.get("script") or {}
+        if "line" in noted:
+            yield noted["file"], noted["line"]

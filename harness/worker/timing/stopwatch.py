@@ -5,7 +5,8 @@ number of steps is known beforehand: ``warmup``, then rounds of as many steps ea
 devices are brought to rest and the rank waits for all others, so that nothing of one round falls into another. When the
 parent has what it wants it asks for the report; the steps that are left are trained without being watched.
 
-Two more rounds are for looking, not for timing: a step in which tensors are counted, and some under torch's profiler.
+Two more rounds are for looking, not for timing: a step in which tensors and operations are counted, and some under
+torch's profiler.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from harness.worker.step_hooks import StepCounter, StepHooks
 from harness.worker.timing.collectives import Collectives
 from harness.worker.timing.cpu_affinity import begin_on_core
 from harness.worker.timing.device_clock import clock_of
+from harness.worker.timing.executed_flops import ExecutedFlops
 from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
 from harness.worker.timing.round_barrier import REPORT, RoundBarrier
 from harness.worker.timing.tensor_bytes import TensorBytes
@@ -49,6 +51,7 @@ class Stopwatch(StepHooks):
         self._steps = 0
         self._tensors = TensorBytes(type(workload))
         self._collectives = Collectives()
+        self._flops = ExecutedFlops(self._devices)
         self._memory: dict[str, int] = {}
         self._begun: Any = None
         self._forwards: list[Any] = []
@@ -94,6 +97,8 @@ class Stopwatch(StepHooks):
                 self._clock.rest()
                 self._begun = self._clock.mark()
             self._forwards.append(self._clock.mark())
+            if self._collectives.looks:
+                self._collectives.data_ends()
 
     def _scaled_step(self, scaler: Any, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
         before = self._steps
@@ -111,6 +116,8 @@ class Stopwatch(StepHooks):
         self._waits_for_forward = True
         if self._steps == self._boundaries[0]:
             self._at_boundary(optimizer)
+        elif self._collectives.looks:
+            self._collectives.data_begins()
 
     def _at_boundary(self, optimizer: Optimizer) -> None:
         times = self._clock.times([self._begun, *self._forwards, *self._ended])
@@ -119,6 +126,7 @@ class Stopwatch(StepHooks):
         self._forwards, self._ended, self._samples = [], [], []
         looked = len(self._rounds) - 1 - self._extent.rounds
         if looked == 1:
+            self._flops.stop()
             self._tensors.stop(optimizer)
             self._collectives.start()
         elif looked == 2:
@@ -133,10 +141,13 @@ class Stopwatch(StepHooks):
             return
         if looked == 0:
             self._tensors.start()
+            self._flops.start()
         if self._on_cpu:
             begin_on_core(self._rank + len(self._rounds))  # ranks that take turns begin on the same core
         self._clock.rest()
         self._begun = self._clock.mark()
+        if self._collectives.looks:
+            self._collectives.data_begins()
 
     def _report(self) -> None:
         self._boundaries = []
@@ -152,6 +163,8 @@ class Stopwatch(StepHooks):
             memory=self._memory,
             tensors=self._tensors.by_metric if looked else None,
             communication=self._collectives.share_of(looked[-1].seconds) if looked else None,
+            shares=self._collectives.shares_of(looked[-1].seconds) if looked else None,
+            flops=self._flops.total if looked else None,
         )
         self._rounds = []
         self._barrier.report(timing.to_json())

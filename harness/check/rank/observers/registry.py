@@ -1,4 +1,4 @@
-"""The observers of data, random numbers, buffers, weights and the objective, with what they share."""
+"""The observers of data, random numbers, buffers, weights, the objective and the script, with what they share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from harness.check.rank.observers.guarded import GuardedObserver
 from harness.check.rank.observers.loaders import LoaderObserver
 from harness.check.rank.observers.objective import ObjectiveObserver
 from harness.check.rank.observers.parallelism import ParallelismObserver
+from harness.check.rank.observers.script_line import ScriptLineObserver
 from harness.check.rank.observers.weights import WeightObserver
 
 
@@ -28,5 +29,6 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         BufferObserver(parallelism),
         WeightObserver(parallelism),
         ObjectiveObserver(count_tokens=count_tokens),
+        ScriptLineObserver(),
     ]
     return [GuardedObserver(observer) for observer in observers]

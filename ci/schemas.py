@@ -1,0 +1,40 @@
+"""Writes the JSON schemas of what Plumbline leaves for programs: `results.jsonl` and `plumbline check --json`.
+
+python ci/schemas.py            # rewrites the files in harness/
+python ci/schemas.py --check    # exits with 1 if one is out of date
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness.check.report import json_file
+from harness.results import schema
+
+SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
+    schema.FILE: schema.results_schema,
+    json_file.FILE: json_file.check_schema,
+}
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Rewrite the schemas, or say which are out of date."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a schema is out of date")
+    check = parser.parse_args(arguments).check
+    written = {path: f"{json.dumps(make(), indent=2)}\n" for path, make in SCHEMAS.items()}
+    stale = [path for path, text in written.items() if not path.is_file() or path.read_text() != text]
+    for path in stale:
+        print(f"{path.name} {'is out of date: run python ci/schemas.py' if check else 'written'}")
+        if not check:
+            path.write_text(written[path])
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -1,0 +1,1 @@
+"""What went wrong, at lines of files: for the systems that run CI."""

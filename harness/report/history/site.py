@@ -1,0 +1,151 @@
+"""Writes the site: ``index.html``, ``feed.atom`` and a badge for each subject. Nothing in it needs a network."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from jinja2 import Environment
+
+from harness.report.formats import write_content
+from harness.report.history.badge import badge_of
+from harness.report.history.cell_history import CellHistory, cell_histories, is_examined
+from harness.report.history.changes import Change, all_changes, anchor, counts, in_words
+from harness.report.history.curve import curve
+from harness.report.history.feed import feed
+from harness.report.history.figure_history import FigureHistory, figure_histories
+from harness.report.history.recorded_runs import FoundRuns, find_runs, link_to, traits
+from harness.report.html.environment import page_environment
+from harness.report.text import counted
+from harness.results.run import Run
+
+INDEX: Final = "index.html"
+FEED: Final = "feed.atom"
+BADGES: Final = "badges"
+MOST_CHANGES: Final = 100
+
+
+@dataclass(frozen=True)
+class SubjectSection:
+    """What the page says of one subject: cells that changed or are wrong, the others by how they end, and figures."""
+
+    name: str
+    cells: tuple[CellHistory, ...]
+    steady: dict[str, list[CellHistory]]
+    figures: tuple[FigureHistory, ...]
+    figures_that_changed: int
+
+
+def write_site(folder: Path, site: Path) -> FoundRuns:
+    """Write the site about the runs below ``folder`` to ``site``, which is made; return the runs.
+
+    Raises:
+        RunNotFound: there is no run that can be read.
+        OSError: a file cannot be written.
+    """
+    found = find_runs(folder)
+    cells, figures = cell_histories(found.runs), figure_histories(found.runs)
+    changes = all_changes(cells, figures)
+    (site / BADGES).mkdir(parents=True, exist_ok=True)
+    for subject, own in _by_subject(cells).items():
+        write_content(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
+    write_content(site / FEED, feed(changes, found.runs[-1].header.started, INDEX, FEED))
+    links = {run.header.run_id: link_to(run, site, folder) for run in found.runs}
+    write_content(site / INDEX, _page(found, cells, figures, changes, links))
+    return found
+
+
+def _page(
+    found: FoundRuns,
+    cells: Sequence[CellHistory],
+    figures: Sequence[FigureHistory],
+    changes: Sequence[Change],
+    links: dict[str, str | None],
+) -> str:
+    wrong = [cell for cell in cells if cell.now.end.wrong]
+    worse = sum(figure.changes[-1].worse is True for figure in figures if figure.changes)
+    return (
+        _environment()
+        .get_template("history.html.jinja")
+        .render(
+            runs=found.runs[::-1],
+            unreadable=found.unreadable,
+            headline=_headline(cells, wrong, worse),
+            kind="bad" if wrong or worse else "good" if any(map(is_examined, cells)) else "unclear",
+            counts=counts(changes),
+            changes=changes[:MOST_CHANGES],
+            more=max(0, len(changes) - MOST_CHANGES),
+            subjects=_sections(cells, figures),
+            links=links,
+            anchor=anchor,
+            badges=BADGES,
+            feed=FEED,
+            curve=curve,
+            change_in_words=in_words,
+            traits=traits,
+            ends=_ends(found.runs),
+        )
+    )
+
+
+def _headline(cells: Sequence[CellHistory], wrong: Sequence[CellHistory], worse: int) -> str:
+    examined = sum(map(is_examined, cells))
+    first = (
+        f"{len(wrong)} of {counted(examined, 'cell')} went wrong in {'its' if examined == 1 else 'their'} newest run"
+        if wrong
+        else f"All {examined} cells were right in their newest run"
+        if examined > 1
+        else "Nothing is wrong"
+    )
+    second = f"; {counted(worse, 'figure')} became worse" if worse else ""
+    return f"{first}{second}."
+
+
+def _sections(cells: Sequence[CellHistory], figures: Sequence[FigureHistory]) -> list[SubjectSection]:
+    measured: dict[str, list[FigureHistory]] = {}
+    for figure in figures:
+        measured.setdefault(figure.subject, []).append(figure)
+    examined = _by_subject(cells)
+    return [
+        _section(name, examined.get(name, []), measured.get(name, [])) for name in dict.fromkeys([*examined, *measured])
+    ]
+
+
+def _section(name: str, cells: list[CellHistory], figures: list[FigureHistory]) -> SubjectSection:
+    shown = [cell for cell in cells if len(cell.spans) > 1 or cell.now.end.wrong]
+    steady: dict[str, list[CellHistory]] = {}
+    for cell in cells:
+        if len(cell.spans) == 1 and not cell.now.end.wrong:
+            steady.setdefault(str(cell.now.end), []).append(cell)
+    return SubjectSection(
+        name,
+        tuple(sorted(shown, key=lambda cell: (not cell.now.end.wrong, cell.cell))),
+        steady,
+        tuple(sorted(figures, key=lambda figure: not figure.changes)),
+        sum(bool(figure.changes) for figure in figures),
+    )
+
+
+def _by_subject(cells: Sequence[CellHistory]) -> dict[str, list[CellHistory]]:
+    subjects: dict[str, list[CellHistory]] = {}
+    for cell in cells:
+        subjects.setdefault(cell.subject, []).append(cell)
+    return subjects
+
+
+def _ends(runs: Sequence[Run]) -> dict[str, str]:
+    """Return for each run how many of its cells ended how."""
+    every = {run.header.run_id: Counter(str(cell.now.end.outcome) for cell in cell_histories([run])) for run in runs}
+    return {
+        run: ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in found.most_common())
+        for run, found in every.items()
+    }
+
+
+@cache
+def _environment() -> Environment:
+    return page_environment("harness.report.history")

@@ -1,0 +1,182 @@
+"""The site about many runs: what changed and when, badges and the feed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from harness.cli.main import main
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.software import Software
+from harness.core.topology import Topology
+from harness.report.formats import write_report
+from harness.report.history.badge import BAD, GOOD, badge_of
+from harness.report.history.cell_history import cell_histories
+from harness.report.history.changes import all_changes
+from harness.report.history.feed import NAMESPACE
+from harness.report.history.figure_history import figure_histories
+from harness.results.errors import RunNotFound
+from harness.results.header_footer import Footer, Header
+from harness.results.records import Measurement, Result
+from harness.results.run import Run
+from harness.results.run_writer import RunWriter
+
+RIGHT, WRONG = (
+    Cell("mine", "mlp", "ddp", Topology(1, 2), "32", "cpu"),
+    Cell("mine", "mlp", "dp", Topology(1, 2), "32", "cpu"),
+)
+FIRST_DAY = datetime(2026, 1, 1, tzinfo=timezone.utc)
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(measured: Callable[..., Measurement], tmp_path: Path) -> Write:
+    """Writes the run of a day: a cell that is right, one that may have failed, and a speed."""
+
+    def write(day: int, *, fails: bool, speed: float = 1000.0, version: str = "1.0") -> Path:
+        header = Header.of(
+            [RIGHT, WRONG],
+            command=["pytest"],
+            options={},
+            fingerprint=_machine(),
+            simulated=True,
+            subjects={"mine": Software("mine", version, "2.13", "3.11")},
+            started=FIRST_DAY + timedelta(days=day),
+        )
+        bad = Finding("gradients", Outcome.FAILED, "<b>the sum</b>", "sum-instead-of-mean", "averaging", 3e6)
+        good = Finding("gradients", Outcome.PASSED, "as one device")
+        results = [
+            Result.of(RIGHT, good, "pytest -k right", 0.1),
+            Result.of(WRONG, bad if fails else good, "pytest -k wrong", 0.1),
+        ]
+        samples = tuple(speed * (1 + (place - 1) / 200 + (day % 3 - 1) / 300) for place in range(3))
+        figure = measured(RIGHT, "throughput", speed, samples=samples)
+        with RunWriter(tmp_path / "reports", header) as writer:
+            writer.write(figure, *results)
+            writer.close(Footer.of(results, int(fails)))
+        return writer.path
+
+    return write
+
+
+def _machine():
+    from harness.machine.fingerprint import ComparabilityKey, Fingerprint
+
+    return Fingerprint(key=ComparabilityKey(accelerator="cpu", device="A CPU", cpu_cores=2), commit="0123456789abcdef")
+
+
+@pytest.fixture
+def reports(write: Write, tmp_path: Path) -> Path:
+    """Nine days: on the fourth a new version fails, on the seventh it is mended; on the sixth it becomes slower."""
+    for day in range(9):
+        write(day, fails=3 <= day < 6, speed=1000.0 if day < 5 else 800.0, version="1.0" if day < 3 else "1.1")
+    return tmp_path / "reports"
+
+
+def test_the_page_says_what_changed_and_what_else_did(reports: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["history", str(reports)]) == 0
+    site = reports / "history"
+    assert capsys.readouterr().out.strip() == str(site / "index.html")
+    page = (site / "index.html").read_text()
+    assert "All 2 cells were right in their newest run; 1 figure became worse." in page
+    assert "failed: sum-instead-of-mean → passed" in page
+    assert "software mine 1.0, torch 2.13, python 3.11 → mine 1.1, torch 2.13, python 3.11" in page
+    assert "&lt;b&gt;the sum&lt;/b&gt;" in page
+    assert re.search(r"−(19|20)\.\d %", page)
+
+
+def test_every_address_is_relative_and_leads_somewhere(reports: Path) -> None:
+    write_report(
+        next(path for path in reports.iterdir() if (path / "results.jsonl").is_file() and not path.is_symlink())
+    )
+    main(["history", str(reports)])
+    page = (reports / "history" / "index.html").read_text()
+    addresses = set(re.findall(r'(?:href|src)="([^"]*)"', page))
+    assert any(address.endswith("/report.html") for address in addresses)
+    for address in addresses - {"data:,"}:
+        file, _, anchor = address.partition("#")
+        assert not re.match(r"[a-z]+:|/", file), address
+        assert not file or (reports / "history" / file).is_file(), address
+        assert not anchor or f'id="{anchor}"' in page, address
+
+
+def test_a_site_elsewhere_has_no_addresses_that_lead_out_of_it(reports: Path, tmp_path: Path) -> None:
+    main(["history", str(reports), "-o", str(tmp_path / "site")])
+    assert 'href="../' not in (tmp_path / "site" / "index.html").read_text()
+
+
+def test_the_feed_is_atom_and_stable(reports: Path) -> None:
+    main(["history", str(reports)])
+    text = (reports / "history" / "feed.atom").read_text()
+    feed = ElementTree.fromstring(text)
+    names = {"a": NAMESPACE}
+    assert all(feed.find(f"a:{name}", names) is not None for name in ("title", "id", "updated", "author/a:name"))
+    entries = feed.findall("a:entry", names)
+    assert [entry.find("a:category", names).attrib["term"] for entry in entries] == ["better", "worse", "worse"]  # type: ignore[union-attr]
+    assert len({entry.findtext("a:id", None, names) for entry in entries}) == 3
+    assert all(datetime.fromisoformat(str(entry.findtext("a:updated", None, names))).tzinfo for entry in entries)
+    main(["history", str(reports)])
+    assert (reports / "history" / "feed.atom").read_text() == text
+
+
+def test_a_badge_says_how_the_newest_run_ended(write: Write, tmp_path: Path) -> None:
+    write(0, fails=True)
+    main(["history", str(tmp_path / "reports")])
+    badge = (tmp_path / "reports" / "history" / "badges" / "mine.svg").read_text()
+    assert "plumbline: 1 of 2 cells wrong" in badge
+    assert BAD in badge
+    ElementTree.fromstring(badge)
+    write(1, fails=False)
+    main(["history", str(tmp_path / "reports")])
+    assert GOOD in (tmp_path / "reports" / "history" / "badges" / "mine.svg").read_text()
+
+
+def test_a_cell_that_a_run_did_not_have_has_not_changed(build_run: Callable[..., Run], cells: list[Cell]) -> None:
+    one, other = cells[:2]
+    runs = [
+        build_run({one: [Outcome.PASSED]}),
+        build_run({other: [Outcome.FAILED]}),
+        build_run({one: [Outcome.PASSED]}),
+    ]
+    histories = cell_histories(runs)
+    assert [len(history.spans) for history in histories] == [1, 1]
+    assert len(histories[0].now.runs) == 2
+    assert all_changes(histories, []) == []
+    assert "1 of 1 cell wrong" in badge_of(histories[1:])
+
+
+def test_another_machine_is_another_series(build_measured_run: Callable[..., Run]) -> None:
+    run = build_measured_run()
+    fingerprint = run.header.fingerprint
+    other = fingerprint.model_copy(update={"key": fingerprint.key.model_copy(update={"device": "another"})})
+    figures = tuple(one.model_copy(update={"samples": (1.0, 2.0)}) for one in run.measurements[:1])
+    both = [
+        dataclasses.replace(run, header=run.header.model_copy(update={"fingerprint": machine}), measurements=figures)
+        for machine in (fingerprint, other, fingerprint)
+    ]
+    assert [len(history.points) for history in figure_histories(both)] == [2, 1]
+
+
+def test_what_cannot_be_read_is_left_out_and_named(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(0, fails=False)
+    (tmp_path / "reports" / "broken").mkdir()
+    (tmp_path / "reports" / "broken" / "results.jsonl").write_text("nonsense")
+    assert main(["history", str(tmp_path / "reports")]) == 0
+    assert "left out" in capsys.readouterr().err
+    assert "Left out" in (tmp_path / "reports" / "history" / "index.html").read_text()
+
+
+def test_a_folder_without_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["history", str(tmp_path)]) == 2
+    assert "no run" in capsys.readouterr().err
+    assert RunNotFound is not None
