@@ -154,6 +154,15 @@ class RankShares(Record):
     received: tuple[tuple[Figure, ...], ...]
 
 
+def fields_of(finding: Finding) -> dict[str, Any]:
+    """Return a finding's fields, as records take them."""
+    return vars(finding) | {
+        "parameters": dict(finding.parameters),
+        "error_grid": finding.error_grid and vars(finding.error_grid),
+        "rank_shares": finding.rank_shares and vars(finding.rank_shares),
+    }
+
+
 class Result(CellRecord):
     """One finding about one cell.
 
@@ -212,10 +221,7 @@ class Result(CellRecord):
         findings: int | None = None,
     ) -> Result:
         """Return the record of a finding. The middle of a very long message is left out."""
-        fields = vars(finding) | {
-            "parameters": dict(finding.parameters),
-            "error_grid": finding.error_grid and vars(finding.error_grid),
-            "rank_shares": finding.rank_shares and vars(finding.rank_shares),
+        fields = fields_of(finding) | {
             "message": _without_its_middle(finding.message),
             "reproduce": reproduce,
             "seconds": seconds,

@@ -17,6 +17,7 @@ from harness.check.verdict.verdict import Answer, Verdict, answer_of, sentence_o
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.results.fields import Count, Text, XNoise
+from harness.results.records import ErrorGrid, RankShares, fields_of
 from harness.results.schema import DIALECT
 
 VERSION: Final = 1
@@ -48,13 +49,16 @@ class CheckFinding(BaseModel):
     parameters: dict[Text, XNoise]
     consequence_of: Text | None
     undeclared: tuple[Text, ...]
+    hint: Text | None
+    cause_x_noise: XNoise | None
+    error_grid: ErrorGrid | None
+    rank_shares: RankShares | None
     information: bool
 
     @classmethod
     def of(cls, finding: Finding) -> CheckFinding:
         """Return the record of a finding."""
-        fields = {**vars(finding), "parameters": dict(finding.parameters)}
-        return cls(**fields, information=isinstance(finding, Information))
+        return cls(**fields_of(finding), information=isinstance(finding, Information))
 
 
 class Uncovered(BaseModel):
