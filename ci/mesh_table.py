@@ -102,8 +102,9 @@ def new_runs(subjects: Iterable[str], backends: str | None) -> Iterable[Path]:
                 "precisions": ",".join(PRECISIONS),
             }
             options = [f"--{name}={value}" for name, value in selection.items()]
-            command = [sys.executable, "-m", "pytest", "suites/conformance", "-q", f"--report-dir={RUNS.relative_to(ROOT)}"]
-            code = subprocess.run([*command, *options, *locators], cwd=ROOT, check=False).returncode
+            options.append(f"--report-dir={RUNS.relative_to(ROOT)}")
+            command = [sys.executable, "-m", "pytest", "suites/conformance", "-q", *options, *locators]
+            code = subprocess.run(command, cwd=ROOT, check=False).returncode
             if code not in (0, 1):  # 1: something failed, which is in its results
                 raise SystemExit(f"pytest ended with {code}: no table is written")
             yield (RUNS / "latest").resolve()
