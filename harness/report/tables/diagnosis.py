@@ -10,7 +10,7 @@ from harness.core.finding import UNEXPLAINED
 from harness.core.outcome import Outcome
 from harness.report.tables.cells import cached_per_run
 from harness.report.tables.failures import FailureGroup, failures, location, message_of
-from harness.report.text import compact, counted
+from harness.report.text import compact, counted, listed
 from harness.results.records import Result
 from harness.results.run import Run
 
@@ -152,10 +152,4 @@ def _extent(findings: Iterable[Result]) -> str:
         [f"{one.num_nodes}×{one.gpus}" for one in found],
         [one.precision for one in found],
     )
-    return f"{counted(len(found), 'cell')}: {' · '.join(_some(dict.fromkeys(kind)) for kind in kinds)}"
-
-
-def _some(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES else ""
-    return ", ".join(every[:MOST_NAMES]) + more
+    return f"{counted(len(found), 'cell')}: {' · '.join(listed(dict.fromkeys(kind), MOST_NAMES) for kind in kinds)}"
