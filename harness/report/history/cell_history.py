@@ -87,7 +87,7 @@ def _end(results: Sequence[Result]) -> CellEnd:
     if first is None and outcome == KNOWN:
         first = next(result for result in results if result.is_known)
     cause = None if first is None or is_unexplained(first) else first.cause
-    return CellEnd(outcome, cause, outcome == UNEXPECTED_PASS or (outcome in _BAD))
+    return CellEnd(outcome, cause, outcome == UNEXPECTED_PASS or outcome in _BAD)
 
 
 _BAD = {outcome.value for outcome in Outcome if outcome.is_bad}

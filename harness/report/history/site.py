@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +19,7 @@ from harness.report.history.feed import feed
 from harness.report.history.figure_history import FigureHistory, figure_histories
 from harness.report.history.recorded_runs import FoundRuns, find_runs, link_to, traits
 from harness.report.html.environment import page_environment
+from harness.report.tables.cells import counts_in_words
 from harness.report.text import counted
 from harness.results.run import Run
 
@@ -87,7 +87,7 @@ def _page(
             curve=curve,
             change_in_words=in_words,
             traits=traits,
-            ends=_ends(found.runs),
+            ends=_ends(found.runs, cells),
         )
     )
 
@@ -137,13 +137,14 @@ def _by_subject(cells: Sequence[CellHistory]) -> dict[str, list[CellHistory]]:
     return subjects
 
 
-def _ends(runs: Sequence[Run]) -> dict[str, str]:
+def _ends(runs: Sequence[Run], cells: Sequence[CellHistory]) -> dict[str, str]:
     """Return for each run how many of its cells ended how."""
-    every = {run.header.run_id: Counter(str(cell.now.end.outcome) for cell in cell_histories([run])) for run in runs}
-    return {
-        run: ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in found.most_common())
-        for run, found in every.items()
-    }
+    outcomes: dict[str, list[str]] = {run.header.run_id: [] for run in runs}
+    for cell in cells:
+        for span in cell.spans:
+            for run in span.runs:
+                outcomes[run.header.run_id].append(span.end.outcome)
+    return {run: counts_in_words(ends) for run, ends in outcomes.items()}
 
 
 @cache
