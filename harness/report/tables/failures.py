@@ -134,7 +134,9 @@ class SubjectCauses:
         name, family = self.cause
         named = f"{name} ({family})" if family else name
         which = f"all {self.wrong}" if not self.others else f"{len(self.explained)} of {self.wrong}"
-        sentences = [f"{self.subject}: {which} wrong cells have one cause, {named}: {in_one_line(self.example)}"]
+        told = in_one_line(self.example)
+        told += "" if told.endswith((".", "?", "!")) else "."
+        sentences = [f"{self.subject}: {which} wrong cells have one cause, {named}: {told}"]
         if self.others:
             cells = listed(self.others, MOST_CELLS)
             sentences.append(f"Not explained by it: {counted(len(self.others), 'cell')}: {cells}.")
