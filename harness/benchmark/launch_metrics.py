@@ -63,6 +63,9 @@ METRICS: Final[Mapping[str, Metric]] = {
 Key = tuple[str, "int | None"]
 """A metric, and the rank it is about, None if it is about all of them."""
 
+Groups = Sequence[Sequence[int]]
+"""Ranks that see the same samples, by their numbers."""
+
 
 class SamplesError(ValueError):
     """Throughput is undefined: in a round, no samples went through the model, or some more than once."""
@@ -77,18 +80,23 @@ class LaunchSample:
 
 
 def samples_of(
-    launches: Sequence[LaunchSample], devices: int, work: SampleWork | None = None
+    launches: Sequence[LaunchSample],
+    devices: int,
+    work: SampleWork | None = None,
+    replicas: Groups | None = None,
 ) -> dict[Key, list[float]]:
     """Return the value of each metric in each launch, in order; metrics that a launch lacks are left out.
 
-    ``work`` is what a sample is in tokens and operations; without it nothing is told in these.
+    ``work`` is what a sample is in tokens and operations; without it nothing is told in these. ``replicas`` are the
+    groups of ranks that hold one model together and see the same samples (unless given, each rank alone).
 
     Raises:
         SamplesError: throughput is undefined.
     """
     found: dict[Key, list[float]] = {}
     for launch in launches:
-        for key, value in (*_figures(launch, devices), *_work(launch, devices, work)):
+        groups = replicas or [[rank.rank] for rank in launch.timed.ranks]
+        for key, value in (*_figures(launch, devices, groups), *_work(launch, devices, work, groups)):
             found.setdefault(key, []).append(value)
     return {key: values for key, values in found.items() if len(values) == len(launches)}
 
@@ -99,10 +107,10 @@ def step_quantiles(launches: Sequence[LaunchSample]) -> tuple[float, ...]:
     return tuple(map(float, np.quantile(steps, np.linspace(0, 1, QUANTILES))))
 
 
-def _figures(launch: LaunchSample, devices: int) -> Iterable[tuple[Key, float]]:
+def _figures(launch: LaunchSample, devices: int, groups: Groups) -> Iterable[tuple[Key, float]]:
     timed = launch.timed
     seconds = sum(_wall(rounds) for rounds in _rounds(timed))
-    throughput = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds
+    throughput = sum(_consumed(rounds, groups) for rounds in _rounds(timed)) / seconds
     steps = sorted(_steps(timed))
     middle = median(steps)
     every = [one for rank in timed.ranks for one in rank.rounds]
@@ -125,7 +133,9 @@ def _figures(launch: LaunchSample, devices: int) -> Iterable[tuple[Key, float]]:
             yield (metric, rank.rank), float(value)
 
 
-def _work(launch: LaunchSample, devices: int, work: SampleWork | None) -> Iterable[tuple[Key, float]]:
+def _work(
+    launch: LaunchSample, devices: int, work: SampleWork | None, groups: Groups
+) -> Iterable[tuple[Key, float]]:
     """Yield what follows from the work of a sample. A utilisation is a part of the peak of all devices together."""
     timed = launch.timed
     shares = [rank.shares for rank in timed.ranks if rank.shares is not None]
@@ -135,7 +145,7 @@ def _work(launch: LaunchSample, devices: int, work: SampleWork | None) -> Iterab
     if work is None:
         return
     seconds = sum(_wall(rounds) for rounds in _rounds(timed))
-    a_second = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds / devices
+    a_second = sum(_consumed(rounds, groups) for rounds in _rounds(timed)) / seconds / devices
     if work.tokens:
         yield ("tokens_per_gpu", None), a_second * work.tokens
     yield ("model_flops_per_gpu", None), a_second * work.flops
@@ -157,9 +167,12 @@ def _wall(rounds: Sequence[Round]) -> float:
     return max(one.seconds for one in rounds)
 
 
-def _consumed(rounds: Sequence[Round]) -> int:
-    """Return how many samples all ranks together consumed in a round."""
-    samples = [sample for one in rounds for sample in one.samples]
+def _consumed(rounds: Sequence[Round], groups: Groups) -> int:
+    """Return how many samples all ranks together consumed in a round: those of a group as one of its ranks saw them.
+
+    Of a pipeline some stages may never call the job's model.
+    """
+    samples = [sample for group in groups for sample in max((rounds[rank].samples for rank in group), key=len)]
     if not samples:
         raise SamplesError("no samples went through job.model()'s forward in a round: is another model trained?")
     if len(set(samples)) < len(samples):

@@ -27,7 +27,8 @@ def measurements(
     Raises:
         SamplesError: throughput is undefined.
     """
-    found = samples_of(launches, cell.topology.devices, work_of(cell, device))
+    replicas = cell.contract.replicas(cell.topology)
+    found = samples_of(launches, cell.topology.devices, work_of(cell, device), replicas)
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}
     return [
         _measurement(cell, key, samples, step_quantiles(launches) if key[0] == "step_p50" else (), same)

@@ -94,8 +94,7 @@ class Stopwatch(StepHooks):
         if self._waits_for_forward and (self._on_cpu or index.device.type == "cpu" or index.device == self._devices[0]):
             self._waits_for_forward = False
             if self._begun is None:
-                self._clock.rest()
-                self._begun = self._clock.mark()
+                self._begin_warmup()
             self._forwards.append(self._clock.mark())
             if self._collectives.looks:
                 self._collectives.data_ends()
@@ -112,12 +111,18 @@ class Stopwatch(StepHooks):
         self._count(self._steps)
         if not self._boundaries:
             return
+        if self._begun is None:  # a stage of a pipeline that never calls the job's model
+            self._begin_warmup()
         self._ended.append(self._clock.mark())
         self._waits_for_forward = True
         if self._steps == self._boundaries[0]:
             self._at_boundary(optimizer)
         elif self._collectives.looks:
             self._collectives.data_begins()
+
+    def _begin_warmup(self) -> None:
+        self._clock.rest()
+        self._begun = self._clock.mark()
 
     def _at_boundary(self, optimizer: Optimizer) -> None:
         times = self._clock.times([self._begun, *self._forwards, *self._ended])
