@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from harness.benchmark.pipeline_timeline import bubble
 from harness.benchmark.sample_work import SampleWork
 from harness.benchmark.timed_launch import LaunchTimings
 from harness.evidence.timing import Round
@@ -47,6 +48,7 @@ METRICS: Final[Mapping[str, Metric]] = {
     "share_exposed_communication": Metric("share", "lower"),
     "share_data": Metric("share", "lower"),
     "share_idle": Metric("share", "lower"),
+    "pipeline_bubble": Metric("share", "lower"),
     "rank_skew": Metric("share", "lower"),
     "overhead": Metric("ratio", "lower"),
     "memory_allocated_peak": Metric("bytes", "lower"),
@@ -125,6 +127,8 @@ def _figures(launch: LaunchSample, devices: int, groups: Groups) -> Iterable[tup
         shares = [rank.communication for rank in timed.ranks if rank.communication is not None]
         if len(shares) == len(timed.ranks):
             yield ("communication", None), sum(shares) / len(shares)
+    if (waiting := bubble(timed, groups)) is not None:
+        yield ("pipeline_bubble", None), waiting
     if launch.yardstick is not None:
         pairs = zip(_rounds(timed), _rounds(launch.yardstick), strict=True)
         yield ("overhead", None), median(_wall(mine) / _wall(by_hand) for mine, by_hand in pairs)
@@ -133,9 +137,7 @@ def _figures(launch: LaunchSample, devices: int, groups: Groups) -> Iterable[tup
             yield (metric, rank.rank), float(value)
 
 
-def _work(
-    launch: LaunchSample, devices: int, work: SampleWork | None, groups: Groups
-) -> Iterable[tuple[Key, float]]:
+def _work(launch: LaunchSample, devices: int, work: SampleWork | None, groups: Groups) -> Iterable[tuple[Key, float]]:
     """Yield what follows from the work of a sample. A utilisation is a part of the peak of all devices together."""
     timed = launch.timed
     shares = [rank.shares for rank in timed.ranks if rank.shares is not None]

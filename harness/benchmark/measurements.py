@@ -7,9 +7,10 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
+from harness.benchmark.pipeline_timeline import timeline
 from harness.benchmark.sample_work import work_of
 from harness.core.cell import Cell
 from harness.results.records import Measurement
@@ -30,18 +31,17 @@ def measurements(
     replicas = cell.contract.replicas(cell.topology)
     found = samples_of(launches, cell.topology.devices, work_of(cell, device), replicas)
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}
-    return [
-        _measurement(cell, key, samples, step_quantiles(launches) if key[0] == "step_p50" else (), same)
-        for key, samples in found.items()
-    ]
+    further: dict[str, dict[str, object]] = {
+        "step_p50": {"quantiles": step_quantiles(launches)},
+        "pipeline_bubble": {"timeline": timeline(launches[-1].timed, replicas)},
+    }
+    return [_measurement(cell, key, samples, same | further.get(key[0], {})) for key, samples in found.items()]
 
 
-def _measurement(
-    cell: Cell, key: Key, samples: Sequence[float], quantiles: Sequence[float], same: dict[str, str]
-) -> Measurement:
+def _measurement(cell: Cell, key: Key, samples: Sequence[float], further: Mapping[str, object]) -> Measurement:
     name, rank = key
     metric = METRICS[name]
-    figures: dict[str, object] = {"samples": samples, "quantiles": quantiles, "rank": rank, **same}
+    figures: dict[str, object] = {"samples": samples, "rank": rank, **further}
     if metric.unit == "count":
         # Such as out-of-memory events: one in any launch must not disappear in a median.
         return Measurement.of(cell, name, metric.unit, metric.better, value=max(samples), **figures)

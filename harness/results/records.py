@@ -231,14 +231,28 @@ class Result(CellRecord):
         return cls(**_fields_of(cell), **fields)
 
 
+class TimelineChunk(Record):
+    """What a rank computed for one stage and micro-batch, from ``begin`` to ``end`` in seconds of the step.
+
+    ``kind`` is ``forward``, ``backward``, or ``weights``: gradients of weights that are computed apart.
+    """
+
+    rank: Count
+    stage: Count
+    micro_batch: Count
+    kind: Literal["forward", "backward", "weights"]
+    begin: Figure
+    end: Figure
+
+
 class Measurement(CellRecord):
     """One figure of one cell, from timed launches.
 
     ``value`` is the figure in ``unit``; ``better`` says which way is better, None where neither is. ``samples`` has
     the value of each launch, in order; ``low`` and ``high`` bound the figure with 95 % confidence. A figure that is too
     uncertain has no ``value``, and ``refusal`` says why. ``rank`` is the rank it is about, None if it is about all.
-    ``quantiles`` are those of single steps, evenly spaced from the minimum to the maximum. ``workload_key`` changes
-    whenever the workload's definition does.
+    ``quantiles`` are those of single steps, evenly spaced from the minimum to the maximum. ``timeline`` is that of a
+    pipeline's step, beside its bubble. ``workload_key`` changes whenever the workload's definition does.
     """
 
     type: Literal["measurement"] = "measurement"
@@ -250,6 +264,7 @@ class Measurement(CellRecord):
     high: Figure | None = None
     samples: tuple[Figure, ...] = ()
     quantiles: tuple[Figure, ...] = ()
+    timeline: tuple[TimelineChunk, ...] = ()
     refusal: Text | None = None
     rank: Count | None = None
     workload_key: Text = ""

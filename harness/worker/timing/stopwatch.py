@@ -6,7 +6,7 @@ devices are brought to rest and the rank waits for all others, so that nothing o
 parent has what it wants it asks for the report; the steps that are left are trained without being watched.
 
 Two more rounds are for looking, not for timing: a step in which tensors and operations are counted, and some under
-torch's profiler.
+torch's profiler. The chunks of a pipeline are followed in the warm-up, from its second step on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from harness.evidence.timing import RankTiming, Round
+from harness.evidence.timing import Chunk, RankTiming, Round
 from harness.evidence.trace import RankTrace
 from harness.worker.assignment import Assignment
 from harness.worker.step_hooks import StepCounter, StepHooks
@@ -27,6 +27,7 @@ from harness.worker.timing.cpu_affinity import begin_on_core
 from harness.worker.timing.device_clock import clock_of
 from harness.worker.timing.executed_flops import ExecutedFlops
 from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
+from harness.worker.timing.pipeline_chunks import PipelineChunks
 from harness.worker.timing.round_barrier import REPORT, RoundBarrier
 from harness.worker.timing.tensor_bytes import TensorBytes
 from harness.workloads import PerformanceWorkload, find
@@ -52,6 +53,9 @@ class Stopwatch(StepHooks):
         self._tensors = TensorBytes(type(workload))
         self._collectives = Collectives()
         self._flops = ExecutedFlops(self._devices)
+        in_stages = assignment.cell.contract.micro_batches > 1
+        self._chunks = PipelineChunks(self._clock.mark, type(workload)) if in_stages else None
+        self._pipeline: tuple[tuple[Chunk, ...], ...] = ()
         self._memory: dict[str, int] = {}
         self._begun: Any = None
         self._forwards: list[Any] = []
@@ -115,6 +119,10 @@ class Stopwatch(StepHooks):
             self._begin_warmup()
         self._ended.append(self._clock.mark())
         self._waits_for_forward = True
+        if self._chunks is not None and self._steps == 1:
+            self._chunks.start()
+        elif self._chunks is not None and not self._rounds:
+            self._chunks.end_step()
         if self._steps == self._boundaries[0]:
             self._at_boundary(optimizer)
         elif self._collectives.looks:
@@ -126,6 +134,9 @@ class Stopwatch(StepHooks):
 
     def _at_boundary(self, optimizer: Optimizer) -> None:
         times = self._clock.times([self._begun, *self._forwards, *self._ended])
+        if self._chunks is not None and not self._rounds:
+            self._chunks.stop()
+            self._pipeline = self._chunks.steps(self._clock.times)
         del self._boundaries[0]
         self._rounds.append((times, len(self._forwards), self._samples))
         self._forwards, self._ended, self._samples = [], [], []
@@ -170,6 +181,7 @@ class Stopwatch(StepHooks):
             communication=self._collectives.share_of(looked[-1].seconds) if looked else None,
             shares=self._collectives.shares_of(looked[-1].seconds) if looked else None,
             flops=self._flops.total if looked else None,
+            pipeline=self._pipeline,
         )
         self._rounds = []
         self._barrier.report(timing.to_json())
