@@ -24,6 +24,7 @@ from harness.report.html.charts import (
 )
 from harness.report.html.environment import page_environment
 from harness.report.html.pictures import HeatMap, RankPaths, heat_map, rank_paths
+from harness.report.html.pipelines import PipelineTimeline, pipeline_timelines
 from harness.report.tables import failures as finding_texts
 from harness.report.tables import run_summary
 from harness.report.tables.cells import cell_table
@@ -60,6 +61,7 @@ _METRICS: Final = (
     "step_first",
     "data_wait",
     "communication",
+    "pipeline_bubble",
     "rank_skew",
     "overhead",
     "memory_allocated_peak",
@@ -77,6 +79,7 @@ class WorkloadFigures:
     curves: tuple[CurveChart, ...]
     steps: BarChart | None
     memory: BarChart | None
+    pipelines: tuple[PipelineTimeline, ...]
     units: dict[str, str]
     refusals: dict[tuple[str, str], list[MeasuredCell]]
     cells: tuple[MeasuredCell, ...]
@@ -206,6 +209,7 @@ def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
             ),
             distribution_chart(cells),
             memory_chart(cells),
+            tuple(pipeline_timelines(cells)),
             {metric: units[metric] for metric in metrics},
             refusals,
             cells,
