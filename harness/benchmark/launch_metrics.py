@@ -50,6 +50,8 @@ METRICS: Final[Mapping[str, Metric]] = {
     "share_idle": Metric("share", "lower"),
     "pipeline_bubble": Metric("share", "lower"),
     "rank_skew": Metric("share", "lower"),
+    "energy_per_step": Metric("J", "lower"),
+    "energy_per_sample": Metric("J", "lower"),
     "overhead": Metric("ratio", "lower"),
     "memory_allocated_peak": Metric("bytes", "lower"),
     "memory_reserved_peak": Metric("bytes", "lower"),
@@ -122,6 +124,9 @@ def _figures(launch: LaunchSample, devices: int, groups: Groups) -> Iterable[tup
     yield ("step_p95", None), float(np.quantile(steps, 0.95))
     yield ("step_first", None), max(rank.warmup.ended[0] - rank.warmup.begun for rank in timed.ranks)
     yield ("data_wait", None), sum(one.waited for one in every) / sum(one.seconds for one in every)
+    if not isinstance(timed.energy, str):
+        yield ("energy_per_step", None), timed.energy / len(steps)
+        yield ("energy_per_sample", None), timed.energy / (throughput * seconds)
     if len(timed.ranks) > 1:
         yield ("rank_skew", None), _skew(timed) / middle
         shares = [rank.communication for rank in timed.ranks if rank.communication is not None]
@@ -151,7 +156,7 @@ def _work(launch: LaunchSample, devices: int, work: SampleWork | None, groups: G
     if work.tokens:
         yield ("tokens_per_gpu", None), a_second * work.tokens
     yield ("model_flops_per_gpu", None), a_second * work.flops
-    if work.peak is not None:
+    if not isinstance(work.peak, str):
         yield ("mfu", None), a_second * work.flops / work.peak.flops
         steps = sum(one.steps for one in timed.ranks[0].rounds)
         executed = [rank.flops for rank in timed.ranks if rank.flops is not None]

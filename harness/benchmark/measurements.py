@@ -29,13 +29,35 @@ def measurements(
         SamplesError: throughput is undefined.
     """
     replicas = cell.contract.replicas(cell.topology)
-    found = samples_of(launches, cell.topology.devices, work_of(cell, device), replicas)
+    work = work_of(cell, device)
+    found = samples_of(launches, cell.topology.devices, work, replicas)
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}
     further: dict[str, dict[str, object]] = {
         "step_p50": {"quantiles": step_quantiles(launches)},
-        "pipeline_bubble": {"timeline": timeline(launches[-1].timed, replicas)},
+        "pipeline_bubble": {
+            "timeline": timeline(launches[-1].timed, replicas),
+            "formula": "1 - computing / (ranks × time), from a step's first chunk to its last one",
+        },
     }
+    if not isinstance(work.peak, str):
+        over = f"{work.peak.flops:.5g} FLOP/s ({work.peak.source})"
+        further["mfu"] = {"formula": f"{work.flops:.5g} FLOP a sample × samples a second and device / {over}"}
+        further["hfu"] = {"formula": f"FLOP that the ranks executed a second and device / {over}"}
     return [_measurement(cell, key, samples, same | further.get(key[0], {})) for key, samples in found.items()]
+
+
+def not_applicable(cell: Cell, launches: Sequence[LaunchSample], device: str | None = None) -> dict[str, str]:
+    """Return which metrics do not apply to ``cell``, or not here, by their names, and why."""
+    found: dict[str, str] = {}
+    peak, looked = work_of(cell, device).peak, [rank for launch in launches for rank in launch.timed.ranks]
+    if isinstance(peak, str):
+        found |= {"mfu": peak, "hfu": peak}
+    elif cell.processes < cell.topology.devices or any(rank.flops is None for rank in looked):
+        found["hfu"] = "what a process executes on several devices is not counted"
+    energy = next((launch.timed.energy for launch in launches if isinstance(launch.timed.energy, str)), None)
+    if energy is not None:
+        found |= {"energy_per_step": energy, "energy_per_sample": energy}
+    return found
 
 
 def _measurement(cell: Cell, key: Key, samples: Sequence[float], further: Mapping[str, object]) -> Measurement:

@@ -66,6 +66,8 @@ class RankTiming:
     ``shares`` those of a step's parts by their names, ``flops`` the floating-point operations of a step; all are None
     where there was no looking, ``communication`` also where no collective was seen, and ``flops`` where they could not.
     ``pipeline`` has the chunks of some steps of the warm-up, in order; it is empty where there is no pipeline.
+    ``devices`` are the UUIDs of the rank's GPUs, where torch tells them.
+    ``profiled`` are the names of the files that a profiled launch has written, ``problems`` what went wrong with them.
     """
 
     rank: int
@@ -77,6 +79,9 @@ class RankTiming:
     shares: dict[str, float] | None = None
     flops: int | None = None
     pipeline: tuple[tuple[Chunk, ...], ...] = ()
+    devices: tuple[str, ...] = ()
+    profiled: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -91,6 +96,7 @@ class RankTiming:
                 "warmup": _round(values["warmup"]),
                 "rounds": tuple(map(_round, values["rounds"])),
                 "pipeline": tuple(tuple(Chunk(**chunk) for chunk in step) for step in values["pipeline"]),
+                **{name: tuple(values[name]) for name in ("devices", "profiled", "problems")},
             }
         )
 

@@ -22,6 +22,7 @@ _SIZES: Final = {
         *((1024.0**power, f"{prefix}B") for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki"))),
         (1, "B"),
     ),
+    "J": ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")),
     "share": ((0.01, "%"),),
     "ratio": ((1.0, "×"),),
     "count": ((1.0, ""),),

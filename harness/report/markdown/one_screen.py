@@ -10,6 +10,7 @@ from harness.report.tables.cells import cell_table, counts_in_words, undeclared_
 from harness.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
 from harness.report.tables.grid import Grid, GridRow, grids
 from harness.report.tables.measured import NOT_EXAMINED, MeasuredCell, has_several_subjects, measured_cells
+from harness.report.tables.profiles import not_applicable, profile_files
 from harness.report.tables.run_summary import (
     SIMULATED,
     backend_in_words,
@@ -21,7 +22,7 @@ from harness.report.tables.run_summary import (
 )
 from harness.report.tables.support import IN_A_WORD, passed_of_tried
 from harness.report.text import between, compact, counted, in_words, markdown, markdown_code, shortened
-from harness.results.run import Run
+from harness.results.run import PROFILES, Run
 
 MOST_LINES = 40
 _WRONG = ("N", "X", "?")
@@ -29,6 +30,7 @@ _MOST_ROWS = 10
 _MOST_GROUPS = 3
 _MOST_SUBJECTS = 2
 _MOST_FIGURES = 4
+_MOST_REASONS = 2
 _MOST_NOTES = 2
 _LONGEST_MESSAGE = 300
 
@@ -126,6 +128,13 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
         yield f"- {markdown(name)}: {speed}; conformance: {markdown(cell.conformance.sentence)}"
     if len(timed) > _MOST_FIGURES:
         yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
+    for reason, names in list(not_applicable(timed).items())[:_MOST_REASONS]:
+        yield f"- not applicable: {markdown(', '.join(names))}, since {markdown(reason)}"
+    if profiled := [cell for cell in cells if cell.profile is not None]:
+        files = sum(len(profile_files(cell.profile)) for cell in profiled)
+        problems = sum(len(cell.profile.problems) for cell in profiled if cell.profile)
+        wrong = f"; {counted(problems, 'problem')}, see report.html" if problems else ""
+        yield f"- profiles of {counted(len(profiled), 'cell')}: {counted(files, 'file')} in `{PROFILES}/`{wrong}"
 
 
 def _reading_order(cell: MeasuredCell) -> tuple[bool, int, float]:

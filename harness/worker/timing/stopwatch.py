@@ -11,7 +11,7 @@ torch's profiler. The chunks of a pipeline are followed in the warm-up, from its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from harness.worker.timing.executed_flops import ExecutedFlops
 from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
 from harness.worker.timing.pipeline_chunks import PipelineChunks
 from harness.worker.timing.round_barrier import REPORT, RoundBarrier
+from harness.worker.timing.step_profile import StepProfile
 from harness.worker.timing.tensor_bytes import TensorBytes
 from harness.workloads import PerformanceWorkload, find
 
@@ -56,6 +57,9 @@ class Stopwatch(StepHooks):
         in_stages = assignment.cell.contract.micro_batches > 1
         self._chunks = PipelineChunks(self._clock.mark, type(workload)) if in_stages else None
         self._pipeline: tuple[tuple[Chunk, ...], ...] = ()
+        self._profile: StepProfile | None = None
+        if assignment.profile is not None:
+            self._profile = StepProfile(assignment.profile, assignment.rank, on_cuda=not self._on_cpu)
         self._memory: dict[str, int] = {}
         self._begun: Any = None
         self._forwards: list[Any] = []
@@ -119,6 +123,8 @@ class Stopwatch(StepHooks):
             self._begin_warmup()
         self._ended.append(self._clock.mark())
         self._waits_for_forward = True
+        if self._profile is not None:
+            self._profile.end_step()
         if self._chunks is not None and self._steps == 1:
             self._chunks.start()
         elif self._chunks is not None and not self._rounds:
@@ -158,6 +164,8 @@ class Stopwatch(StepHooks):
         if looked == 0:
             self._tensors.start()
             self._flops.start()
+        if self._profile is not None and len(self._rounds) == 1:
+            self._profile.start()
         if self._on_cpu:
             begin_on_core(self._rank + len(self._rounds))  # ranks that take turns begin on the same core
         self._clock.rest()
@@ -182,6 +190,9 @@ class Stopwatch(StepHooks):
             shares=self._collectives.shares_of(looked[-1].seconds) if looked else None,
             flops=self._flops.total if looked else None,
             pipeline=self._pipeline,
+            devices=_uuids(self._devices),
+            profiled=tuple(self._profile.files) if self._profile else (),
+            problems=tuple(self._profile.problems) if self._profile else (),
         )
         self._rounds = []
         self._barrier.report(timing.to_json())
@@ -191,6 +202,12 @@ def _index(batch: Any) -> Tensor | None:
     """Return the sample ids of a batch, None if it is none of the job's."""
     index = batch.get("index") if isinstance(batch, (dict, Mapping)) else None
     return index if isinstance(index, Tensor) else None
+
+
+def _uuids(devices: Sequence[torch.device]) -> tuple[str, ...]:
+    """Return how the driver calls these GPUs; nothing where torch does not tell it, as older versions do not."""
+    cuda = [torch.cuda.get_device_properties(device) for device in devices if device.type == "cuda"]
+    return tuple(dict.fromkeys(f"GPU-{one.uuid}" for one in cuda if hasattr(one, "uuid")))
 
 
 def _ids(samples: list[Tensor]) -> tuple[int, ...]:
