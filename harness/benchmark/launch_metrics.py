@@ -117,13 +117,12 @@ def _figures(launch: LaunchSample, devices: int, groups: Groups) -> Iterable[tup
     throughput = sum(_consumed(rounds, groups) for rounds in _rounds(timed)) / seconds
     steps = sorted(_steps(timed))
     middle = median(steps)
-    every = [one for rank in timed.ranks for one in rank.rounds]
     yield ("throughput", None), throughput
     yield ("throughput_per_gpu", None), throughput / devices
     yield ("step_p50", None), middle
     yield ("step_p95", None), float(np.quantile(steps, 0.95))
     yield ("step_first", None), max(rank.warmup.ended[0] - rank.warmup.begun for rank in timed.ranks)
-    yield ("data_wait", None), sum(one.waited for one in every) / sum(one.seconds for one in every)
+    yield ("data_wait", None), _data_wait(timed, groups)
     if not isinstance(timed.energy, str):
         yield ("energy_per_step", None), timed.energy / len(steps)
         yield ("energy_per_sample", None), timed.energy / (throughput * seconds)
@@ -162,6 +161,20 @@ def _work(launch: LaunchSample, devices: int, work: SampleWork | None, groups: G
         executed = [rank.flops for rank in timed.ranks if rank.flops is not None]
         if len(executed) == devices:
             yield ("hfu", None), sum(executed) * steps / seconds / devices / work.peak.flops
+
+
+def _data_wait(timed: LaunchTimings, groups: Groups) -> float:
+    """Return the share of the time in which ranks wait for a batch, of a group the rank that waits least.
+
+    The later stages of a pipeline wait for the stages before them, and not for data.
+    """
+    waits = {
+        rank.rank: sum(one.waited for one in rank.rounds) / sum(one.seconds for one in rank.rounds)
+        for rank in timed.ranks
+        if any(one.forwards for one in rank.rounds)
+    }
+    least = [min((waits[rank] for rank in group if rank in waits), default=0.0) for group in groups]
+    return sum(least) / len(least)
 
 
 def _rounds(timed: LaunchTimings) -> Iterable[tuple[Round, ...]]:

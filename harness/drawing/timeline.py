@@ -27,15 +27,15 @@ _STYLE = """
     --f: #7db4e6; --on-f: #10171f; --b: #8a5218; --b-line: #f6c48e; --w: #2c613c; --w-line: #a5dbb3; }
 }
 .timeline text { fill: var(--ink); }
-.timeline .axis text { fill: var(--soft); } .timeline .axis line { stroke: var(--line); }
+.timeline .scale text { fill: var(--soft); } .timeline .scale line { stroke: var(--line); }
 .timeline .paper { fill: var(--paper); } .timeline .wait { fill: var(--wait); }
 .timeline .box { stroke: var(--paper); stroke-width: .7; } .timeline rect.forward { fill: var(--f); }
 .timeline pattern .backward { fill: var(--b); stroke: var(--b-line); }
 .timeline pattern .weights { fill: var(--w); stroke: var(--w-line); }
 .timeline pattern rect { stroke-width: 0; }
-.timeline .number { font-size: 9px; text-anchor: middle; fill: var(--on); paint-order: stroke; stroke-width: 3px; }
-.timeline .number.forward { fill: var(--on-f); }
-.timeline .number.backward { stroke: var(--b); } .timeline .number.weights { stroke: var(--w); }
+.timeline .micro { font-size: 9px; text-anchor: middle; fill: var(--on); paint-order: stroke; stroke-width: 3px; }
+.timeline .micro.forward { fill: var(--on-f); }
+.timeline .micro.backward { stroke: var(--b); } .timeline .micro.weights { stroke: var(--w); }
 """
 
 
@@ -122,12 +122,12 @@ def _box(own: str, box: Box, scale: float) -> Iterator[str]:
     title = f"<title>{escape(box.title)}</title>" if box.title else ""
     yield f'<rect x="{left:.2f}" y="{top}" width="{width:.2f}" height="{ROW}" {_fill(own, box.kind)}>{title}</rect>'
     if width > LETTER * len(box.text) + 2:
-        yield f'<text class="number {box.kind}" x="{left + width / 2:.2f}" y="{top + 18}">{escape(box.text)}</text>'
+        yield f'<text class="micro {box.kind}" x="{left + width / 2:.2f}" y="{top + 18}">{escape(box.text)}</text>'
 
 
 def _axis(span: float, scale: float, top: float) -> Iterator[str]:
     left = MARGIN + LABEL
-    yield f'<g class="axis"><line x1="{left}" y1="{top - 14}" x2="{WIDTH - MARGIN}" y2="{top - 14}"/>'
+    yield f'<g class="scale"><line x1="{left}" y1="{top - 14}" x2="{WIDTH - MARGIN}" y2="{top - 14}"/>'
     for part in range(5):
         seconds = span * part / 4
         x, anchor = left + seconds * scale, ("start", "middle", "middle", "middle", "end")[part]

@@ -34,8 +34,8 @@ def pipeline_timelines(cells: Iterable[MeasuredCell]) -> Iterator[PipelineTimeli
         label = cell.configuration(several_subjects=several)
         sentence = _sentence(figure.timeline)
         if figure.value is not None:
-            sentence += f" The bubble is {in_words(figure.value, figure.unit)} of all ranks' time, over all launches."
-        yield PipelineTimeline(label, sentence, Markup(_drawn(f"{label}: one step", figure.timeline)))
+            sentence += f" The bubble is {in_words(figure.value, figure.unit)} of the ranks’ time, over all launches."
+        yield PipelineTimeline(label, sentence, Markup(_drawn(f"A step of the pipeline {label}", figure.timeline)))
 
 
 def _drawn(title: str, chunks: tuple[TimelineChunk, ...]) -> str:
@@ -66,7 +66,9 @@ def _sentence(chunks: tuple[TimelineChunk, ...]) -> str:
     for chunk in chunks:
         busy[chunk.rank] = busy.get(chunk.rank, 0.0) + chunk.end - chunk.begin
     span = max(chunk.end for chunk in chunks)
-    shares = ", ".join(f"rank {rank} {seconds / (span or 1.0):.0%}" for rank, seconds in sorted(busy.items()))
+    shares = ", ".join(
+        f"rank {rank} {in_words(seconds / (span or 1.0), 'share')}" for rank, seconds in sorted(busy.items())
+    )
     stages = len({chunk.stage for chunk in chunks})
     number = counted(1 + max(chunk.micro_batch for chunk in chunks), "micro-batch").replace("batchs", "batches")
     return f"{counted(stages, 'stage')}, {number}, {duration(span)}; computing: {shares}."
