@@ -43,7 +43,8 @@ class EnergyUse:
             return "this version of torch does not tell which device is which (its UUID)"
         if missing := sorted(used - self._joules.keys()):
             return f"{missing[0]} has no energy counter (NVML has one for Volta and newer, not for parts of a device)"
-        shortest = min(max(one.seconds for one in each) for each in zip(*(rank.rounds for rank in ranks), strict=True))
+        rounds = zip(*(rank.rounds for rank in ranks), strict=True)
+        shortest = min((max(one.seconds for one in each) for each in rounds), default=0.0)
         if shortest < LEAST_ROUND_S:
             return (
                 f"a round lasts {shortest:.2g} s, and a counter may move only every {COUNTER_PERIOD_S:g} s: "

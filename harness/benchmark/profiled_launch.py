@@ -19,19 +19,22 @@ from harness.results.run import PROFILES
 def profiled(pool: Pool, cell: Cell, new_folder: Callable[[], Path], settings: Settings) -> tuple[Profile, Path]:
     """Train ``cell`` once under torch's profiler; return what is there, and the folder that the files lie in.
 
-    The paths of the record are those in the run's folder. A launch that fails is a problem of the profile alone.
+    The record has paths within the run's folder. A launch that fails is a problem of the profile alone; what it
+    wrote before is kept.
     """
-    folder = new_folder()
+    folder, problems = new_folder(), []
     try:
         with closing(TimedLaunch.begin(pool, cell, new_folder(), settings, profile=folder)) as launch:
             launch.round()
-            ranks = launch.end().ranks
+            problems = [problem for rank in launch.end().ranks for problem in rank.problems]
     except TimedLaunchError as failed:
         shutil.rmtree(failed.folder, ignore_errors=True)
-        return Profile(problems=(f"the launch that was to be profiled failed: {failed.finding.message}"[:500],)), folder
+        problems = [_failed(failed.finding.message)]
     except LaunchError as error:
-        return Profile(problems=(f"the launch that was to be profiled failed: {error}"[:500],)), folder
-    return Profile(
-        files=tuple(f"{PROFILES}/{cell.id}/{name}" for rank in ranks for name in rank.profiled),
-        problems=tuple(problem for rank in ranks for problem in rank.problems),
-    ), folder
+        problems = [_failed(str(error))]
+    written = sorted(path.name for path in folder.glob("rank-*"))
+    return Profile(files=tuple(f"{PROFILES}/{cell.id}/{name}" for name in written), problems=tuple(problems)), folder
+
+
+def _failed(why: str) -> str:
+    return f"the launch that was to be profiled failed: {why}"[:500]

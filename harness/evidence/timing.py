@@ -67,7 +67,7 @@ class RankTiming:
     where there was no looking, ``communication`` also where no collective was seen, and ``flops`` where they could not.
     ``pipeline`` has the chunks of some steps of the warm-up, in order; it is empty where there is no pipeline.
     ``devices`` are the UUIDs of the rank's GPUs, where torch tells them.
-    ``profiled`` are the names of the files that a profiled launch has written, ``problems`` what went wrong with them.
+    ``problems`` say which files of a profiled launch could not be written.
     """
 
     rank: int
@@ -80,7 +80,6 @@ class RankTiming:
     flops: int | None = None
     pipeline: tuple[tuple[Chunk, ...], ...] = ()
     devices: tuple[str, ...] = ()
-    profiled: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +95,7 @@ class RankTiming:
                 "warmup": _round(values["warmup"]),
                 "rounds": tuple(map(_round, values["rounds"])),
                 "pipeline": tuple(tuple(Chunk(**chunk) for chunk in step) for step in values["pipeline"]),
-                **{name: tuple(values[name]) for name in ("devices", "profiled", "problems")},
+                **{name: tuple(values[name]) for name in ("devices", "problems")},
             }
         )
 

@@ -29,8 +29,9 @@ _WRONG = ("N", "X", "?")
 _MOST_ROWS = 10
 _MOST_GROUPS = 3
 _MOST_SUBJECTS = 2
-_MOST_FIGURES = 4
+_MOST_FIGURES = 3
 _MOST_REASONS = 2
+_LONGEST_REASON = 120
 _MOST_NOTES = 2
 _LONGEST_MESSAGE = 300
 
@@ -128,13 +129,20 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
         yield f"- {markdown(name)}: {speed}; conformance: {markdown(cell.conformance.sentence)}"
     if len(timed) > _MOST_FIGURES:
         yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
-    for reason, names in list(not_applicable(timed).items())[:_MOST_REASONS]:
-        yield f"- not applicable: {markdown(', '.join(names))}, since {markdown(reason)}"
-    if profiled := [cell for cell in cells if cell.profile is not None]:
-        files = sum(len(profile_files(cell.profile)) for cell in profiled)
-        problems = sum(len(cell.profile.problems) for cell in profiled if cell.profile)
-        wrong = f"; {counted(problems, 'problem')}, see report.html" if problems else ""
-        yield f"- profiles of {counted(len(profiled), 'cell')}: {counted(files, 'file')} in `{PROFILES}/`{wrong}"
+    if beside := "; ".join(_beside_figures(cells)):
+        yield f"- {beside}"
+
+
+def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
+    """Yield what does not apply, and how many files of profiled launches there are."""
+    for reason, names in list(not_applicable(cells).items())[:_MOST_REASONS]:
+        yield f"not applicable: {markdown(', '.join(names))}, since {markdown(shortened(reason, _LONGEST_REASON))}"
+    profiles = [cell.profile for cell in cells if cell.profile is not None]
+    if profiles:
+        files = counted(sum(len(profile_files(one)) for one in profiles), "file")
+        yield f"profiles of {counted(len(profiles), 'cell')}: {files} in `{PROFILES}/`"
+    if problems := sum(len(one.problems) for one in profiles):
+        yield f"{counted(problems, 'problem')} with these, see report.html"
 
 
 def _reading_order(cell: MeasuredCell) -> tuple[bool, int, float]:

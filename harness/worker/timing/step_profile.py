@@ -23,19 +23,16 @@ _MOST_ALLOCATIONS: Final = 20_000
 
 
 class StepProfile:
-    """Profiles ``PROFILED_STEPS`` steps from ``start`` on, and writes files named after ``rank`` into ``folder``.
-
-    ``files`` has the names of those that were written.
-    """
+    """Profiles ``PROFILED_STEPS`` steps from ``start`` on, and writes files named after ``rank`` into ``folder``."""
 
     def __init__(self, folder: str, rank: int, *, on_cuda: bool) -> None:
-        self.files: list[str] = []
         self.problems: list[str] = []
         self._folder = folder
         self._rank = rank
         self._on_cuda = on_cuda
         self._steps_left = 0
         self._profile: Any = None
+        self._step: Any = None
 
     def start(self) -> None:
         """Begin: the steps that follow are profiled."""
@@ -49,8 +46,8 @@ class StepProfile:
         if not self._steps_left:
             return
         self._steps_left -= 1
-        if self._profile is not None and self._steps_left:
-            self._attempt("trace", self._profile.step)
+        if self._profile is not None:
+            self._attempt("trace", self._next_step)
         if self._steps_left:
             return
         if self._profile is not None:
@@ -65,6 +62,15 @@ class StepProfile:
         profile = torch.profiler.profile(activities=activities, record_shapes=True, profile_memory=True)
         profile.start()
         self._profile = profile
+        self._next_step()
+
+    def _next_step(self) -> None:
+        """Show where in the trace a step ends, and the next one begins."""
+        if self._step is not None:
+            self._step.__exit__(None, None, None)
+        if self._steps_left:
+            self._step = torch.profiler.record_function(f"step {PROFILED_STEPS - self._steps_left}")
+            self._step.__enter__()
 
     def _follow_memory(self) -> None:
         torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
@@ -75,12 +81,13 @@ class StepProfile:
 
     def _write(self, name: str, write: Callable[[str], None]) -> None:
         path = os.path.join(self._folder, f"rank-{self._rank}.{name}")
-        write(path)
-        size = os.path.getsize(path)
+        unfinished = os.path.join(self._folder, f".rank-{self._rank}.{name}")
+        write(unfinished)
+        size = os.path.getsize(unfinished)
         if size > MOST_BYTES:
-            os.remove(path)
+            os.remove(unfinished)
             raise ValueError(f"it has {size >> 20} MiB, and at most {MOST_BYTES >> 20} MiB are kept")
-        self.files.append(os.path.basename(path))
+        os.replace(unfinished, path)
 
     def _attempt(self, what: str, do: Callable[[], None]) -> None:
         try:

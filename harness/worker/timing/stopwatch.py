@@ -191,7 +191,6 @@ class Stopwatch(StepHooks):
             flops=self._flops.total if looked else None,
             pipeline=self._pipeline,
             devices=_uuids(self._devices),
-            profiled=tuple(self._profile.files) if self._profile else (),
             problems=tuple(self._profile.problems) if self._profile else (),
         )
         self._rounds = []
