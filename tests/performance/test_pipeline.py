@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
+from harness.benchmark.launch_metrics import LaunchSample, samples_of
 from harness.benchmark.pipeline_timeline import bubble, timeline
-from harness.benchmark.timed_launch import LaunchTimings
+from harness.benchmark.timed_launch import LaunchTimings, TimedLaunch
+from harness.core.cell import Cell
+from harness.core.topology import Topology
 from harness.evidence.timing import BACKWARD, FORWARD, WEIGHTS, Chunk, RankTiming, Round
+from harness.launch.settings import Settings
 from harness.worker.timing.pipeline_chunks import PipelineChunks
 
 NOTHING = Round(0.0, (0.0,), (1.0,), ())
@@ -114,3 +121,34 @@ def test_stages_are_counted_in_the_order_of_the_model_over_ranks():
     )
     drawn = timeline(turning, [[0, 1]])
     assert [(one.rank, one.stage, one.begin) for one in drawn] == [(0, 0, 0.0), (0, 3, 3.0), (1, 2, 2.0), (1, 1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("subject", "file", "backend", "kinds"),
+    [
+        ("torch", "torch", "pp", [FORWARD, BACKWARD]),
+        ("torch-interleaved-1f1b", "torch-schedules", "pp", [FORWARD, BACKWARD]),
+        ("torch-zbv-zero-bubble", "torch-schedules", "pp", [FORWARD, BACKWARD, WEIGHTS]),
+        ("reference", "reference", "balanced", [FORWARD, BACKWARD]),
+    ],
+)
+def test_real_pipelines_are_measured_and_followed(warm_pool, tmp_path, subject, file, backend, kinds):
+    cell = Cell(subject, "perf-resnet", backend, Topology(1, 2), "32", "cpu")
+    with closing(TimedLaunch.begin(warm_pool(file), cell, tmp_path, Settings(600.0))) as launch:
+        for _ in range(4):
+            launch.round()
+        launch.profile()
+        told = launch.end()
+    groups = cell.contract.replicas(cell.topology)
+    found = samples_of([LaunchSample(told)], 2, replicas=groups)
+    assert 0 <= found["pipeline_bubble", None][0] < 1
+    drawn = timeline(told, groups)
+    stages = {chunk.stage for chunk in drawn}
+    assert stages == set(range(len(stages)))
+    for kind in (FORWARD, BACKWARD):
+        seen = {(one.stage, one.micro_batch) for one in drawn if one.kind == kind}
+        assert seen == {(stage, number) for stage in stages for number in range(cell.contract.micro_batches)}
+    assert {one.kind for one in drawn} == set(kinds)
+    for rank in (0, 1):  # a rank computes one thing at a time
+        own = sorted((one.begin, one.end) for one in drawn if one.rank == rank)
+        assert all(before[1] <= after[0] for before, after in pairwise(own))
