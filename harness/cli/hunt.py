@@ -82,7 +82,7 @@ def _search(search: Search, corpus: Corpus, options: argparse.Namespace) -> int:
         print(
             f"\n{counts['drawn']} problems drawn: {counts['trained']} trained and judged, {counts['failed']} failed, "
             f"{counts['unfit']} not fit for judging, {counts['refused']} that the subject does not train, "
-            f"{counts['vacuous']} that could show nothing; "
+            f"{counts['vacuous']} right with a check that could show nothing; "
             f"{counts['causes']} new causes"
         )
     return int(counts["causes"] > 0)

@@ -33,7 +33,7 @@ DRAWN_TOGETHER = 200
 
 SETTINGS = Settings(time_limit=60.0)
 
-VACUOUS = "vacuous"
+VACUOUS, NEVER_STEPPED = "vacuous", "never-stepped"
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class Search:
         cells: those to draw from; their workload is a placeholder.
         folder: for problems and traces, while they are needed.
         known: causes that are passed over; each that is found is added.
-        counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, ``vacuous``, ``trained``
-            and ``failed``; new ``causes``; ``rounds``.
+        counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, or ``trained``; of these
+            ``failed``, or right as far as can be seen, with a check that was ``vacuous``; new ``causes``; ``rounds``.
     """
 
     pool: Pool
@@ -140,10 +140,15 @@ class Search:
         finally:
             shutil.rmtree(trace, ignore_errors=True)
             WORKLOADS.pop(cell.workload, None)
-        if any(one.outcome is Outcome.ERRORED and one.message.startswith(VACUOUS) for one in findings):
-            self.counts["vacuous"] += 1
-            return None
         self.counts["trained"] += 1
-        bad = [one for one in findings if one.outcome.is_bad]
+        telling = [one for one in findings if not _is_vacuous(one)]
+        bad = [one for one in telling if one.outcome.is_bad]
         self.counts["failed"] += bool(bad)
+        self.counts["vacuous"] += not bad and len(telling) < len(findings)
         return Failure(drawn, bad[0]) if bad else None
+
+
+def _is_vacuous(finding: Finding) -> bool:
+    """Say whether a check could have shown nothing on this problem. Others may, and a trainer that never steps does."""
+    is_vacuous = finding.outcome is Outcome.ERRORED and finding.message.startswith(VACUOUS)
+    return is_vacuous and finding.cause != NEVER_STEPPED

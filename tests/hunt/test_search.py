@@ -96,3 +96,27 @@ def test_what_cannot_be_meant_is_a_sentence(words, said, capsys):
         code = ended.code
     assert code in (USAGE, 2)
     assert said in capsys.readouterr().err
+
+
+NEVER_STEPS = """
+import torch
+from harness import subject
+from torch.utils.data import DataLoader, DistributedSampler
+
+@subject(name="never-steps", backends=["ddp"], precisions=["32"], capabilities=["accumulation"])
+def train(job):
+    torch.distributed.init_process_group(job.comm)
+    model = torch.nn.parallel.DistributedDataParallel(job.model())
+    job.optimizer(model.parameters())
+    for batch in DataLoader(job.dataset, job.batch_size, sampler=DistributedSampler(job.dataset, shuffle=False)):
+        job.loss(model(batch), batch).backward()
+    torch.distributed.destroy_process_group()
+"""
+
+
+def test_ranks_that_never_step_are_told_so_and_not_that_each_trained_alone(tmp_path):
+    (tmp_path / "never_steps.py").write_text(NEVER_STEPS)
+    search = started(str(tmp_path / "never_steps.py"), 2, tmp_path)
+    with closing(search.pool):
+        failure = search.train(Drawn(Recipe(accumulate=2), search.cells[0]))
+    assert failure.finding.cause == "never-stepped"
