@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.planning.declaration import Declaration
-from harness.workloads.generated import INPUTS, LAYERS, LOSSES, OPTIMIZERS, RETURNS, SCHEDULES, Recipe
+from harness.workloads.generated import INPUTS, LABELS, LAYERS, LOSSES, OPTIMIZERS, RETURNS, SCHEDULES, TEXT, Recipe
 
 MOST_LAYERS = 5
 WIDTHS = (1, 3, 5, 8)
@@ -39,7 +39,8 @@ class Drawn:
 def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[Cell]) -> Drawn:
     """Draw one of ``cells`` and a recipe that needs nothing beyond what is declared for its backend."""
     cell = draw(st.sampled_from(list(cells)))
-    recipe = draw(recipes(declared_for(cell.subject, cell.backend, declared).capabilities))
+    subject = declared_for(cell.subject, cell.backend, declared)
+    recipe = draw(recipes(subject.capabilities, own_loss=subject.behavior.own_loss))
     if "batchnorm" in recipe.layers:  # it raises where a device has one sample
         least = 2 * cell.topology.devices * cell.contract.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
@@ -47,12 +48,16 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
 
 
 @st.composite
-def recipes(draw: st.DrawFn, capabilities: frozenset[str]) -> Recipe:
-    """Draw a recipe. Shrunk, it is a linear layer with a mean loss and SGD, on one batch of few samples."""
-    inputs = draw(st.sampled_from(_allowed(INPUTS, capabilities)))
+def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = False) -> Recipe:
+    """Draw a recipe. Shrunk, it is a linear layer with a mean loss and SGD, on one batch of few samples.
+
+    A trainer with an ``own_loss`` can be asked for the next tokens of texts alone.
+    """
+    inputs = TEXT if own_loss else draw(st.sampled_from(_allowed(INPUTS, capabilities)))
     sparse = inputs == "sparse-tokens"
     tokens = inputs in ("tokens", "sparse-tokens")
-    loss = draw(st.sampled_from([one for one in LOSSES if tokens or one != "token-mean"]))
+    losses = [LABELS] if own_loss else [one for one in LOSSES if tokens or one != "token-mean"]
+    loss = draw(st.sampled_from(losses))
     optimizer = draw(st.sampled_from(["sgd"] if sparse else _allowed(OPTIMIZERS, capabilities)))
     recipe = Recipe(
         inputs=inputs,

@@ -39,12 +39,32 @@ def train(job):
 
 def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
     (tmp_path / "forgets.py").write_text(WRONG)
-    search = started(str(tmp_path / "forgets.py"), 1, tmp_path)
+    (search,) = started(str(tmp_path / "forgets.py"), 1, tmp_path)
     with closing(search.pool):
         search.until = math.inf
         found = search.round(0)
     assert found.cause == "steps: short-last-window-dropped"
     assert found.drawn.recipe == Recipe(accumulate=2, steps_per_epoch=3)
+
+
+TWO = """
+from harness import subject
+
+@subject(name="one", backends=["none"], precisions=["32"])
+def one(job): ...
+
+@subject(name="own-loss", backends=["none"], precisions=["32"], loss="labels")
+def another(job): ...
+"""
+
+
+def test_of_several_subjects_each_is_searched_and_has_a_folder(tmp_path, capsys):
+    (tmp_path / "two.py").write_text(TWO)
+    words = ["--subject", str(tmp_path / "two.py"), "--minutes", "0.0001", "--folder", str(tmp_path / "found")]
+    assert main(["hunt", *words]) == 0
+    assert "one" in (said := capsys.readouterr().out)
+    assert "own-loss" in said
+    assert sorted(folder.name for folder in (tmp_path / "found").iterdir()) == ["one", "own-loss"]
 
 
 @pytest.fixture
@@ -116,7 +136,7 @@ def train(job):
 
 def test_ranks_that_never_step_are_told_so_and_not_that_each_trained_alone(tmp_path):
     (tmp_path / "never_steps.py").write_text(NEVER_STEPS)
-    search = started(str(tmp_path / "never_steps.py"), 2, tmp_path)
+    (search,) = started(str(tmp_path / "never_steps.py"), 2, tmp_path)
     with closing(search.pool):
         failure = search.train(Drawn(Recipe(accumulate=2), search.cells[0]))
     assert failure.finding.cause == "never-stepped"
