@@ -61,7 +61,7 @@ def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = F
     optimizer = draw(st.sampled_from(["sgd"] if sparse else _allowed(OPTIMIZERS, capabilities)))
     recipe = Recipe(
         inputs=inputs,
-        layers=tuple(draw(st.lists(_layers(capabilities), max_size=MOST_LAYERS))),
+        layers=tuple(draw(st.lists(_layers(capabilities, own_loss), max_size=MOST_LAYERS))),
         loss=loss,
         optimizer=optimizer,
         schedule=draw(st.sampled_from(SCHEDULES)) if "scheduler" in capabilities else "none",
@@ -84,9 +84,14 @@ def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = F
     return replace(recipe, interrupt_after=draw(st.sampled_from([None, *range(1, recipe.steps)])))
 
 
-def _layers(capabilities: frozenset[str]) -> st.SearchStrategy[str]:
+def _layers(capabilities: frozenset[str], own_loss: bool) -> st.SearchStrategy[str]:
+    """Return the layers to draw from.
+
+    No batch's statistics with an own loss: each rank has its own, and a loss over the labels of all ranks is then
+    neither what one device computes nor a mean over ranks.
+    """
     words = []
-    for kind in _allowed(LAYERS, capabilities):
+    for kind in _allowed((kind for kind in LAYERS if not (own_loss and kind == "batchnorm")), capabilities):
         words += [f"linear-{width}" for width in WIDTHS] if kind == "linear" else [kind]
     return st.sampled_from(words)
 

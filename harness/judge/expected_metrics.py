@@ -17,7 +17,7 @@ import torch
 
 from harness.evidence.trace import Evaluation, Tensors
 from harness.judge.oracle.epochs import Position
-from harness.judge.oracle.layout import Layout, samples, shuffled
+from harness.judge.oracle.layout import Layout, draws, samples, shuffled
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit, within_a_rounding
 from harness.judge.oracle.oracle import Oracle
 from harness.judge.positions import position_of, rank_layout
@@ -126,11 +126,12 @@ class LossTable:
         self.analysis.load_step(self.oracle, first)
         try:
             if name == TRAINING:
-                group = self._layouts[0][0][0]
-                ((together,),) = self.oracle.losses(((group,),))
-                (each,) = self.oracle.losses((tuple(((i,),) for share in group for i in share),))
+                # All samples of the step: the few of one rank may well weigh alike.
+                everybody = draws(self._layouts[0])
+                ((together,),) = self.oracle.losses((((tuple(everybody),),),))
+                (each,) = self.oracle.losses((tuple(((i,),) for i in everybody),))
             else:
-                buffers, everybody = first.ranks[0].buffers, range(len(self.held_out))
+                buffers, everybody = first.ranks[0].buffers, list(range(len(self.held_out)))
                 together, *each = (
                     self.oracle.evaluation_loss(self.held_out, chosen, buffers, training=False)
                     for chosen in (everybody, *([i] for i in everybody))

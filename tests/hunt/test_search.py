@@ -118,25 +118,56 @@ def test_what_cannot_be_meant_is_a_sentence(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-NEVER_STEPS = """
+WRONG_ON_RANKS = """
 import torch
 from harness import subject
 from torch.utils.data import DataLoader, DistributedSampler
 
-@subject(name="never-steps", backends=["ddp"], precisions=["32"], capabilities=["accumulation"])
-def train(job):
+def batches(job):
     torch.distributed.init_process_group(job.comm)
-    model = torch.nn.parallel.DistributedDataParallel(job.model())
-    job.optimizer(model.parameters())
-    for batch in DataLoader(job.dataset, job.batch_size, sampler=DistributedSampler(job.dataset, shuffle=False)):
-        job.loss(model(batch), batch).backward()
+    yield from DataLoader(job.dataset, job.batch_size, sampler=DistributedSampler(job.dataset, shuffle=False))
     torch.distributed.destroy_process_group()
+
+@subject(name="never-steps", backends=["ddp"], precisions=["32"], capabilities=["accumulation"])
+def never_steps(job):
+    model = job.model()
+    job.optimizer(model.parameters())
+    for batch in batches(job):
+        job.loss(model(batch), batch).backward()
+
+@subject(name="reports-tokens", backends=["ddp"], precisions=["32"])
+def reports_tokens(job, mistake=False):
+    # Right: the mean loss of the tokens of all ranks is no mean over samples.
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    for batch in batches(job):
+        optimizer.zero_grad()
+        loss = job.loss(model(batch), batch)
+        loss.backward()
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= job.world_size
+            parameter.grad = parameter.grad.roll(int(mistake), 0)
+        optimizer.step()
+        count = batch["real"].sum()
+        sums = torch.stack([loss.detach() * count, count])
+        torch.distributed.all_reduce(sums)
+        job.log("loss", (sums[0] / sums[1]).item())
+
+@subject(name="rolls", backends=["ddp"], precisions=["32"])
+def rolls(job):
+    reports_tokens(job, mistake=True)
 """
 
 
-def test_ranks_that_never_step_are_told_so_and_not_that_each_trained_alone(tmp_path):
-    (tmp_path / "never_steps.py").write_text(NEVER_STEPS)
-    (search,) = started(str(tmp_path / "never_steps.py"), 2, tmp_path)
-    with closing(search.pool):
-        failure = search.train(Drawn(Recipe(accumulate=2), search.cells[0]))
-    assert failure.finding.cause == "never-stepped"
+def test_what_is_wrong_on_ranks_is_named_and_what_is_right_is_not(tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG_ON_RANKS)
+    never_steps, reports_tokens, rolls = started(str(tmp_path / "wrong.py"), 2, tmp_path)
+    with closing(never_steps.pool):
+        failure = never_steps.train(Drawn(Recipe(accumulate=2), never_steps.cells[0]))
+        assert failure.finding.cause == "never-stepped"  # and not that each trained alone
+        over_tokens = Recipe(inputs="tokens", layers=("batchnorm",), loss="token-mean")
+        failure = rolls.train(Drawn(over_tokens, rolls.cells[0]))
+        assert failure.cause == "gradients: coupled-otherwise"  # and not that the check raised
+        of_one_length_on_a_rank = Recipe(inputs="text", loss="labels", seed=3)
+        assert reports_tokens.train(Drawn(of_one_length_on_a_rank, reports_tokens.cells[0])) is None
