@@ -118,7 +118,7 @@ def test_what_cannot_be_meant_is_a_sentence(words, said, capsys):
     assert said in capsys.readouterr().err
 
 
-WRONG_ON_RANKS = """
+SEVERAL = """
 import torch
 from harness import subject
 from torch.utils.data import DataLoader, DistributedSampler
@@ -157,12 +157,20 @@ def reports_tokens(job, mistake=False):
 @subject(name="rolls", backends=["ddp"], precisions=["32"])
 def rolls(job):
     reports_tokens(job, mistake=True)
+
+@subject(name="casts", backends=["none"], precisions=["64"], capabilities=["accumulation"])
+def casts(job):
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    for batch in DataLoader(job.dataset, job.batch_size):
+        (job.loss(model(batch).float(), batch) / job.accumulate).backward()
+    optimizer.step()
 """
 
 
-def test_what_is_wrong_on_ranks_is_named_and_what_is_right_is_not(tmp_path):
-    (tmp_path / "wrong.py").write_text(WRONG_ON_RANKS)
-    never_steps, reports_tokens, rolls = started(str(tmp_path / "wrong.py"), 2, tmp_path)
+def test_what_is_wrong_is_named_and_what_is_right_is_not(tmp_path):
+    (tmp_path / "wrong.py").write_text(SEVERAL)
+    never_steps, reports_tokens, rolls, casts = started(str(tmp_path / "wrong.py"), 2, tmp_path)
     with closing(never_steps.pool):
         failure = never_steps.train(Drawn(Recipe(accumulate=2), never_steps.cells[0]))
         assert failure.finding.cause == "never-stepped"  # and not that each trained alone
@@ -171,3 +179,5 @@ def test_what_is_wrong_on_ranks_is_named_and_what_is_right_is_not(tmp_path):
         assert failure.cause == "gradients: coupled-otherwise"  # and not that the check raised
         of_one_length_on_a_rank = Recipe(inputs="text", loss="labels", seed=3)
         assert reports_tokens.train(Drawn(of_one_length_on_a_rank, reports_tokens.cells[0])) is None
+        failure = casts.train(Drawn(Recipe(accumulate=3, steps_per_epoch=3), casts.cells[0]))
+        assert failure.cause == "gradients: computed-in-lower-precision"
