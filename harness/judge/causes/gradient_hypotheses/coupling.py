@@ -144,7 +144,8 @@ def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]
     def forward_of(layer: Any) -> Any:
         def forward(x: Tensor) -> Tensor:
             shape = [1, -1, *[1] * (x.dim() - 2)]
-            normal: Tensor = how(x, layer.eps, sizes)
+            rows = len(x) // sum(sizes)  # of each sample: one for each token, if tokens are normalised as samples are
+            normal: Tensor = how(x, layer.eps, [rows * size for size in sizes])
             return normal * layer.weight.view(shape) + layer.bias.view(shape) if layer.affine else normal
 
         return forward
