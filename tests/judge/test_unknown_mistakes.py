@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from harness.core.cell import Cell
+from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.oracle.oracle import Oracle, mean_gradient
 from harness.workloads import WORKLOADS
+from harness.workloads.generated import Generated, Recipe
 
 UNEXPLAINED = ("unexplained",)
 
@@ -225,3 +227,14 @@ def test_a_second_mistake_in_the_update_stands_beside_the_first(simulation):
     assert [(one.check, one.cause) for one in found if one.consequence_of is None] == [
         ("gradients", "summed-over-ranks"), ("update", "scaled-update")
     ]  # fmt: skip
+
+
+def test_a_batchnorm_over_tokens_does_not_keep_other_causes_from_being_tried(simulation):
+    workload = type("Tokens", (Generated,), {
+        "name": "tokens", "recipe": Recipe(inputs="tokens", layers=("batchnorm",), steps_per_epoch=3, shuffle=True)
+    })()  # fmt: skip
+    cell = Cell("somebody", "tokens", "ddp", Topology(1, 2), "64", "cpu")
+    found = simulation.judge(trained(SummedAndSteppedTooFar(cell), workload, cell), workload, cell)
+    assert found["gradients"].cause == "summed-over-ranks", found["gradients"].message
+    found = simulation.judge(trained(EntriesDropped(cell), workload, cell), workload, cell)
+    assert found["gradients"].outcome is Outcome.FAILED, found["gradients"].message

@@ -7,7 +7,7 @@ import torch
 from harness.core.finding import Finding
 from harness.evidence.trace import Step
 from harness.judge.findings import failed, passed
-from harness.judge.trace_analysis import TraceAnalysis
+from harness.judge.trace_analysis import TraceAnalysis, same
 
 
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
@@ -43,7 +43,8 @@ def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
 
 def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
     """Return the cause, what was observed and the parameter, where a skipped step is not as it should be."""
-    moved = [name for name in step.after if not torch.equal(step.before[name], step.after[name])]
+    # A weight that was NaN before and is NaN now did not move.
+    moved = [name for name, after in step.after.items() if not same({name: step.before[name]}, {name: after})]
     if moved:
         return "moved-when-skipped", f"{len(moved)} of {len(step.after)} parameters changed", moved[0]
     if step.gradients and all(bool(torch.isfinite(gradient).all()) for gradient in step.gradients.values()):
