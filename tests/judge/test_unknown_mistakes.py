@@ -16,7 +16,7 @@ from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.oracle import Oracle, mean_gradient
+from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 from harness.workloads import WORKLOADS, Columns
 from harness.workloads.generated import Generated, Recipe
 
@@ -143,6 +143,10 @@ class HalfInBfloat16(Mistake):
         return rough.gradient((((share,),),))
 
 
+class StoodStill(Mistake):
+    times = 0
+
+
 class SummedAndSteppedTooFar(Mistake):
     times = 1.5
 
@@ -155,6 +159,20 @@ class OneLayerTimes(Mistake):
 
     def handed(self, rank, owns, step):
         return {n: v * (self.factor if n.startswith("layers.2") else 1) for n, v in self.mean(owns).items()}
+
+
+class OneLayerTimesBeforeClipping(OneLayerTimes):
+    workload = "clipping"
+
+    def own(self, oracle, rank, share, step):
+        return mean_gradient(oracle.group_gradients((((share,),),)))
+
+    def handed(self, rank, owns, step):
+        return clipped(super().handed(rank, owns, step), WORKLOADS[self.workload].clip_norm)
+
+
+class OneLayerZeroedBeforeClipping(OneLayerTimesBeforeClipping):
+    factor = 0.0
 
 
 class OneLayerLate(StaleAtEverySecondStep):
@@ -254,6 +272,8 @@ class ScaledAtSomeSteps(Mistake):
 
 PARTIAL = {
     OneLayerTimes: "some-tensors-multiplied",
+    OneLayerTimesBeforeClipping: "some-tensors-multiplied",
+    OneLayerZeroedBeforeClipping: "some-zero",
     OneLayerLate: "some-parameters-one-step-late",
     OneRankLate: "some-ranks-one-step-late",
     LayersExchanged: "parameters-exchanged",

@@ -54,7 +54,8 @@ def factor_between(right: Tensors, observed: Tensors, default: float = 1.0) -> f
 def common_factor(right: Tensors, observed: Tensors) -> float:
     """Return the number by which most tensors of ``right`` come nearest to the observed ones: 1 where all are zero."""
     factors = [factor_between({name: value}, observed) for name, value in right.items() if norm(value)]
-    return statistics.median(factors) if factors else 1.0
+    # One that a tensor has: where half of the tensors have another one, nothing has the mean of both.
+    return statistics.median_low(factors) if factors else 1.0
 
 
 def fit_weights(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> list[float] | None:
