@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Iterable
 from typing import Final
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -97,6 +98,13 @@ def compact(number: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Return for example ``1 cell``, ``3 cells``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def listed(names: Iterable[str], most: int) -> str:
+    """Return the first ``most`` names and how many there are beyond: ``a, b, c and 4 more``."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
 
 
 def in_words(value: float, unit: str) -> str:

@@ -1,4 +1,4 @@
-"""``report.md``: a run on one screen, for the summary of a CI job: verdict, table, failures, speed."""
+"""``report.md``: a run on one screen, for the summary of a CI job: verdict, what went wrong, table, speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from harness.results.run import PROFILES, Run
 MOST_LINES = 40
 _WRONG = ("N", "X", "?")
 _MOST_ROWS = 10
-_MOST_GROUPS = 3
 _MOST_SUBJECTS = 2
 _MOST_FIGURES = 3
 _MOST_REASONS = 2
@@ -42,7 +41,9 @@ def one_screen(run: Run) -> str:
     verdict = verdict_of(run, cells)
     found = facts(run)
     lines = [f"# {markdown(verdict.sentence)}", ""]
-    lines += [f"{markdown(verdict.detail)}  "] if verdict.detail else []
+    groups = failures(run)
+    # Of a run that went wrong, the detail is its first cause, which is told below.
+    lines += [f"{markdown(verdict.detail)}  "] if verdict.detail and not groups else []
     lines += [f"**{markdown(missing)}**  "] if (missing := what_is_missing(run, cells)) else []
     lines += [f"{markdown(note)}  " for note in notes(run)[:_MOST_NOTES]]
     by = computed_by(run)
@@ -50,10 +51,9 @@ def one_screen(run: Run) -> str:
     if undeclared := unsupported(run, cells):
         lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
     lines.append(f"Run {markdown_code(found['run'])}: {markdown_code(shortened(found.get('command', ''), 200))}")
-    lines += _support(grids(run))
-    lines += _wrong(failures(run), subject_causes(run))
-    lines += _speed(measured_cells(run), simulated=SIMULATED in by)
-    return "\n".join(lines) + "\n"
+    below = [*_support(grids(run)), *_speed(measured_cells(run), simulated=SIMULATED in by)]
+    lines += _wrong(groups, subject_causes(run), room=MOST_LINES - len(lines) - len(below))
+    return "\n".join([*lines, *below]) + "\n"
 
 
 def _support(subjects: Sequence[Grid]) -> Iterator[str]:
@@ -85,24 +85,26 @@ def _mark_and_share(row: GridRow) -> str:
     return f"{row.mark} {passed}/{tried}"
 
 
-def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses]) -> Iterator[str]:
+def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *, room: int) -> Iterator[str]:
+    """Yield a line for each cause, the first with its command, in at most ``room`` lines."""
     if not groups:
         return
     yield ""
     yield "## What went wrong"
     yield ""
-    for summary in subjects[:_MOST_SUBJECTS]:
+    divided = [summary for summary in subjects if summary.others][:_MOST_SUBJECTS]
+    for summary in divided:
         yield f"- {markdown(' '.join(summary.sentences))}"
-    shown = _MOST_GROUPS - len(subjects[:_MOST_SUBJECTS])  # a group takes two lines
+    shown = room - 3 - len(divided) - 2  # the heading, the command, and how many more there are
     several = len({group.subject for group in groups}) > 1
-    for group in groups[:shown]:
+    for place, group in enumerate(groups[:shown]):
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
         error = "" if finding.error_x_noise is None else f", {compact(finding.error_x_noise)} × noise"
         message = markdown(shortened(message_of(finding), _LONGEST_MESSAGE))
         of = f" of {markdown(group.subject)}" if several else ""
         yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{of}{error}: {message}"
-        if finding.reproduce:
+        if finding.reproduce and not place:
             yield f"  - {markdown_code(finding.reproduce)}"
     if len(groups) > shown:
         yield f"- … and {len(groups) - shown} more causes, in report.html"
