@@ -23,6 +23,11 @@ _SIZES: Final = {
         *((1024.0**power, f"{prefix}B") for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki"))),
         (1, "B"),
     ),
+    "J": ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")),
+    "FLOP/s": (
+        *((10.0**power, f"{prefix}FLOP/s") for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"))),
+        (1.0, "FLOP/s"),
+    ),
     "share": ((0.01, "%"),),
     "ratio": ((1.0, "×"),),
     "count": ((1.0, ""),),

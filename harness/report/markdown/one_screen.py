@@ -10,6 +10,7 @@ from harness.report.tables.cells import cell_table, counts_in_words, undeclared_
 from harness.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
 from harness.report.tables.grid import Grid, GridRow, grids
 from harness.report.tables.measured import NOT_EXAMINED, MeasuredCell, has_several_subjects, measured_cells
+from harness.report.tables.profiles import not_applicable, profile_files
 from harness.report.tables.run_summary import (
     SIMULATED,
     backend_in_words,
@@ -21,13 +22,15 @@ from harness.report.tables.run_summary import (
 )
 from harness.report.tables.support import IN_A_WORD, passed_of_tried
 from harness.report.text import between, compact, counted, in_words, markdown, markdown_code, shortened
-from harness.results.run import Run
+from harness.results.run import PROFILES, Run
 
 MOST_LINES = 40
 _WRONG = ("N", "X", "?")
 _MOST_ROWS = 10
 _MOST_SUBJECTS = 2
-_MOST_FIGURES = 4
+_MOST_FIGURES = 3
+_MOST_REASONS = 2
+_LONGEST_REASON = 120
 _MOST_NOTES = 2
 _LONGEST_MESSAGE = 300
 
@@ -128,6 +131,20 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
         yield f"- {markdown(name)}: {speed}; conformance: {markdown(cell.conformance.sentence)}"
     if len(timed) > _MOST_FIGURES:
         yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
+    if beside := "; ".join(_beside_figures(cells)):
+        yield f"- {beside}"
+
+
+def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
+    """Yield what does not apply, and how many files of profiled launches there are."""
+    for reason, names in list(not_applicable(cells).items())[:_MOST_REASONS]:
+        yield f"not applicable: {markdown(', '.join(names))}, since {markdown(shortened(reason, _LONGEST_REASON))}"
+    profiles = [cell.profile for cell in cells if cell.profile is not None]
+    if profiles:
+        files = counted(sum(len(profile_files(one)) for one in profiles), "file")
+        yield f"profiles of {counted(len(profiles), 'cell')}: {files} in `{PROFILES}/`"
+    if problems := sum(len(one.problems) for one in profiles):
+        yield f"{counted(problems, 'problem')} with these, see report.html"
 
 
 def _reading_order(cell: MeasuredCell) -> tuple[bool, int, float]:
