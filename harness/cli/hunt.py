@@ -7,16 +7,18 @@ import math
 import sys
 import tempfile
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.cli.complain import complain
 from harness.core.errors import PlanError
 from harness.core.exit_codes import TROUBLE, USAGE
+from harness.subjects.locator import parse_subject
 
 if TYPE_CHECKING:
     from harness.hunt.corpus import Corpus
-    from harness.hunt.search import Search
+    from harness.hunt.search import Failure, Search
 
 
 def add_to(commands: Any) -> None:
@@ -32,15 +34,20 @@ def add_to(commands: Any) -> None:
         metavar="DIR",
         help="corpus of failures (default: reports/hunt/SUBJECT); of several subjects each has a folder in it",
     )
-    command.add_argument("--again", action="store_true", help="draw nothing: train the corpus' problems once more")
+    command.add_argument(
+        "--again",
+        action="store_true",
+        help="draw nothing: train the corpus' problems once more, and write their pages again",
+    )
     command.set_defaults(do=hunt)
 
 
 def hunt(options: argparse.Namespace) -> int:
     """Draw training problems, train them on one of the subject's cells each, and judge them. Shrink what fails.
 
-    A failure is shrunk to the plainest problem that fails with the same cause, and written to the corpus, a file each
-    that ``--workload`` takes. Causes that are in the corpus, or expected of the subject, are not searched again.
+    A failure is shrunk to the plainest problem that fails with the same cause, and written to the corpus: a file that
+    ``--workload`` takes, a program without Plumbline, which is run, and a page about both. Causes that are in the
+    corpus, or expected of the subject, are not searched again.
 
     Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid usage.
     """
@@ -70,21 +77,41 @@ def _one(search: Search, of: int, options: argparse.Namespace) -> int:
 
     name = search.declared[0].name
     folder = options.folder or Path("reports", "hunt")
-    corpus = Corpus(folder if options.folder and of == 1 else folder / name)
+    tell = _Teller(search, Corpus(folder if options.folder and of == 1 else folder / name), options.subject)
     if of > 1:
         print(f"\n{name}", flush=True)
-    return _again(search, corpus) if options.again else _search(search, corpus, options.minutes / of, options.seed)
+    return _again(tell) if options.again else _search(tell, options.minutes / of, options.seed)
 
 
-def _search(search: Search, corpus: Corpus, minutes: float, seed: int | None) -> int:
-    from harness.hunt.problem_file import in_words
-    from harness.hunt.search import Failure
+@dataclass(frozen=True)
+class _Teller:
+    """Writes failures up and says so."""
 
-    def tell(failure: Failure) -> None:
-        file = corpus.add(failure)
+    search: Search
+    corpus: Corpus
+    subject: str
+
+    def __call__(self, failure: Failure) -> None:
+        """Add a failure to the corpus."""
+        from harness.hunt.problem_file import in_words
+
+        self.corpus.add(failure)
         print(f"\n{failure.cause}\n  {failure.drawn.cell.id}\n  {in_words(failure.drawn.recipe)}")
-        print(f"  {failure.finding.message}\n  {file}", flush=True)
+        print(f"  {failure.finding.message}", flush=True)
+        self.write_up(failure)
 
+    def write_up(self, failure: Failure) -> None:
+        """Write a failure's page and its program, and say whether the program shows it."""
+        from harness.hunt.write_up import write_up
+
+        python = parse_subject(self.subject)[1] or sys.executable
+        written = write_up(failure, self.search.declared, self.subject, python, self.corpus.folder)
+        said = "no program without Plumbline" if written.shown is None else f"without Plumbline: {written.shown.value}"
+        print(f"  {written.page}: {said}", flush=True)
+
+
+def _search(tell: _Teller, minutes: float, seed: int | None) -> int:
+    search, corpus = tell.search, tell.corpus
     search.known |= corpus.causes
     first = corpus.progress["rounds"] if seed is None else seed
     try:
@@ -101,14 +128,16 @@ def _search(search: Search, corpus: Corpus, minutes: float, seed: int | None) ->
     return int(counts["causes"] > 0)
 
 
-def _again(search: Search, corpus: Corpus) -> int:
+def _again(tell: _Teller) -> int:
     still = 0
-    for found in corpus:
-        failure = search.train(found.drawn)
+    for found in tell.corpus:
+        failure = tell.search.train(found.drawn)
         same = failure is not None and failure.cause == found.cause
         answer = "fails as before" if same else "right" if failure is None else f"fails otherwise: {failure.cause}"
         print(f"{found.drawn.cell.id}  {found.cause}  {answer}", flush=True)
-        still += failure is not None
+        if failure is not None:
+            tell.write_up(failure)
+            still += 1
     return int(still > 0)
 
 
