@@ -15,6 +15,7 @@ from pathlib import Path
 from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateNotFound
 
 from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.workloads.generated import TEXT
 
 MOST_LINES = 30
 WIDEST = 120
@@ -51,6 +52,8 @@ def program(problem: PlainTorch, folder: Path, title: str, tolerance: str) -> st
     """
     if problem.precision == "16":
         raise NotExpressedError("float16, with a loss scale")
+    if problem.recipe.inputs == TEXT:
+        raise NotExpressedError("a loss of the trainer's own")
     environment = Environment(
         loader=ChoiceLoader([FileSystemLoader(folder / "programs"), PackageLoader("harness.hunt", "")]),
         undefined=StrictUndefined,
