@@ -12,7 +12,7 @@ from harness.core.accelerator import resolve_accelerator
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.invocation import suites
-from harness.hunt.search import Search
+from harness.hunt.search import TIME_LIMIT, Search
 from harness.launch.pool import Pool
 from harness.planning.declaration import Declaration
 from harness.planning.expectation_files import Expectation, read_expectations
@@ -28,7 +28,7 @@ The second is for subjects that train with no other loss than theirs.
 """
 
 
-def started(subject: str, gpus: int, scratch: Path) -> list[Search]:
+def started(subject: str, gpus: int, scratch: Path, time_limit: float = TIME_LIMIT) -> list[Search]:
     """Return a search for each subject, on cells of up to ``gpus`` devices. They share a pool, which the caller closes.
 
     Raises:
@@ -49,7 +49,7 @@ def started(subject: str, gpus: int, scratch: Path) -> list[Search]:
             if not cells:
                 raise PlanError(f"--subject {subject}: {name} has no cell of up to {gpus} devices; raise --gpus")
             known = known_of_subject(name, own[0].software, expectations)
-            searches.append(Search(pool, own, cells, scratch, known=_causes(known)))
+            searches.append(Search(pool, own, cells, scratch, time_limit, known=_causes(known)))
         undo.pop_all()
     return searches
 
