@@ -72,7 +72,7 @@ class PlainTorch:
     @property
     def find_unused(self) -> bool:
         """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
-        return self.ranks > 1 and "unused" in self.recipe.layers
+        return self.ranks > 1 and not {"unused", "thawed"}.isdisjoint(self.recipe.layers)
 
     @property
     def epoch_loop(self) -> str:

@@ -35,7 +35,7 @@ class NoTemplateError(NotExpressedError):
     """Nobody has written how the subject trains; ``advice`` says what to add."""
 
     def __init__(self, file: Path) -> None:
-        super().__init__("a trainer for which nobody has written down how it is used")
+        super().__init__("a subject without a template")
         self.advice = (
             f"`{file}` would be the place: a template with the trainer's own lines, as `harness/subjects/programs/` "
             "has them for others."
