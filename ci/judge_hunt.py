@@ -1,7 +1,7 @@
 """The judge's own hunt: random right trainers must not be accused, random mistakes in them must be caught.
 
     python ci/judge_hunt.py --right 2000 --mutated 1000 --seed 1 --minutes 10   # start it again, and it goes on
-    python ci/judge_hunt.py --seed 1 --only 17                                  # one draw, with all of its findings
+    python ci/judge_hunt.py --seed 1 --only 17                     # one draw, as recorded, with all of its findings
     python ci/judge_hunt.py --report reports/judge-hunt                         # the counts of all seeds
 
 Each draw is a way to write a training loop, a problem and a cell of up to three ranks. It is trained by real ranks and
@@ -77,7 +77,8 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="plumbline-judge-hunt-") as scratch, Hunt(Path(scratch)) as hunt:
         if options.only is not None:
-            for tried in hunt.pair(options.seed, options.only, *drawn(options.seed, options.only), verbose=True):
+            draw, mutation = records.drawn(options.only) or drawn(options.seed, options.only)
+            for tried in hunt.pair(options.seed, options.only, draw, mutation, verbose=True):
                 print(tried)
             return 0
         for number in range(max(options.right, options.mutated)):
@@ -97,7 +98,8 @@ def drawn(seed: int, number: int) -> tuple[Draw, Mutation]:
     """Return a seed's draw of this number.
 
     Hypothesis begins with the simplest draws, and then varies those it has made: the last of several that have a seed
-    of their own is like no other's.
+    of their own is like no other's. It also tries numbers that it finds in source code, so that a draw is the same only
+    while the code is: what was tried is drawn again from its record.
     """
     found: list[tuple[Draw, Mutation]] = []
 

@@ -9,6 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mutations import Mutation
+from trainer_draws import Draw, TrainerDraw
+
+from harness.core.cell import Cell
+from harness.core.topology import Topology
+from harness.workloads.generated import Recipe
+
 
 @dataclass(frozen=True)
 class Tried:
@@ -61,6 +68,18 @@ class Records:
     def has(self, number: int, *, mutated: bool) -> bool:
         """Return whether a draw was tried."""
         return (number, mutated) in self._known
+
+    def drawn(self, number: int) -> tuple[Draw, Mutation | None] | None:
+        """Return a draw that was tried, with its mutation if there was one; None where it was not tried."""
+        own = [one for one in self.tried if one.number == number]
+        if not own:
+            return None
+        _, backend, topology, precision = own[0].cell.rsplit("-", 3)
+        nodes, devices = map(int, topology.split("x"))
+        cell = Cell("drawn", "", backend, Topology(nodes, devices), precision, "cpu")
+        recipe = Recipe(**{**own[0].recipe, "layers": tuple(own[0].recipe["layers"])})
+        mutations = [Mutation(**one.mutation) for one in own if one.mutation is not None]
+        return Draw(TrainerDraw(**own[0].trainer), recipe, cell), next(iter(mutations), None)
 
     def add(self, one: Tried) -> None:
         """Write a result down."""

@@ -37,10 +37,14 @@ PLACES: Mapping[str, Mapping[str, Families]] = {
     "samples": _named("dropped doubled delayed", "data"),
     "inputs": _DATA,
     "targets": _DATA,
-    "loss": {**_named("doubled rescaled", *SCALED), **_named("dropped", "optimizer"), **_named("cast", "amp")},
+    "loss": {
+        **_named("doubled rescaled", *SCALED),
+        **_named("dropped", "optimizer", "sync"),  # on one rank: the average of the others
+        **_named("cast", "amp", *SCALED),  # what a backward rounds is the one number by which the loss is divided
+    },
     "gradients before the reduction": {
         **_named("doubled rescaled", *SCALED),
-        **_named("dropped", "sync", "optimizer", "unused-params"),
+        **_named("dropped", "sync", "optimizer", "unused-params", "averaging"),
         **_named("delayed permuted-ranks", "sync"),
         **_named("permuted-tensors", "sync", "optimizer"),
         **_named("cast", "amp"),
@@ -75,7 +79,7 @@ PLACES: Mapping[str, Mapping[str, Families]] = {
     },
     "zeroing": _named("dropped", "accumulation"),
     "schedule": _named("dropped doubled", "optimizer"),
-    "evaluation": _named("dropped", "metrics"),
+    "evaluation": _named("dropped", "metrics", "data"),
     "evaluation mode": _named("dropped", "metrics", "buffers"),
 }
 """What can happen where, with the families that name it rightly; none where it is no mistake that has a name."""
@@ -109,7 +113,9 @@ class Mutation:
     @property
     def families(self) -> Families:
         """The families of causes that name it rightly."""
-        return PLACES[self.place][self.operation]
+        named = PLACES[self.place][self.operation]
+        # The sign of a gradient is the optimizer's affair.
+        return named | {"optimizer"} if named and self.operation == "rescaled" and self.factor < 0 else named
 
     def happens(self, place: str, step: int) -> bool:
         """Return whether it happens there at that step, on some rank."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
+from math import inf, isnan
 
 import torch
 
@@ -58,5 +58,6 @@ def _distance(left: Tensors, right: Tensors) -> float:
     if all(torch.equal(value, right[name]) for name, value in left.items()):
         return 0.0
     apart = length({name: value.double() - right[name].double() for name, value in left.items()})
-    distance = apart / max(length(left), length(right))
-    return distance if distance == distance else inf
+    size = max(length(left), length(right))
+    distance = apart / size if size else inf
+    return inf if isnan(distance) else distance

@@ -24,6 +24,10 @@ SAMPLERS = ("distributed", "strided", "contiguous", "rotated", "reversed")
 NEVER_DRAWN = frozenset({"checkpoint", "metrics", "nested-outputs"})
 """Capabilities for which a recipe has no word, or which ask for more than one training."""
 
+WITH_MOMENTUM = ("momentum", "several")
+"""Optimizers of recipes that are SGD with momentum. Fused, it is not right in float16: where the GradScaler skips the
+first step, momentum begins with memory that was never written (torch 2.13; reports/judge-hunt.md)."""
+
 
 @dataclass(frozen=True)
 class TrainerDraw:
@@ -80,7 +84,10 @@ def draws(draw: st.DrawFn) -> Draw:
     precision = draw(st.sampled_from(["32", "32", "64", "bf16", "16"]))
     cell = Cell("drawn", "", "ddp" if ranks > 1 else "none", Topology(1, ranks), precision, "cpu")
     recipe = draw(_problems(ranks))
-    return Draw(draw(trainers(recipe, ranks)), recipe, cell)
+    trainer = draw(trainers(recipe, ranks))
+    if precision == "16" and recipe.optimizer in WITH_MOMENTUM and trainer.implementation == "fused":
+        trainer = replace(trainer, implementation="foreach")
+    return Draw(trainer, recipe, cell)
 
 
 @st.composite

@@ -29,7 +29,10 @@ def add_to(commands: Any) -> None:
     command.add_argument("--seed", type=int, metavar="S", help="draw from here on (default: where the last one ended)")
     command.add_argument("--gpus", type=int, default=4, metavar="K", help="devices of the largest cell (default: 4)")
     command.add_argument(
-        "--folder", type=Path, metavar="DIR", help="corpus of failures (default: reports/hunt/SUBJECT)"
+        "--folder",
+        type=Path,
+        metavar="DIR",
+        help="corpus of failures (default: reports/hunt/SUBJECT); of several subjects each has a folder in it",
     )
     command.add_argument(
         "--again",
@@ -49,7 +52,6 @@ def hunt(options: argparse.Namespace) -> int:
     Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid usage.
     """
     try:
-        from harness.hunt.corpus import Corpus
         from harness.hunt.subject import started
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
@@ -61,14 +63,24 @@ def hunt(options: argparse.Namespace) -> int:
         return TROUBLE
     try:
         with tempfile.TemporaryDirectory(prefix="plumbline-") as scratch:
-            search = started(options.subject, options.gpus, Path(scratch))
-            with closing(search.pool):
-                corpus = Corpus(options.folder or Path("reports", "hunt", search.declared[0].name))
-                tell = _Teller(search, corpus, options.subject)
-                return _again(tell) if options.again else _search(tell, options)
+            searches = started(options.subject, options.gpus, Path(scratch))
+            with closing(searches[0].pool):
+                return max([_one(search, len(searches), options) for search in searches])
     except PlanError as error:
         complain(error)
         return USAGE
+
+
+def _one(search: Search, of: int, options: argparse.Namespace) -> int:
+    """Search, or train again, for one of so many subjects, which have an equal share of the time."""
+    from harness.hunt.corpus import Corpus
+
+    name = search.declared[0].name
+    folder = options.folder or Path("reports", "hunt")
+    tell = _Teller(search, Corpus(folder if options.folder and of == 1 else folder / name), options.subject)
+    if of > 1:
+        print(f"\n{name}", flush=True)
+    return _again(tell) if options.again else _search(tell, options.minutes / of, options.seed)
 
 
 @dataclass(frozen=True)
@@ -98,19 +110,19 @@ class _Teller:
         print(f"  {written.page}: {said}", flush=True)
 
 
-def _search(tell: _Teller, options: argparse.Namespace) -> int:
+def _search(tell: _Teller, minutes: float, seed: int | None) -> int:
     search, corpus = tell.search, tell.corpus
     search.known |= corpus.causes
-    first = corpus.progress["rounds"] if options.seed is None else options.seed
+    first = corpus.progress["rounds"] if seed is None else seed
     try:
-        search.run(options.minutes * 60, first, tell)
+        search.run(minutes * 60, first, tell)
     finally:
         corpus.went_on(search.counts)
         counts = search.counts
         print(
             f"\n{counts['drawn']} problems drawn: {counts['trained']} trained and judged, {counts['failed']} failed, "
             f"{counts['unfit']} not fit for judging, {counts['refused']} that the subject does not train, "
-            f"{counts['vacuous']} that could show nothing; "
+            f"{counts['vacuous']} right with a check that could show nothing; "
             f"{counts['causes']} new causes"
         )
     return int(counts["causes"] > 0)

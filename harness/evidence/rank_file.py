@@ -145,7 +145,7 @@ def flatten(trace: RankTrace) -> tuple[dict[str, Any], Tensors]:
     previous: Tensors | None = None
     for number, step in enumerate(trace.steps):
         continues = step.before is previous
-        for part in ("gradients", "after", "buffers") + (() if continues else ("before",)):
+        for part in ("gradients", "after", "buffers", "held_back") + (() if continues else ("before",)):
             tensors.update({f"{number}/{part}/{name}": value for name, value in getattr(step, part).items()})
         for place, micro in enumerate(step.micro_batches):
             tensors.update({f"{number}/drawn {place}/{name}": value for name, value in micro.drawn.items()})
@@ -227,6 +227,7 @@ def unflatten(values: dict[str, Any], tensors: Tensors) -> RankTrace:
                 buffers=parts.get((number, "buffers"), {}),
                 turns=tuple(tuple(names) for names in step.get("turns", ())),
                 alternate=bool(step.get("alternate")),
+                held_back=parts.get((number, "held_back"), {}),
             )
         )
     finals = {None: None, "own": parts.get((len(steps), "final"), {}), "last": steps[-1].after if steps else None}

@@ -135,7 +135,7 @@ def _check(content: bytes) -> None:
             raise ValueError("its checksum does not match: it was changed after it was written")
 
 
-PARTS = ("before", "gradients", "after")
+PARTS = ("before", "gradients", "after", "held_back")
 """The parts of a step that may be sharded."""
 
 

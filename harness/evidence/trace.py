@@ -104,6 +104,9 @@ class Step:
     one are taken at the weights that the earlier ones left. It is empty where all of them share one pass. Where they
     ``alternate``, each micro-batch has its passes for all of them before the next one: only those over the last
     micro-batch come after the steps of earlier optimizers.
+
+    A GradScaler decides for each optimizer alone. Where it skipped one and not another, the step counts as taken, and
+    ``held_back`` has the gradients of the one that was skipped, which are not among ``gradients``.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -116,6 +119,7 @@ class Step:
     buffers: Tensors = field(default_factory=dict)
     turns: tuple[tuple[str, ...], ...] = ()
     alternate: bool = False
+    held_back: Tensors = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ class RankTrace:
     def tensor_sets(self) -> Iterator[Tensors]:
         """Every set of weights and of gradients, as it was recorded: whole, in shards, or as references."""
         for step in self.steps:
-            yield from (step.before, step.gradients, step.after)
+            yield from (step.before, step.gradients, step.after, step.held_back)
         if self.final is not None:
             yield self.final
 

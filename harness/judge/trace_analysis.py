@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from harness.judge.oracle.layout import (
     with_unique_draws,
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged
-from harness.judge.oracle.oracle import Oracle, mean_gradient
+from harness.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
 from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
 
@@ -65,6 +65,11 @@ class GlobalStep:
     def skipped(self) -> bool:
         """Whether any rank's GradScaler skipped the step."""
         return any(step.skipped for step in self.ranks)
+
+    @property
+    def held_back(self) -> frozenset[str]:
+        """The parameters of optimizers that a GradScaler skipped, where it did not skip all of them."""
+        return frozenset(name for step in self.ranks for name in step.held_back)
 
 
 class TraceAnalysis:
@@ -168,6 +173,18 @@ class TraceAnalysis:
         """The number of optimizer steps that the training should have."""
         return self.workload.steps(self.devices)
 
+    def moves_schedule(self, step: GlobalStep) -> bool:
+        """Return whether schedules move on after a step that was taken.
+
+        After one in which an optimizer was held back they may or may not: the rates of the next step tell.
+        """
+        place = self.steps_taken.index(step)
+        return (
+            not step.held_back
+            or place + 1 == len(self.steps_taken)
+            or self.steps_taken[place + 1].ranks[0].learning_rates != step.ranks[0].learning_rates
+        )
+
     @property
     def shuffles(self) -> bool:
         """Whether samples should be in another order in each epoch."""
@@ -209,7 +226,8 @@ class TraceAnalysis:
     def _expected(self, step: GlobalStep) -> ExpectedGradients:
         layout = self.layouts[step.index]
         self.load_step(self.oracle, step)
-        parts = self.oracle.group_gradients(layout)
+        left = partial(without_held_back, held_back=step.held_back, clip_norm=self.workload.clip_norm)
+        parts = [list(map(left, groups)) for groups in self.oracle.group_gradients(layout)]
         raw = mean_gradient(parts)
         contract = self.oracle.clipped(raw)
         gradients = {layout: contract}
@@ -217,7 +235,7 @@ class TraceAnalysis:
         ways = (self.one_device(layout), single_batch_layout(layout))
         for way in ways:
             if way not in gradients:
-                gradients[way] = self.oracle.gradient(way)
+                gradients[way] = left(self.oracle.gradient(way))
         units, largest_units = {}, {}
         for name, clipped_value in contract.items():
             absolute = absolute_sum(_shares(parts, name))
@@ -258,6 +276,7 @@ class TraceAnalysis:
                 if self.cell_oracle.dtype is torch.float64:
                     self.cell_oracle.load(nudged(step.ranks[0].before, generator))
                 measured = self.cell_oracle.gradient(shuffled(self.layouts[step.index], rng), scale)
+                measured = without_held_back(measured, step.held_back, self.workload.clip_norm)
                 noise.add(measured, expected.contract, expected.units)
         return noise
 

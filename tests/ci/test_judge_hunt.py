@@ -157,3 +157,31 @@ def test_a_right_trainer_passes_and_a_mistake_in_it_is_caught(hunt, parts, tmp_p
     with hunt.Hunt(tmp_path) as opened:
         assert opened.judged(draw, None).bad is None
         assert opened.judged(draw, mutation).bad.family in mutation.families
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+def test_a_loss_scaler_may_hold_one_of_several_optimizers_back(hunt, parts, tmp_path, clip_norm):
+    trainer = parts["trainer_draws"].TrainerDraw(reduction="tree", sampler="strided")
+    recipe = Recipe(
+        inputs="images", loss="squares", optimizer="several", schedule="warm-up", batch_size=10, steps_per_epoch=3,
+        epochs=2, left_out=5, clip_norm=clip_norm, shuffle=True, seed=8,
+    )  # fmt: skip
+    cell = Cell("drawn", "", "ddp", Topology(1, 2), "16", "cpu")
+    with hunt.Hunt(tmp_path) as opened:
+        judged = opened.judged(parts["trainer_draws"].Draw(trainer, recipe, cell), None)
+    steps = judged.trace.ranks[0].steps
+    held_back = next(step for step in steps if step.held_back)
+    assert not held_back.skipped
+    assert held_back.gradients.keys().isdisjoint(held_back.held_back)
+    assert held_back is not steps[-1]
+    assert judged.bad is None, judged.bad
+
+
+def test_a_draw_is_had_again_from_its_record(hunt, parts, tmp_path):
+    draw, mutation = hunt.drawn(3, 5)
+    record = parts["hunt_records"].Tried(3, 5, asdict(draw.trainer), asdict(draw.recipe), draw.cell.id)
+    records = parts["hunt_records"].Records(tmp_path / "seed-3.jsonl")
+    assert records.drawn(5) is None
+    records.add(record)
+    records.add(replace(record, mutation=asdict(mutation)))
+    assert parts["hunt_records"].Records(tmp_path / "seed-3.jsonl").drawn(5) == (draw, mutation)

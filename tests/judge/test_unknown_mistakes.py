@@ -1,4 +1,7 @@
-"""Mistakes that no list of causes was written for: their cause is right, or it is ``unexplained``; never a guess."""
+"""Mistakes that no list of causes was written for: their cause is right, or it is ``unexplained``; never a guess.
+
+And those that happen to some tensors, on some ranks or at some steps only: the cause says so.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,21 @@ import pytest
 import torch
 
 from harness.core.cell import Cell
+from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.oracle import Oracle, mean_gradient
-from harness.workloads import WORKLOADS
+from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
+from harness.workloads import WORKLOADS, Columns
+from harness.workloads.generated import Generated, Recipe
 
 UNEXPLAINED = ("unexplained",)
 
 
 class Mistake:
     """A trainer on ranks of its own, without processes. Each hook is right here; a mistake overrides one."""
+
+    workload = "mlp"
 
     def __init__(self, cell):
         self.cell, self.world = cell, cell.processes
@@ -136,12 +143,151 @@ class HalfInBfloat16(Mistake):
         return rough.gradient((((share,),),))
 
 
+class StoodStill(Mistake):
+    times = 0
+
+
 class SummedAndSteppedTooFar(Mistake):
     times = 1.5
 
     def handed(self, rank, owns, step):
         return {n: self.world * v for n, v in self.mean(owns).items()}
 
+
+class OneLayerTimes(Mistake):
+    factor = 1.1
+
+    def handed(self, rank, owns, step):
+        return {n: v * (self.factor if n.startswith("layers.2") else 1) for n, v in self.mean(owns).items()}
+
+
+class OneLayerTimesBeforeClipping(OneLayerTimes):
+    workload = "clipping"
+
+    def own(self, oracle, rank, share, step):
+        return mean_gradient(oracle.group_gradients((((share,),),)))
+
+    def handed(self, rank, owns, step):
+        return clipped(super().handed(rank, owns, step), WORKLOADS[self.workload].clip_norm)
+
+
+class OneLayerZeroedBeforeClipping(OneLayerTimesBeforeClipping):
+    factor = 0.0
+
+
+class OneLayerLate(StaleAtEverySecondStep):
+    def handed(self, rank, owns, step):
+        now = super().handed(rank, owns, 0)
+        return {n: self.before[n] if step and n.startswith("layers.2") else v for n, v in now.items()}
+
+
+class OneRankLate(Mistake):
+    def handed(self, rank, owns, step):
+        if rank == 0:
+            self.before, self.last = self.last, owns[1]
+        return self.mean([self.before if self.before and place == 1 else own for place, own in enumerate(owns)])
+
+    before = None
+
+
+class LayersExchanged(Mistake):
+    workload = "adamw"  # it has several layers of one shape
+
+    def handed(self, rank, owns, step):
+        mean = self.mean(owns)
+        shapes = {value.shape: name for name, value in mean.items()}
+        return {n: mean[shapes[v.shape]] for n, v in mean.items()}
+
+
+class RowsReversed(Mistake):
+    def handed(self, rank, owns, step):
+        return {n: v.flip(0) if n.startswith("layers.2") else v for n, v in self.mean(owns).items()}
+
+
+class LeftInOnOneRank(Mistake):
+    def handed(self, rank, owns, step):
+        if rank == 0:
+            self.made = self.mean(owns)
+            if self.last:
+                self.made = {n: v + self.last[n] / self.world for n, v in self.made.items()}
+            self.last = self.made
+        return self.made
+
+
+class OneLayerInBfloat16(Mistake):
+    def handed(self, rank, owns, step):
+        return {n: v.bfloat16().to(v.dtype) if n == "layers.2.weight" else v for n, v in self.mean(owns).items()}
+
+
+class OneLayerOfOneRankTripled(Mistake):
+    def own(self, oracle, rank, share, step):
+        own = super().own(oracle, rank, share, step)
+        return {n: v * (3 if rank == 1 and n.startswith("layers.2") else 1) for n, v in own.items()}
+
+
+class OtherData(Mistake):
+    """The samples of ``ranks`` have one column changed."""
+
+    ranks = (0, 1, 2)
+
+    def own(self, oracle, rank, share, step):
+        right = oracle.data
+        oracle.data = Columns(self.changed(right.columns, list(share))) if rank in self.ranks else right
+        try:
+            return super().own(oracle, rank, share, step)
+        finally:
+            oracle.data = right
+
+
+class TargetsOfNeighbours(OtherData):
+    def changed(self, columns, share):
+        targets = columns["y"].clone()
+        targets[share] = targets[[*share[1:], share[0]]]
+        return {**columns, "y": targets}
+
+
+class TargetsOfNeighboursOnOneRank(TargetsOfNeighbours):
+    ranks = (1,)
+
+
+class InputsInBfloat16(OtherData):
+    def changed(self, columns, share):
+        return {**columns, "x": columns["x"].bfloat16().float()}
+
+
+class SummedAtOneStep(Mistake):
+    def handed(self, rank, owns, step):
+        return {n: v * (self.world if step == 3 else 1) for n, v in self.mean(owns).items()}
+
+
+class SummedFromOneStepOn(Mistake):
+    def handed(self, rank, owns, step):
+        return {n: v * (self.world if step >= 2 else 1) for n, v in self.mean(owns).items()}
+
+
+class ScaledAtSomeSteps(Mistake):
+    def handed(self, rank, owns, step):
+        return {n: v * (0.9 if step in (1, 2, 5) else 1) for n, v in self.mean(owns).items()}
+
+
+PARTIAL = {
+    OneLayerTimes: "some-tensors-multiplied",
+    OneLayerTimesBeforeClipping: "some-tensors-multiplied",
+    OneLayerZeroedBeforeClipping: "some-zero",
+    OneLayerLate: "some-parameters-one-step-late",
+    OneRankLate: "some-ranks-one-step-late",
+    LayersExchanged: "parameters-exchanged",
+    RowsReversed: "rows-in-another-order",
+    LeftInOnOneRank: "previous-step-partly-left-in",
+    OneLayerInBfloat16: "rounded-to-16-bits",
+    OneLayerOfOneRankTripled: "some-tensors-weighted-wrongly",
+    TargetsOfNeighbours: "of-other-samples",
+    TargetsOfNeighboursOnOneRank: "of-other-samples",
+    InputsInBfloat16: "inputs-rounded",
+    SummedAtOneStep: "summed-over-ranks",
+    SummedFromOneStepOn: "summed-over-ranks",
+    ScaledAtSomeSteps: "scaled-at-some-steps",
+}
 
 MISTAKES = {
     ScaledByChance: UNEXPLAINED,
@@ -210,6 +356,19 @@ def test_the_first_cause_is_right_or_there_is_none(kind, world, simulation):
     assert {finding.check for finding in others if finding.consequence_of is None} <= independent
 
 
+@pytest.mark.parametrize("kind", PARTIAL, ids=lambda kind: kind.__name__)
+def test_a_mistake_in_part_is_named(kind, simulation):
+    first = findings_of(kind, simulation, 3, kind.workload)[0]
+    assert (first.check, first.cause) == ("gradients", PARTIAL[kind]), first.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "when"), [(SummedAtOneStep, "at step 3 alone"), (SummedFromOneStepOn, "from step 2 on")]
+)
+def test_a_mistake_of_some_steps_says_which(kind, when, simulation):
+    assert when in findings_of(kind, simulation)[0].message
+
+
 def test_a_mistake_of_every_second_step_says_when(simulation):
     first = findings_of(StaleAtEverySecondStep, simulation)[0]
     assert "in every second step" in first.message
@@ -225,3 +384,14 @@ def test_a_second_mistake_in_the_update_stands_beside_the_first(simulation):
     assert [(one.check, one.cause) for one in found if one.consequence_of is None] == [
         ("gradients", "summed-over-ranks"), ("update", "scaled-update")
     ]  # fmt: skip
+
+
+def test_a_batchnorm_over_tokens_does_not_keep_other_causes_from_being_tried(simulation):
+    workload = type("Tokens", (Generated,), {
+        "name": "tokens", "recipe": Recipe(inputs="tokens", layers=("batchnorm",), steps_per_epoch=3, shuffle=True)
+    })()  # fmt: skip
+    cell = Cell("somebody", "tokens", "ddp", Topology(1, 2), "64", "cpu")
+    found = simulation.judge(trained(SummedAndSteppedTooFar(cell), workload, cell), workload, cell)
+    assert found["gradients"].cause == "summed-over-ranks", found["gradients"].message
+    found = simulation.judge(trained(EntriesDropped(cell), workload, cell), workload, cell)
+    assert found["gradients"].outcome is Outcome.FAILED, found["gradients"].message

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness.evidence.trace import Step
+from harness.worker.recording.optimizer_parts import OptimizerPart, joined
 from harness.worker.recording.recorder import Recorder
 
 BATCH = {"x": torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), "index": torch.arange(6)}
@@ -131,3 +133,16 @@ def test_one_optimizer_that_steps_twice_makes_two_steps(training):
     first.step()
     first.step()
     assert len(recorder.steps) == 2
+
+
+@pytest.mark.parametrize("skipped", [(False, True), (True, False), (True, True), (False, False)])
+def test_an_optimizer_that_was_skipped_alone_is_held_back_from_a_step_that_was_taken(skipped):
+    weights = {"a": torch.zeros(1), "b": torch.zeros(1)}
+    parts = [
+        OptimizerPart(number, (name,), Step((), weights, {name: torch.ones(1)}, weights, (0.1,), one))
+        for number, (name, one) in enumerate(zip("ab", skipped, strict=True))
+    ]
+    step = joined(parts)
+    held = {name for name, one in zip("ab", skipped, strict=True) if one and not all(skipped)}
+    assert step.skipped is all(skipped)
+    assert (set(step.held_back), set(step.gradients)) == (held, {"a", "b"} - held)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -48,6 +49,13 @@ def factor_between(right: Tensors, observed: Tensors, default: float = 1.0) -> f
     names = list(right)
     expected, actual = (flat(gradient, right, names) for gradient in (right, observed))
     return float(actual @ expected / (expected @ expected)) if norm(expected) else default
+
+
+def common_factor(right: Tensors, observed: Tensors) -> float:
+    """Return the number by which most tensors of ``right`` come nearest to the observed ones: 1 where all are zero."""
+    factors = [factor_between({name: value}, observed) for name, value in right.items() if norm(value)]
+    # One that a tensor has: where half of the tensors have another one, nothing has the mean of both.
+    return statistics.median_low(factors) if factors else 1.0
 
 
 def fit_weights(parts: Sequence[Tensors], target: Tensors, names: Sequence[str]) -> list[float] | None:

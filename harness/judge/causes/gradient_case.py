@@ -9,11 +9,12 @@ from functools import cached_property
 import torch
 
 from harness.evidence.trace import Step, Tensors
-from harness.judge.causes.combinations import factor_between
+from harness.judge.causes.combinations import common_factor, factor_between
 from harness.judge.causes.counterfactuals import Counterfactuals, Parts
 from harness.judge.causes.hypothesis import Hypothesis
 from harness.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
-from harness.judge.oracle.noise import length
+from harness.judge.oracle.noise import distance, length
+from harness.judge.oracle.oracle import clipped
 from harness.judge.trace_analysis import ExpectedGradients, same
 
 
@@ -21,16 +22,20 @@ from harness.judge.trace_analysis import ExpectedGradients, same
 class Pattern:
     """What the wrong gradients of all steps and ranks have in common.
 
-    ``factor`` is the one number by which the right gradients would have to be multiplied, ``clip_limit`` the one norm
+    ``factor`` is the one number by which the right gradients would have to be multiplied, ``odd_factor`` the one by
+    which the tensor that is furthest from right would have to be multiplied more than others, ``clip_limit`` the norm
     to which they would have to be clipped, and ``clip_limits`` the same for each rank's share (empty where shares
-    cannot be told apart). ``every_step``: all gradients are wrong. ``only_scaled``: with several ranks, each of them
-    is a multiple of the right one, so that no share weighs more against the others than it should. ``stages`` says
-    what is wrong on which of the ranks that hold one model together.
+    cannot be told apart). ``steps`` is the number of steps that are wrong, and ``every_step`` says whether all
+    gradients are. ``only_scaled``: with several ranks, each of them is a multiple of the right one, so that no share
+    weighs more against the others than it should. ``stages`` says what is wrong on which of the ranks that hold one
+    model together.
     """
 
     factor: float = 1.0
+    odd_factor: float = 1.0
     clip_limit: float = 0.0
     clip_limits: tuple[float, ...] = ()
+    steps: int = 0
     every_step: bool = False
     only_scaled: bool = False
     stages: StagePattern = field(default_factory=StagePattern)
@@ -133,14 +138,34 @@ class GradientCase:
             for name, right in self.expected.contract.items()
         }
 
+    @cached_property
+    def common_factor(self) -> float:
+        """The factor of most tensors where clipping may have scaled all of them; 1 where the workload does not clip."""
+        return 1.0 if self.clip_norm is None else common_factor(self.expected.raw, self.observed)
+
+    def with_nearer(self, other: Tensors) -> Iterator[Tensors]:
+        """Yield the right gradient with the tensors of ``other`` to which the observed ones are nearer.
+
+        Nothing is yielded where that is none of them, or all.
+        """
+        right, factor = self.expected.raw, self.common_factor
+        nearer = {
+            name: value
+            for name, value in other.items()
+            if name in right
+            and distance(self.observed[name], factor * value) < distance(self.observed[name], factor * right[name])
+        }
+        if 0 < len(nearer) < len(right):
+            yield clipped({**right, **nearer}, self.clip_norm)
+
     @property
     def is_finite(self) -> bool:
         """Whether every entry of the gradient is a number."""
         return all(bool(value.isfinite().all()) for value in self.observed.values())
 
-    def own_parts(self, rank: int) -> Parts:
-        """Return one rank's own part of each micro-batch; empty where it had none."""
-        return [[groups[rank]] for groups in self.expected.parts if rank < len(groups)]
+    def own_parts(self, rank: int, expected: ExpectedGradients | None = None) -> Parts:
+        """Return one rank's own part of each micro-batch, of this step or of another; empty where it had none."""
+        return [[groups[rank]] for groups in (expected or self.expected).parts if rank < len(groups)]
 
     @cached_property
     def shares(self) -> list[Tensors]:
@@ -168,6 +193,7 @@ class GradientCase:
             "scale": self.step.scale,
             "rank": self.rank,
             "factor": f"{self.pattern.factor:.4g}",
+            "odd_factor": f"{self.pattern.odd_factor:.4g}",
             "batch_parts": self.batch_parts,
             "norm_rank": self._norm_rank,
             "tied": names_in_words([*self.shared]),

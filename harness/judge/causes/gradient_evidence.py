@@ -40,10 +40,12 @@ class GradientEvidence(Evidence):
         """Return the evidence, each case with the pattern of all wrong gradients."""
         pattern = Pattern(
             factor=_common_factor(wrong),
+            odd_factor=statistics.median(_odd_factor(one, analysis) for one in wrong),
             clip_limit=statistics.median(
                 clip_limit_of(length(one.observed), length(one.expected.raw)) for one in wrong
             ),
             clip_limits=_common_clip_limits(wrong),
+            steps=len({one.index for one in wrong}),
             every_step=len(wrong) == len(every),
             only_scaled=all(_is_multiple(one, analysis) for one in wrong),
             stages=_stages(wrong, analysis),
@@ -174,6 +176,13 @@ def _stages(wrong: Sequence[GradientCase], analysis: TraceAnalysis) -> StagePatt
 def _common_factor(cases: Sequence[GradientCase]) -> float:
     """Return the median of the cases' own factors."""
     return statistics.median(factor_between(one.expected.raw, one.observed) for one in cases)
+
+
+def _odd_factor(case: GradientCase, analysis: TraceAnalysis) -> float:
+    """Return the factor of the tensor that is furthest from right, apart from the factor that most tensors have."""
+    multiple = scaled(case.common_factor, case.expected.raw)
+    odd = max(multiple, key=lambda name: _error_of(case, name, multiple, analysis))
+    return factor_between({odd: multiple[odd]}, case.observed)
 
 
 def _common_clip_limits(cases: Sequence[GradientCase]) -> tuple[float, ...]:

@@ -58,6 +58,13 @@ def occasion(
     # A rank has no case of its own at a step at which its gradient is the same as an earlier rank's.
     present = {(case.index, case.rank) for case in every}
     always = all((index, rank) in present for index in {case.index for case in every} for rank in ranks)
+    on_ranks = f"on rank {', '.join(map(str, sorted(ranks)))} alone"
     if always and not ranks & {case.rank for case in refuting}:
-        return f"on rank {', '.join(map(str, sorted(ranks)))} alone"
-    return None
+        return on_ranks
+    steps = {case.index for case in wrong}
+    first = min(steps)
+    later = [case for case in refuting if case.index >= first]
+    if len(steps) > 1 and any(case.rank in ranks for case in later):
+        return None
+    when = f"at step {first} alone" if len(steps) == 1 else f"from step {first} on"
+    return f"{when}, {on_ranks}" if any(case.index in steps for case in later) else when

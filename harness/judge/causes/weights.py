@@ -17,6 +17,8 @@ from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, same
 
 WeightHypothesis = Hypothesis[TraceCase, Match]
 
+DTYPES = (torch.bfloat16, torch.float16)
+
 
 class InitialWeightsCase(TraceCase):
     """A trace whose ranks do not begin with the job's weights."""
@@ -145,6 +147,23 @@ def _differs_first_in(what: str) -> Callable[[TraceCase], Iterator[Match]]:
     return predict
 
 
+def _rounded_on_one_rank(case: TraceCase) -> Iterator[Match]:
+    """Gradients of the rank that differs first are those of rank 0 rounded to 16 bits, or the other way round."""
+    for match in _differs_first_in("gradients")(case) if not case.analysis.is_staged else ():
+        steps = case.analysis.recorded_steps[match.step or 0].ranks
+        own, first = steps[match.rank or 0].gradients, steps[0].gradients
+        ways = [(left, right, dtype) for dtype in DTYPES for left, right in ((own, first), (first, own))]
+        if own.keys() == first.keys() and any(_are_roundings(*way) for way in ways):
+            yield match
+
+
+def _are_roundings(rounded: Tensors, whole: Tensors, dtype: torch.dtype) -> bool:
+    return all(
+        torch.equal(value, whole[name]) or torch.equal(value, whole[name].to(dtype).to(value.dtype))
+        for name, value in rounded.items()
+    )
+
+
 def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
     if case.analysis.is_staged:
         yield from _differs_first_in("gradients")(case)
@@ -164,6 +183,9 @@ DIVERGED_RANKS = (
     WeightHypothesis("rates-differ", "optimizer", _differs_first_in("learning rates"),
         "ranks step with different learning rates",
         "does the schedule depend on something that differs between ranks?", 118),
+    WeightHypothesis("rounded-on-some-ranks", "amp", _rounded_on_one_rank,
+        "one rank steps with the gradients of another rounded to 16 bits",
+        "are gradients cast, or compressed, on every rank in the same way?", 117),
     WeightHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
         "ranks step with different gradients",
         "average all gradients over the ranks before the step", 116),

@@ -31,6 +31,16 @@ def ranks_agree(analysis: TraceAnalysis) -> Finding | None:
                 step=global_step.index,
                 rank=skipped[0],
             )
+        alone = [rank for rank, step in enumerate(global_step.ranks) if step.held_back.keys() != global_step.held_back]
+        if alone and not analysis.is_staged:
+            return failed(
+                "ranks-agree",
+                "an optimizer was held back on some ranks and took its step on others",
+                cause="overflow-decided-alone",
+                family="amp",
+                step=global_step.index,
+                rank=alone[0],
+            )
     worst = largest(_errors(analysis))
     if worst.x_noise <= limit():
         message = f"all ranks hold the same weights after every step: {error_at(worst, limit())}"

@@ -7,22 +7,23 @@ import torch
 from harness.core.finding import Finding
 from harness.evidence.trace import Step
 from harness.judge.findings import failed, passed
-from harness.judge.trace_analysis import TraceAnalysis
+from harness.judge.trace_analysis import TraceAnalysis, same
 
 
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
     """A skipped step had a gradient that is not finite; it leaves the weights unchanged and lowers the scale.
 
-    The factor, and when the scale grows again, are the loss scaler's choice. Of a trainer that has a scaler of its own
+    Of several optimizers each may be skipped alone, which is said of its own parameters then. The factor, and when the
+    scale grows again, are the loss scaler's choice. Of a trainer that has a scaler of its own
     the gradients of such a step are not recorded. None where no step was skipped.
     """
     count = unseen = 0
     for trace in analysis.trace.ranks:
         for index, step in enumerate(trace.steps):
-            if not step.skipped:
+            if not step.skipped and not step.held_back:
                 continue
             count += 1
-            unseen += not step.gradients
+            unseen += step.skipped and not step.gradients
             following = trace.steps[index + 1].scale if index + 1 < len(trace.steps) else None
             if (flaw := _flaw(step, following)) is not None:
                 cause, observed, parameter = flaw
@@ -43,10 +44,12 @@ def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
 
 def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
     """Return the cause, what was observed and the parameter, where a skipped step is not as it should be."""
-    moved = [name for name in step.after if not torch.equal(step.before[name], step.after[name])]
+    gradients, still = (step.held_back, step.held_back) if step.held_back else (step.gradients, step.after)
+    # A weight that was NaN before and is NaN now did not move.
+    moved = [name for name in still if not same({name: step.before[name]}, {name: step.after[name]})]
     if moved:
-        return "moved-when-skipped", f"{len(moved)} of {len(step.after)} parameters changed", moved[0]
-    if step.gradients and all(bool(torch.isfinite(gradient).all()) for gradient in step.gradients.values()):
+        return "moved-when-skipped", f"{len(moved)} of {len(still)} parameters changed", moved[0]
+    if gradients and all(bool(torch.isfinite(gradient).all()) for gradient in gradients.values()):
         return "skipped-for-nothing", "every gradient was finite", None
     if following is not None and step.scale is not None and following >= step.scale:
         return "scale-not-lowered", f"its scale of {step.scale:.0f} was {following:.0f} at the next step", None

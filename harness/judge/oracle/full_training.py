@@ -14,7 +14,7 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.oracle.layout import Layout, shuffled
 from harness.judge.oracle.noise import distance, limit, nudged, rounding_unit
-from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.oracle import Oracle, without_held_back
 from harness.judge.oracle.partial_sums import PartialSums
 from harness.workloads import Problem
 
@@ -52,6 +52,9 @@ class TracedTraining(Protocol):
     @property
     def cell_oracle(self) -> Oracle:
         """The cell's own precision, one device."""
+
+    def moves_schedule(self, step: Any) -> bool:
+        """Return whether schedules move on after a step that was taken."""
 
     def one_device(self, layout: Layout) -> Layout:
         """Return the same samples as one device takes them, each batch at once."""
@@ -138,9 +141,11 @@ class FullTraining:
                 if step.ranks[0].turns:
                     oracle.set_turn(names, now, alternate=step.ranks[0].alternate)
                 gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)
+                gradient = without_held_back(gradient, step.held_back, self._recorded.workload.clip_norm)
                 oracle.load(now)
                 oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
                 with nullcontext() if parts is None else PartialSums(parts):
                     optimizer.step()
-            schedule()
+            if self._recorded.moves_schedule(step):
+                schedule()
         return oracle.weights()

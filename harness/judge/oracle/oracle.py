@@ -6,7 +6,7 @@ gives the error that rounding alone explains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -275,6 +275,17 @@ class Oracle:
 
     def _copies(self) -> Tensors:
         return {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+
+
+def without_held_back(gradient: Tensors, held_back: Collection[str], clip_norm: float | None) -> Tensors:
+    """Return what a loss scaler leaves of a gradient that overflowed in the parameters of some optimizers.
+
+    These parameters have none. Where all are clipped together, the norm is infinite, and nothing is left of the others.
+    """
+    if not held_back:
+        return gradient
+    left = 1.0 if clip_norm is None else 0.0
+    return {name: value * left for name, value in gradient.items() if name not in held_back}
 
 
 def turns_of(step: Step) -> list[tuple[tuple[str, ...], Tensors]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from harness.evidence.trace import MicroBatch, Step
+from harness.evidence.trace import MicroBatch, Step, Tensors
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,22 @@ def joined(parts: Sequence[OptimizerPart]) -> Step:
         else:
             turns.append(part.names)
     alternating = _alternating(first.micro_batches, last.micro_batches)
+    skipped = all(part.step.skipped for part in parts)
     return replace(
         first,
         micro_batches=alternating or _once(first.micro_batches, len(parts)),
         alternate=bool(alternating),
-        gradients={name: value for part in in_order for name, value in part.step.gradients.items()},
+        gradients=_gradients(part for part in in_order if part.step.skipped == skipped),
         after=last.after,
         learning_rates=tuple(rate for part in in_order for rate in part.step.learning_rates),
-        skipped=any(part.step.skipped for part in parts),
+        skipped=skipped,
         turns=tuple(turns) if len(turns) > 1 else (),
+        held_back=_gradients(part for part in in_order if part.step.skipped != skipped),
     )
+
+
+def _gradients(parts: Iterable[OptimizerPart]) -> Tensors:
+    return {name: value for part in parts for name, value in part.step.gradients.items()}
 
 
 def _alternating(first: tuple[MicroBatch, ...], later: tuple[MicroBatch, ...]) -> tuple[MicroBatch, ...]:

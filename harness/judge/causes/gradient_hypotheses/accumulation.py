@@ -61,6 +61,17 @@ def _not_zeroed(case: GradientCase) -> Gradients:
         yield clipped(added(case.expected.raw, case.previous), case.clip_norm)
 
 
+def _partly_left_in(case: GradientCase) -> Gradients:
+    """Predict that some ranks begin with the step before, which is averaged, or divided by the window, once more."""
+    counts = range(1, case.world + 1)
+    factors = {count / part for count in counts for part in (1, case.world, case.micro_batches)}
+    factors |= {count / case.world / case.micro_batches for count in counts}
+    if case.previous is None:
+        return
+    for factor in sorted(factors - {1.0}):
+        yield clipped(added(case.expected.raw, scaled(factor, case.previous)), case.clip_norm)
+
+
 def _partly_synchronised(case: GradientCase) -> Gradients:
     """Predict that only one micro-batch was averaged over the ranks, or all but one."""
     own = case.own_parts(case.rank)
@@ -93,7 +104,7 @@ def _constant(case: GradientCase) -> Gradients:
 
 
 def _weighed_wrongly(case: GradientCase) -> Gradients:
-    if case.micro_batches > 1 and case.clip_norm is None and not case.pattern.only_scaled:
+    if case.micro_batches > 1 and not case.pattern.only_scaled:
         fitted = fit([mean(groups) for groups in case.expected.parts], case.observed, list(case.observed))
         if fitted is not None:
             yield fitted
@@ -131,6 +142,9 @@ HYPOTHESES = (
         "divided by the number of micro-batches, and by that of a full window too",
         "both the trainer and the loss divide", 640),
     PREVIOUS_STEP_NOT_ZEROED,
+    GradientHypothesis("previous-step-partly-left-in", "accumulation", _partly_left_in,
+        "this step's plus a part, or a multiple, of those of the step before",
+        "zero_grad() is missing, on some ranks or on all of them, and what is left is averaged or divided again", 318),
     GradientHypothesis("some-micro-batches-not-synchronised", "accumulation", _partly_synchronised,
         "averaged over ranks for some of {micro_batches} micro-batches and rank {rank}'s own for others",
         "which micro-batches run inside no_sync()? All but the last may", 320),

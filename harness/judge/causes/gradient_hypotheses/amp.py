@@ -69,21 +69,31 @@ def _infinities_zeroed(case: GradientCase) -> Gradients:
 
 
 def _rounded(case: GradientCase) -> Gradients:
-    """Predict the observed gradient where all its entries are 16-bit numbers, and as near to right as such can be."""
+    """Predict those tensors as observed whose entries are all 16-bit numbers, as near to right as such can be."""
     for dtype in (torch.bfloat16, torch.float16):
         # A rounding of each part, of the sums on the way, and of the quotient.
         near = (case.world + 2) * torch.finfo(dtype).eps
-        if all(
-            torch.equal(value.to(dtype).double(), value)
-            and distance(value, case.expected.contract[name]) <= near * _size(case, name)
+        rounded = {
+            name: value
             for name, value in case.observed.items()
-        ):
-            yield case.observed
+            if torch.equal(value.to(dtype).double(), value)
+            and distance(value, case.expected.contract[name]) <= near * _size(case, name)
+        }
+        if rounded:
+            yield {**case.expected.contract, **rounded}
 
 
 def _size(case: GradientCase, name: str) -> float:
     parts = [part[name] for part in case.shares if name in part]
     return sum(map(norm, parts)) / len(parts)
+
+
+def _rounded_inputs(case: GradientCase) -> Gradients:
+    counterfactuals = case.counterfactuals
+    for name, column in counterfactuals.analysis.oracle.data.columns.items():
+        for dtype in (torch.bfloat16, torch.float16) if column.is_floating_point() else ():
+            rounded = column.to(dtype).to(column.dtype)
+            yield clipped(counterfactuals.with_column(case.index, name, rounded), case.clip_norm)
 
 
 def _lower_precision(case: GradientCase) -> Gradients:
@@ -96,7 +106,7 @@ def _lower_precision(case: GradientCase) -> Gradients:
     """
     storage = case.counterfactuals.cell.arithmetic
     if storage.storage == "float64":
-        yield case.counterfactuals.with_loss_in(case.index, torch.float32)
+        yield from case.counterfactuals.with_loss_in(case.index, torch.float32)
     right = case.expected.contract
     error = total_distance(case.observed, right)
     for precision in _below(storage):
@@ -131,6 +141,9 @@ HYPOTHESES = (
     GradientHypothesis("scales-differ", "amp", _scales_differ,
         "the mean of gradients that each rank multiplied by another loss scale",
         "use the same loss scale on all ranks", 965),
+    GradientHypothesis("inputs-rounded", "amp", _rounded_inputs,
+        "those of samples whose inputs, or targets, are rounded to 16 bits",
+        "are batches cast before the model, or stored in 16 bits? autocast casts what it needs by itself", 206),
     GradientHypothesis("rounded-to-16-bits", "amp", _rounded,
         "right to 16 bits, and every entry is a 16-bit number",
         "gradients were rounded to 16 bits: is the all-reduce compressed?", 65),

@@ -6,7 +6,6 @@ import torch
 
 from harness.judge.causes.combinations import mean, scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from harness.judge.oracle.noise import distance
 from harness.judge.oracle.oracle import clipped
 
 
@@ -29,22 +28,18 @@ def _other_count(case: GradientCase) -> Gradients:
         yield clipped(scaled(nearest, case.expected.raw), case.clip_norm)
 
 
-def _some_tensors(factor: float, case: GradientCase) -> Gradients:
-    """Predict the right gradient with those tensors multiplied that are nearer to the observed ones then."""
-    if case.world > 1 and case.clip_norm is None:
-        total = dict(case.expected.raw)
-        for name, right in case.expected.raw.items():
-            if distance(case.observed[name], right * factor) < distance(case.observed[name], right):
-                total[name] = right * factor
-        yield total
-
-
 def _some_tensors_summed(case: GradientCase) -> Gradients:
-    yield from _some_tensors(case.world, case)
+    if case.world > 1:
+        yield from case.with_nearer(scaled(case.world, case.expected.raw))
 
 
 def _some_tensors_averaged_twice(case: GradientCase) -> Gradients:
-    yield from _some_tensors(1 / case.world, case)
+    if case.world > 1:
+        yield from case.with_nearer(scaled(1 / case.world, case.expected.raw))
+
+
+def _some_tensors_multiplied(case: GradientCase) -> Gradients:
+    yield from case.with_nearer(scaled(case.pattern.odd_factor, case.expected.raw))
 
 
 def _extremes(case: GradientCase) -> Gradients:
@@ -97,6 +92,9 @@ HYPOTHESES = (
     GradientHypothesis("own-part-counted-again", "averaging", _added_again,
         "the average with rank {rank}'s own part counted once more or left out",
         "the all-reduced sum contains the rank's own gradient twice, or not at all", 340),
+    GradientHypothesis("some-tensors-multiplied", "averaging", _some_tensors_multiplied,
+        "right for some parameters and {odd_factor} × the right ones for others",
+        "what multiplies, or divides, the gradients of these parameters alone: a hook, a group, a reduction?", 94),
     GradientHypothesis("scaled-by-a-constant", "averaging", _constant,
         "{factor} × the right ones at every step",
         "what are the loss and the all-reduce divided by, and what are they multiplied by?", 75),

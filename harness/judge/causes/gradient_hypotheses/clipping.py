@@ -60,14 +60,14 @@ def _by_value(case: GradientCase) -> Gradients:
 
 
 def _to_another_length(case: GradientCase) -> Gradients:
-    """Predict the right direction with the length that was observed."""
+    """Predict the right direction with the length that was observed; clipping makes nothing longer."""
     factor = factor_between(case.expected.raw, case.observed, default=0.0)
     if case.clip_norm is not None and factor > 0:
-        yield scaled(factor, case.expected.raw)
+        yield scaled(min(factor, 1.0), case.expected.raw)
 
 
-def _some_tensors(case: GradientCase) -> Gradients:
-    """Predict the right direction of each tensor with the length that was observed."""
+def _in_groups(case: GradientCase) -> Gradients:
+    """Predict the right direction of each tensor with the length that was observed; clipping makes nothing longer."""
     if case.clip_norm is None:
         return
     total = {}
@@ -76,13 +76,14 @@ def _some_tensors(case: GradientCase) -> Gradients:
         factor = float((case.observed[name] * right).sum()) / square if square else 0.0
         if factor < 0:
             return
-        total[name] = factor * right
+        total[name] = min(factor, 1.0) * right
     yield total
 
 
 def _unasked(case: GradientCase) -> Gradients:
     """Predict one clipping limit for every gradient that is wrong, or one for each rank's share in it."""
-    if case.clip_norm is None:
+    # At a single step any factor below 1 is a limit.
+    if case.clip_norm is None and (case.pattern.steps > 1 or not case.pattern.every_step):
         yield clipped(case.expected.raw, case.pattern.clip_limit)
         if case.pattern.clip_limits and min(case.pattern.clip_limits) > 0:
             (parts,) = case.expected.parts
@@ -114,10 +115,10 @@ HYPOTHESES = (
     GradientHypothesis("clipped-by-value", "clipping", _by_value,
         "clipped entry by entry",
         "clip by norm (clip_grad_norm_), not by value (clip_grad_value_)", 520),
-    GradientHypothesis("clipped-in-groups", "clipping", _some_tensors,
-        "right in direction tensor by tensor, but each tensor is scaled by a factor of its own",
-        "clip by the norm of all gradients together, so that one factor scales them all", 510),
     GradientHypothesis("clipped-although-nobody-asked", "clipping", _unasked,
         "clipped to a norm, although the workload does not clip",
         "does the trainer clip by default?", 95),
+    GradientHypothesis("clipped-in-groups", "clipping", _in_groups,
+        "right in direction tensor by tensor, but each tensor is scaled by a factor of its own",
+        "clip by the norm of all gradients together, so that one factor scales them all", 93),
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -136,6 +136,10 @@ def _own_part(x: Tensor, eps: float, sizes: list[int]) -> Tensor:
     return torch.cat(out)
 
 
+class _UnevenSamples(Exception):  # noqa: N818 - it ends a prediction, and is no error of the program
+    """A BatchNorm got another number of rows from some samples than from others: shares cannot be told apart."""
+
+
 @contextmanager
 def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]:
     """Make every BatchNorm of the oracle's model normalise in another way within the context."""
@@ -144,7 +148,11 @@ def _normalised_by(how: Any, oracle: Oracle, sizes: list[int]) -> Iterator[None]
     def forward_of(layer: Any) -> Any:
         def forward(x: Tensor) -> Tensor:
             shape = [1, -1, *[1] * (x.dim() - 2)]
-            normal: Tensor = how(x, layer.eps, sizes)
+            # A sample may have several rows: one for each token.
+            rows, rest = divmod(len(x), sum(sizes))
+            if rest:
+                raise _UnevenSamples
+            normal: Tensor = how(x, layer.eps, [size * rows for size in sizes])
             return normal * layer.weight.view(shape) + layer.bias.view(shape) if layer.affine else normal
 
         return forward
@@ -169,7 +177,7 @@ def _shared_statistics(case: GradientCase) -> Gradients:
         if not _has_batchnorm(oracle):
             return
         for how in (_constants, _LocalBackward.apply, _own_part):
-            with _normalised_by(how, oracle, sizes):
+            with _normalised_by(how, oracle, sizes), suppress(_UnevenSamples):
                 yield clipped(mean_gradient(oracle.group_gradients(whole_batch)), case.clip_norm)
 
 

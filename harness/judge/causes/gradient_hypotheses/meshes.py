@@ -11,7 +11,7 @@ from harness.evidence.trace import Tensors
 from harness.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
 from harness.judge.causes.held_parts import HeldParts
-from harness.judge.oracle.noise import distance, norm
+from harness.judge.oracle.noise import norm
 from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
@@ -122,15 +122,11 @@ def _missing_elsewhere(case: GradientCase) -> Gradients:
 
 def _some_tensors_scaled(case: GradientCase) -> Gradients:
     """Predict one factor, a small number or one part of it, for those tensors that are nearer to it then."""
-    if case.clip_norm is not None or case.batch_parts > 1:  # the stages of a pipeline say more
+    if case.batch_parts > 1:  # the stages of a pipeline say more
         return
     for count in range(2, 2 * len(case.counterfactuals.analysis.recorded.ranks) + 1):
         for factor in (count, 1 / count):
-            total = dict(case.expected.raw)
-            for name, right in case.expected.raw.items():
-                if distance(case.observed[name], right * factor) < distance(case.observed[name], right):
-                    total[name] = right * factor
-            yield total
+            yield from case.with_nearer(scaled(factor, case.expected.raw))
 
 
 def _experts_scaled(case: GradientCase) -> Gradients:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from harness.judge.causes.combinations import fit, fit_weights, mean, scaled, weighted
+from harness.judge.causes.combinations import factor_between, fit, fit_weights, mean, scaled, weighted
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
 from harness.judge.oracle.layout import samples
-from harness.judge.oracle.oracle import clipped
+from harness.judge.oracle.noise import distance
+from harness.judge.oracle.oracle import clipped, mean_gradient
 
 
 def _samples_not_divided(case: GradientCase) -> Gradients:
@@ -35,9 +36,14 @@ def _constant(case: GradientCase) -> Gradients:
         yield clipped(scaled(case.pattern.factor, case.expected.raw), case.clip_norm)
 
 
+def _constant_at_some_steps(case: GradientCase) -> Gradients:
+    yield from _constant(case)
+    yield case.expected.contract
+
+
 def _shares_weighted(case: GradientCase) -> Gradients:
     """Fit the weight of each share's gradient: a sum of the right shares, with the wrong weights."""
-    if case.clip_norm is None and not case.pattern.only_scaled:
+    if not case.pattern.only_scaled:
         fitted = fit(case.shares, case.observed, list(case.observed))
         if fitted is not None:
             yield fitted
@@ -58,8 +64,24 @@ def _some_samples(case: GradientCase) -> Gradients:
         yield scaled(len(kept) / len(each), mean(kept))
 
 
+def _weighted_in_some_tensors(case: GradientCase) -> Gradients:
+    """Fit the weight of each rank's gradient to those tensors that are no multiple of the right ones."""
+    analysis, raw, factor = case.counterfactuals.analysis, case.expected.raw, case.common_factor
+    noise = {name: analysis.noise.at(name, unit) for name, unit in case.expected.units.items()}
+    odd = [n for n in raw if distance(case.observed[n], factor * raw[n]) > analysis.limit * noise[n]]
+    own_factors = {n: factor_between({n: raw[n]}, case.observed) for n in odd}
+    if all(distance(case.observed[n], own_factors[n] * raw[n]) <= analysis.limit * noise[n] for n in odd):
+        return  # no rank's part weighs more than another's
+    ranks = [mean_gradient(own) for rank in range(case.world) if (own := case.own_parts(rank))]
+    if 0 < len(odd) < len(raw) and len(ranks) > 1 and factor > 0:
+        parts = [{name: part[name] for name in odd if name in part} for part in ranks]
+        fitted = fit(parts, {name: case.observed[name] / factor for name in odd}, odd)
+        if fitted is not None:
+            yield clipped({**raw, **fitted}, case.clip_norm)
+
+
 def _samples_weighted(case: GradientCase) -> Gradients:
-    if case.clip_norm is None and not case.pattern.only_scaled:
+    if not case.pattern.only_scaled:
         fitted = fit(case.counterfactuals.each_sample(case.index), case.observed, list(case.observed))
         if fitted is not None:
             yield fitted
@@ -103,12 +125,18 @@ HYPOTHESES = (
     GradientHypothesis("scaled-by-a-constant", "loss-normalisation", _constant,
         "{factor} × the right ones at every step",
         "what is the loss divided by, and what is it multiplied by?", 70),
+    GradientHypothesis("scaled-at-some-steps", "loss-normalisation", _constant_at_some_steps,
+        "{factor} × the right ones, at some steps alone",
+        "what is the loss of these steps divided by, and what is it multiplied by?", 68),
     GradientHypothesis("some-samples-without-gradient", "data", _some_samples,
         "those of some of the samples only",
         "the loss received fewer samples than the model, or some outputs were cut off", 50),
     GradientHypothesis("shares-weighted-wrongly", "loss-normalisation", _shares_weighted,
         "made of the right shares with the wrong weights",
         "what is the loss divided by: samples, tokens, padding, ranks, micro-batches?", 45),
+    GradientHypothesis("some-tensors-weighted-wrongly", "averaging", _weighted_in_some_tensors,
+        "right for some parameters, and for others made of the ranks' own with the wrong weights",
+        "what does one rank multiply these parameters' gradients by before the all-reduce?", 43),
     GradientHypothesis("samples-weighted-wrongly", "loss-normalisation", _samples_weighted,
         "made of the right samples with the wrong weights",
         "what is each sample's loss divided by: its own length, the batch's tokens, padding?", 40),

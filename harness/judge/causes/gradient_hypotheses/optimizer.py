@@ -19,13 +19,16 @@ def _absent(case: GradientCase) -> Gradients:
     right, observed = case.expected.contract, case.step.gradients
     if any(name not in observed for name in right):
         yield {name: value for name, value in right.items() if name in observed}
+        yield clipped({name: value for name, value in case.expected.raw.items() if name in observed}, case.clip_norm)
 
 
 def _some_zero(case: GradientCase) -> Gradients:
     right = case.expected.contract
-    zero = {name for name, value in case.observed.items() if norm(value) == 0 and norm(right[name])}
+    zero = {name: 0 * value for name, value in right.items() if norm(value) and norm(case.observed[name]) == 0}
     if zero:
-        yield {name: torch.zeros_like(value) if name in zero else value for name, value in right.items()}
+        yield {**right, **zero}
+        # They count in the norm where they are zeroed after clipping only.
+        yield clipped({**case.expected.raw, **zero}, case.clip_norm)
 
 
 def _flipped(case: GradientCase) -> Gradients:

@@ -42,15 +42,11 @@ def _some_ranks(case: GradientCase) -> Gradients:
 
 def some_tensors_own(case: GradientCase) -> Gradients:
     """Predict each tensor from the rank's own gradient where that is nearer than the average."""
-    if case.world == 1 or case.clip_norm is not None or not (parts := case.own_parts(case.rank)):
-        return
-    own, right = mean_gradient(parts), case.expected.contract
-    own = {name: own.get(name, torch.zeros_like(value)) for name, value in right.items()}
-    local = {
-        name for name in right if distance(case.observed[name], own[name]) < distance(case.observed[name], right[name])
-    }
-    if local and local != set(right):
-        yield {name: own[name] if name in local else right[name] for name in right}
+    if case.world > 1 and (parts := case.own_parts(case.rank)):
+        own = mean_gradient(parts)
+        yield from case.with_nearer(
+            {name: own.get(name, torch.zeros_like(value)) for name, value in case.expected.raw.items()}
+        )
 
 
 def _one_step_late(case: GradientCase) -> Gradients:
@@ -67,6 +63,41 @@ def _others_one_step_late(case: GradientCase) -> Gradients:
     now, then = case.expected.parts[0], case.earlier_expected[0].parts[0]
     if len(now) == len(then):
         yield mean_gradient([[now[rank] if rank == case.rank else then[rank] for rank in range(len(now))]])
+
+
+def _some_ranks_one_step_late(case: GradientCase) -> Gradients:
+    """Predict an average to which some of the ranks add their parts of the step before."""
+    if case.world == 1 or not case.earlier_expected:
+        return
+    then = case.earlier_expected[0]
+    for late in range(case.world):
+        parts = [case.own_parts(rank, then if rank == late else None) for rank in range(case.world)]
+        if all(parts):
+            total = mean_gradient([[mean_gradient(own) for own in parts]])
+            yield clipped(total, case.clip_norm)
+            yield from case.with_nearer(total)
+
+
+def _some_tensors_one_step_late(case: GradientCase) -> Gradients:
+    if case.earlier_expected:
+        yield from case.with_nearer(case.earlier_expected[0].raw)
+
+
+def _exchanged(case: GradientCase) -> Gradients:
+    """Predict each tensor from the nearest one of its shape."""
+    raw, factor = case.expected.raw, case.common_factor
+    alike = {name: [other for other in raw.values() if other.shape == value.shape] for name, value in raw.items()}
+    yield from case.with_nearer(
+        {n: min(few, key=lambda one: distance(case.observed[n], factor * one)) for n, few in alike.items()}
+    )
+
+
+def _rows_in_another_order(case: GradientCase) -> Gradients:
+    """Predict some tensors whose rows, or entries, are reversed or shifted by one."""
+    raw = {name: value for name, value in case.expected.raw.items() if value.dim()}
+    yield from case.with_nearer({name: value.flip(0) for name, value in raw.items()})
+    for shift in (1, -1):
+        yield from case.with_nearer({name: value.roll(shift, 0) for name, value in raw.items()})
 
 
 LATE = (
@@ -93,4 +124,16 @@ HYPOTHESES = (
     GradientHypothesis("some-parameters-not-synchronised", "sync", some_tensors_own,
         "averaged for some parameters and rank {rank}'s own for others",
         "the all-reduce leaves parameters out", 325),
+    GradientHypothesis("some-ranks-one-step-late", "sync", _some_ranks_one_step_late,
+        "averages to which one of the ranks adds its part of the step before",
+        "does each rank hand over the gradient of this step, and wait for the all-reduce?", 324),
+    GradientHypothesis("some-parameters-one-step-late", "sync", _some_tensors_one_step_late,
+        "right for some parameters, and for others those that were right one step before",
+        "does every bucket's all-reduce end before the step?", 323),
+    GradientHypothesis("parameters-exchanged", "sync", _exchanged,
+        "right, but some parameters have those of another one of their shape",
+        "is a flat buffer unpacked in the order in which it was packed, the same on every rank?", 322),
+    GradientHypothesis("rows-in-another-order", "sync", _rows_in_another_order,
+        "right, but for some parameters with rows in another order",
+        "is a gathered or flat tensor put together in the order in which it was taken apart?", 321),
 )  # fmt: skip
