@@ -10,7 +10,7 @@ from math import ceil
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.hunt.problems import OVER_SAMPLES
-from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, VOCABULARY, Recipe
+from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 Share = tuple[int, ...]
 """The samples of one micro-batch of one rank."""
@@ -40,9 +40,11 @@ class PlainTorch:
 
     @property
     def kind(self) -> str:
-        """What a program has to show: ``val_loss``, ``weights``, or something that no template does."""
+        """What a program has to show: ``val_loss``, ``samples``, ``weights``, or something that no template does."""
         if self.check == "metrics":
             return "val_loss" if self.finding.message.startswith("val_loss") else "loss"
+        if self.check == "samples" and self.recipe.accumulate == 1 and self.recipe.interrupt_after is None:
+            return "samples"
         if self.recipe.interrupt_after is not None:
             return "resumed"
         return self.check if self.check in _OTHERWISE else "weights"
@@ -99,6 +101,11 @@ class PlainTorch:
             return size + 5  # a multiple of nothing, as of every workload
         most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
         return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
+
+    @property
+    def draws(self) -> int:
+        """How many samples all ranks together have in an epoch, with those that make their shares equal."""
+        return ceil(self.samples / self.ranks) * self.ranks
 
     @property
     def names(self) -> str:
@@ -260,6 +267,8 @@ class PlainTorch:
 
     def _modules(self) -> Iterator[str]:
         inputs = self.recipe.inputs
+        if inputs == TEXT:
+            raise NotExpressedError("text, of which the trainer takes its own loss")
         if inputs == "features":
             yield f"torch.nn.Linear({FEATURES}, {WIDTH})"
         elif inputs == "images":
