@@ -78,7 +78,8 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     unwritten = []
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
-        drawn = [] if subject == "lightning" else [(shuffled, SAMPLES)]  # its loaders are made while it trains
+        # Of these two the loaders are made while they train, or by hand.
+        drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
         for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), *drawn]):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
@@ -167,6 +168,7 @@ def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(capsys):
 
 LIBRARIES = {
     "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
     "fabric": "lightning",
     "ignite": "ignite",
     "lightning": "lightning",
@@ -184,8 +186,8 @@ LIBRARIES = {
 @pytest.mark.parametrize("subject", TEMPLATES)
 def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, recipe):
     pytest.importorskip(LIBRARIES[subject])
-    if subject == "transformers" and recipe.inputs == "sparse-tokens":
-        pytest.skip("it takes norms of gradients, which sparse ones have not")
+    if subject in ("deepspeed", "transformers") and recipe.inputs == "sparse-tokens":
+        pytest.skip("it trains no sparse gradients")
     (tmp_path / "program.py").write_text(program(problem_of(recipe, subject), SUBJECTS, "Right.", "1e-05"))
     run = run_program(tmp_path / "program.py", 2, sys.executable)
     assert run.shows(None) is Shown.NO, run
@@ -199,6 +201,7 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
         ("accelerate", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
         ("lightning", WINDOWS, GRADIENTS),
         ("ignite", WINDOWS, Finding("steps", Outcome.FAILED, "")),
+        ("deepspeed", WINDOWS, Finding("steps", Outcome.FAILED, "")),
         ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
