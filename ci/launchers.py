@@ -3,6 +3,7 @@
     python ci/launchers.py                             # verdicts and times, two nodes of two devices
     python ci/launchers.py --only ray --lose 20        # a node of Ray is killed twenty times in the middle of a cell
     python ci/launchers.py --nodes 4 --gpus 1
+    python ci/launchers.py --suite                     # the smoke and all `ddp` cells of the suite, by each launcher
 
 Every node is this machine: for torchrun as it does by itself, for hosts by a command that leads back here, for Ray by a
 raylet for each node, for SLURM by a slurmd for each, in an allocation of which all launchers are then compared.
@@ -47,17 +48,23 @@ from harness.launch.launchers.base import Launcher, LauncherOptions
 from harness.launch.pool import Pool
 from harness.launch.remote.remote_pool import RemotePool
 from harness.launch.settings import Settings
+from harness.results.run import read_run
 from harness.worker.processes import adopt, end_all
 from harness.workloads import WORKLOADS
 
 LAUNCHERS = ("local", "torchrun", "hosts", "ray", "slurm")
 NODE_COMMAND = "env PLUMBLINE_NODE_NAME=host-{node}"
+HERE = "127.0.0.1"
 WAITING = str(SUBJECTS / "waiting.py")
 FOLDER = "PLUMBLINE_FAULTS_FOLDER"
 SLURM_CLUSTER = Path(__file__).with_name("slurm_cluster.sh")
 LIMIT = Settings(600.0)
 REFERENCE = (("mlp", "ddp"), ("mlp", "ddp2"), ("contrastive", "ddp2"))
 """The reference's cells that are compared: workload and backend."""
+SUITE = (("-m", "smoke"), ("--backends", "ddp"))
+"""What ``--suite`` selects of the conformance suite, one run each."""
+NOTHING_SELECTED = 5
+"""The exit code of pytest where no cell was selected."""
 
 Verdict = dict[str, tuple[str, str | None]]
 """Outcome and cause of each check."""
@@ -71,7 +78,7 @@ class Comparison:
         self._temporary = temporary
         self._cluster = cluster
         asked = LauncherOptions(topology.num_nodes, topology.gpus)
-        own = {"hosts": replace(asked, node_command=NODE_COMMAND, listen="127.0.0.1")}
+        own = {"hosts": replace(asked, node_command=NODE_COMMAND, listen=HERE)}
         self.launchers: dict[str, Launcher] = {name: find_launcher(name, own.get(name, asked)) for name in names}
 
     def verdict(self, pool: Pool, workload: str, backend: str) -> tuple[Verdict, float]:
@@ -115,6 +122,48 @@ class Comparison:
             print(f"| {name} | {warm[name]:.1f} |", " | ".join(columns), "|")
         print(f"verdicts {'are the same' if same else 'DIFFER'} over {(rounds + 1) * len(REFERENCE)} cells a launcher")
         return same
+
+    def run_suite(self) -> bool:
+        """Run the cells of ``SUITE`` by each launcher as a user does; return whether all verdicts are the same."""
+        first = next(iter(self.launchers))
+        same = True
+        print("| cells | launcher | cells | passed | wall time, s | verdicts of other than", first, "|")
+        print("|---|---|--:|--:|--:|---|")
+        for words in SUITE:
+            verdicts: dict[str, dict[tuple[object, str], tuple[str, str | None]]] = {}
+            for name in self.launchers:
+                started = time.monotonic()
+                verdicts[name] = self._suite_verdicts(name, words)
+                seconds = time.monotonic() - started
+                cells = {cell for cell, _ in verdicts[name]}
+                passed = cells - {cell for (cell, _), (outcome, _) in verdicts[name].items() if outcome != "passed"}
+                other = {
+                    cell
+                    for cell, check in verdicts[name].keys() | verdicts[first].keys()
+                    if verdicts[name].get((cell, check)) != verdicts[first].get((cell, check))
+                }
+                same &= not other
+                told = ", ".join(sorted(map(str, other))) or "none"
+                print(
+                    f"| `{' '.join(words)}` | {name} | {len(cells)} | {len(passed)} | {seconds:.0f} | {told} |",
+                    flush=True,
+                )
+        return same
+
+    def _suite_verdicts(self, name: str, words: Sequence[str]) -> dict[tuple[object, str], tuple[str, str | None]]:
+        """Run cells of the suite by a launcher; return outcome and cause by cell and check."""
+        own = {"hosts": ("--node-command", NODE_COMMAND, "--listen", HERE)}
+        command = [str(Path(sys.executable).with_name("plumbline")), "run", "conformance", "--subject", "reference"]
+        command += ["--nodes", str(self._topology.num_nodes), "--gpus", str(self._topology.gpus)]
+        command += ["--launcher", name, *own.get(name, ()), *words, "--accelerator", "cpu", "-q"]
+        with tempfile.TemporaryDirectory() as folder:
+            done = subprocess.run([*command, "--report-dir", folder], capture_output=True, text=True, check=False)
+            if done.returncode == NOTHING_SELECTED:
+                return {}
+            if done.returncode not in (0, 1):
+                raise RuntimeError(f"{name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+            run = read_run(Path(folder, "latest"))
+        return {(one.coordinates, one.check): (one.outcome.value, one.cause) for one in run.results}
 
     def lose_nodes(self, name: str, times: int) -> bool:
         """Take a node away in the middle of a cell, so often; return whether each time all was as it must be."""
@@ -235,6 +284,7 @@ def main() -> int:
     parser.add_argument("--nodes", type=int, default=2, metavar="N")
     parser.add_argument("--gpus", type=int, default=2, metavar="N", help="devices of a node (default: 2)")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="timed cells of each kind (default: 3)")
+    parser.add_argument("--suite", action="store_true", help="also run the smoke and all ddp cells of the suite")
     parser.add_argument("--lose", type=int, default=0, metavar="N", help="lose a node so often (default: 0)")
     options = parser.parse_args()
     if "slurm" in options.only and "SLURM_JOB_ID" not in os.environ:
@@ -253,6 +303,8 @@ def main() -> int:
             comparison = Comparison(options.only, Topology(options.nodes, options.gpus), temporary, cluster)
             if options.rounds:
                 good &= comparison.compare(options.rounds)
+            if options.suite:
+                good &= comparison.run_suite()
             for name in options.only if options.lose else ():
                 good &= comparison.lose_nodes(name, options.lose)
         left = {pid for pid in Present.now(temporary).processes - before.processes if _runs(pid)}

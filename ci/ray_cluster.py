@@ -34,11 +34,13 @@ class RayCluster:
         self._scratch = Scratch.new(NODE, "/tmp")  # it names sockets, whose paths must be short
         size = ["--num-cpus", str(cpus), "--num-gpus", "0", "--object-store-memory", str(80 << 20)]
         size += ["--min-worker-port", "0", "--max-worker-port", "0"]  # any: the head's could be among the usual ones
-        self._start = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", *size]
+        quiet = ["--disable-usage-stats", "--log-color", "false"]  # what is read must have no colors
+        self._start = [str(Path(sys.executable).with_name("ray")), "start", "--block", *quiet, *size]
         self._port = free_port()
         secret = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.environment = dict(secret)
-        self._variables = {**os.environ, **secret, **(variables or {})}
+        # Ranks have the priority that other launchers give them; by itself Ray gives its workers a niceness of 15.
+        self._variables = {**os.environ, "RAY_worker_niceness": "0", **secret, **(variables or {})}
         self._running: dict[int, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> RayCluster:

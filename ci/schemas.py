@@ -1,4 +1,4 @@
-"""Writes the JSON schemas of what Plumbline leaves for programs: `results.jsonl` and `plumbline check --json`.
+"""Writes the JSON schemas of what Plumbline leaves for programs: of `results.jsonl`, and of reports and checks as JSON.
 
 python ci/schemas.py            # rewrites the files in harness/
 python ci/schemas.py --check    # exits with 1 if one is out of date
@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from harness.check.report import json_file
+from harness.report import json_report
 from harness.results import schema
 
 SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
     schema.FILE: schema.results_schema,
+    json_report.FILE: json_report.report_schema,
     json_file.FILE: json_file.check_schema,
 }
 

@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
+from harness.benchmark.pipeline_timeline import bubble
 from harness.benchmark.sample_work import SampleWork
 from harness.benchmark.timed_launch import LaunchTimings
 from harness.evidence.timing import Round
@@ -47,7 +48,10 @@ METRICS: Final[Mapping[str, Metric]] = {
     "share_exposed_communication": Metric("share", "lower"),
     "share_data": Metric("share", "lower"),
     "share_idle": Metric("share", "lower"),
+    "pipeline_bubble": Metric("share", "lower"),
     "rank_skew": Metric("share", "lower"),
+    "energy_per_step": Metric("J", "lower"),
+    "energy_per_sample": Metric("J", "lower"),
     "overhead": Metric("ratio", "lower"),
     "memory_allocated_peak": Metric("bytes", "lower"),
     "memory_reserved_peak": Metric("bytes", "lower"),
@@ -63,6 +67,9 @@ METRICS: Final[Mapping[str, Metric]] = {
 Key = tuple[str, "int | None"]
 """A metric, and the rank it is about, None if it is about all of them."""
 
+Groups = Sequence[Sequence[int]]
+"""Ranks that see the same samples, by their numbers."""
+
 
 class SamplesError(ValueError):
     """Throughput is undefined: in a round, no samples went through the model, or some more than once."""
@@ -77,18 +84,23 @@ class LaunchSample:
 
 
 def samples_of(
-    launches: Sequence[LaunchSample], devices: int, work: SampleWork | None = None
+    launches: Sequence[LaunchSample],
+    devices: int,
+    work: SampleWork | None = None,
+    replicas: Groups | None = None,
 ) -> dict[Key, list[float]]:
     """Return the value of each metric in each launch, in order; metrics that a launch lacks are left out.
 
-    ``work`` is what a sample is in tokens and operations; without it nothing is told in these.
+    ``work`` is what a sample is in tokens and operations; without it nothing is told in these. ``replicas`` are the
+    groups of ranks that hold one model together and see the same samples (unless given, each rank alone).
 
     Raises:
         SamplesError: throughput is undefined.
     """
     found: dict[Key, list[float]] = {}
     for launch in launches:
-        for key, value in (*_figures(launch, devices), *_work(launch, devices, work)):
+        groups = replicas or [[rank.rank] for rank in launch.timed.ranks]
+        for key, value in (*_figures(launch, devices, groups), *_work(launch, devices, work, groups)):
             found.setdefault(key, []).append(value)
     return {key: values for key, values in found.items() if len(values) == len(launches)}
 
@@ -99,24 +111,28 @@ def step_quantiles(launches: Sequence[LaunchSample]) -> tuple[float, ...]:
     return tuple(map(float, np.quantile(steps, np.linspace(0, 1, QUANTILES))))
 
 
-def _figures(launch: LaunchSample, devices: int) -> Iterable[tuple[Key, float]]:
+def _figures(launch: LaunchSample, devices: int, groups: Groups) -> Iterable[tuple[Key, float]]:
     timed = launch.timed
     seconds = sum(_wall(rounds) for rounds in _rounds(timed))
-    throughput = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds
+    throughput = sum(_consumed(rounds, groups) for rounds in _rounds(timed)) / seconds
     steps = sorted(_steps(timed))
     middle = median(steps)
-    every = [one for rank in timed.ranks for one in rank.rounds]
     yield ("throughput", None), throughput
     yield ("throughput_per_gpu", None), throughput / devices
     yield ("step_p50", None), middle
     yield ("step_p95", None), float(np.quantile(steps, 0.95))
     yield ("step_first", None), max(rank.warmup.ended[0] - rank.warmup.begun for rank in timed.ranks)
-    yield ("data_wait", None), sum(one.waited for one in every) / sum(one.seconds for one in every)
+    yield ("data_wait", None), _data_wait(timed, groups)
+    if not isinstance(timed.energy, str):
+        yield ("energy_per_step", None), timed.energy / len(steps)
+        yield ("energy_per_sample", None), timed.energy / (throughput * seconds)
     if len(timed.ranks) > 1:
         yield ("rank_skew", None), _skew(timed) / middle
         shares = [rank.communication for rank in timed.ranks if rank.communication is not None]
         if len(shares) == len(timed.ranks):
             yield ("communication", None), sum(shares) / len(shares)
+    if (waiting := bubble(timed, groups)) is not None:
+        yield ("pipeline_bubble", None), waiting
     if launch.yardstick is not None:
         pairs = zip(_rounds(timed), _rounds(launch.yardstick), strict=True)
         yield ("overhead", None), median(_wall(mine) / _wall(by_hand) for mine, by_hand in pairs)
@@ -125,7 +141,7 @@ def _figures(launch: LaunchSample, devices: int) -> Iterable[tuple[Key, float]]:
             yield (metric, rank.rank), float(value)
 
 
-def _work(launch: LaunchSample, devices: int, work: SampleWork | None) -> Iterable[tuple[Key, float]]:
+def _work(launch: LaunchSample, devices: int, work: SampleWork | None, groups: Groups) -> Iterable[tuple[Key, float]]:
     """Yield what follows from the work of a sample. A utilisation is a part of the peak of all devices together."""
     timed = launch.timed
     shares = [rank.shares for rank in timed.ranks if rank.shares is not None]
@@ -135,16 +151,30 @@ def _work(launch: LaunchSample, devices: int, work: SampleWork | None) -> Iterab
     if work is None:
         return
     seconds = sum(_wall(rounds) for rounds in _rounds(timed))
-    a_second = sum(_consumed(rounds) for rounds in _rounds(timed)) / seconds / devices
+    a_second = sum(_consumed(rounds, groups) for rounds in _rounds(timed)) / seconds / devices
     if work.tokens:
         yield ("tokens_per_gpu", None), a_second * work.tokens
     yield ("model_flops_per_gpu", None), a_second * work.flops
-    if work.peak is not None:
+    if not isinstance(work.peak, str):
         yield ("mfu", None), a_second * work.flops / work.peak.flops
         steps = sum(one.steps for one in timed.ranks[0].rounds)
         executed = [rank.flops for rank in timed.ranks if rank.flops is not None]
         if len(executed) == devices:
             yield ("hfu", None), sum(executed) * steps / seconds / devices / work.peak.flops
+
+
+def _data_wait(timed: LaunchTimings, groups: Groups) -> float:
+    """Return the share of the time in which ranks wait for a batch, of a group the rank that waits least.
+
+    The later stages of a pipeline wait for the stages before them, and not for data.
+    """
+    waits = {
+        rank.rank: sum(one.waited for one in rank.rounds) / sum(one.seconds for one in rank.rounds)
+        for rank in timed.ranks
+        if any(one.forwards for one in rank.rounds)
+    }
+    least = [min((waits[rank] for rank in group if rank in waits), default=0.0) for group in groups]
+    return sum(least) / len(least)
 
 
 def _rounds(timed: LaunchTimings) -> Iterable[tuple[Round, ...]]:
@@ -157,9 +187,12 @@ def _wall(rounds: Sequence[Round]) -> float:
     return max(one.seconds for one in rounds)
 
 
-def _consumed(rounds: Sequence[Round]) -> int:
-    """Return how many samples all ranks together consumed in a round."""
-    samples = [sample for one in rounds for sample in one.samples]
+def _consumed(rounds: Sequence[Round], groups: Groups) -> int:
+    """Return how many samples all ranks together consumed in a round: those of a group as one of its ranks saw them.
+
+    Of a pipeline some stages may never call the job's model.
+    """
+    samples = [sample for group in groups for sample in max((rounds[rank].samples for rank in group), key=len)]
     if not samples:
         raise SamplesError("no samples went through job.model()'s forward in a round: is another model trained?")
     if len(set(samples)) < len(samples):

@@ -7,9 +7,10 @@ import hashlib
 import inspect
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.benchmark.launch_metrics import METRICS, Key, LaunchSample, samples_of, step_quantiles
+from harness.benchmark.pipeline_timeline import timeline
 from harness.benchmark.sample_work import work_of
 from harness.core.cell import Cell
 from harness.results.records import Measurement
@@ -27,20 +28,42 @@ def measurements(
     Raises:
         SamplesError: throughput is undefined.
     """
-    found = samples_of(launches, cell.topology.devices, work_of(cell, device))
+    replicas = cell.contract.replicas(cell.topology)
+    work = work_of(cell, device)
+    found = samples_of(launches, cell.topology.devices, work, replicas)
     same = {"workload_key": workload_key(cell), "reproduce": reproduce}
-    return [
-        _measurement(cell, key, samples, step_quantiles(launches) if key[0] == "step_p50" else (), same)
-        for key, samples in found.items()
-    ]
+    further: dict[str, dict[str, object]] = {
+        "step_p50": {"quantiles": step_quantiles(launches)},
+        "pipeline_bubble": {
+            "timeline": timeline(launches[-1].timed, replicas),
+            "formula": "1 - computing / (ranks × time), from a step's first chunk to its last one",
+        },
+    }
+    if not isinstance(work.peak, str):
+        over = f"{work.peak.flops:.5g} FLOP/s ({work.peak.source})"
+        further["mfu"] = {"formula": f"{work.flops:.5g} FLOP a sample × samples a second and device / {over}"}
+        further["hfu"] = {"formula": f"FLOP that the ranks executed a second and device / {over}"}
+    return [_measurement(cell, key, samples, same | further.get(key[0], {})) for key, samples in found.items()]
 
 
-def _measurement(
-    cell: Cell, key: Key, samples: Sequence[float], quantiles: Sequence[float], same: dict[str, str]
-) -> Measurement:
+def not_applicable(cell: Cell, launches: Sequence[LaunchSample], device: str | None = None) -> dict[str, str]:
+    """Return which metrics do not apply to ``cell``, or not here, by their names, and why."""
+    found: dict[str, str] = {}
+    peak, looked = work_of(cell, device).peak, [rank for launch in launches for rank in launch.timed.ranks]
+    if isinstance(peak, str):
+        found |= {"mfu": peak, "hfu": peak}
+    elif cell.processes < cell.topology.devices or any(rank.flops is None for rank in looked):
+        found["hfu"] = "what a process executes on several devices is not counted"
+    energy = next((launch.timed.energy for launch in launches if isinstance(launch.timed.energy, str)), None)
+    if energy is not None:
+        found |= {"energy_per_step": energy, "energy_per_sample": energy}
+    return found
+
+
+def _measurement(cell: Cell, key: Key, samples: Sequence[float], further: Mapping[str, object]) -> Measurement:
     name, rank = key
     metric = METRICS[name]
-    figures: dict[str, object] = {"samples": samples, "quantiles": quantiles, "rank": rank, **same}
+    figures: dict[str, object] = {"samples": samples, "rank": rank, **further}
     if metric.unit == "count":
         # Such as out-of-memory events: one in any launch must not disappear in a median.
         return Measurement.of(cell, name, metric.unit, metric.better, value=max(samples), **figures)

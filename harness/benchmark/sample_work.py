@@ -15,11 +15,11 @@ from harness.workloads import PERFORMANCE
 
 @dataclass(frozen=True)
 class SampleWork:
-    """``tokens`` of a sample, 0 without any; its ``flops``, forward and backward; ``peak`` of a device, if known."""
+    """``tokens`` of a sample, 0 without any; its ``flops``, forward and backward; ``peak`` of a device, or why none."""
 
     tokens: int
     flops: float
-    peak: Peak | None = None
+    peak: Peak | str
 
 
 def work_of(cell: Cell, device: str | None) -> SampleWork:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+from harness.benchmark.energy_use import EnergyUse
 from harness.benchmark.round_control import MissingRanksError, RoundControl
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, TraceError
@@ -22,6 +23,7 @@ from harness.launch.cell_launch import CellLaunch, start
 from harness.launch.launch_progress import EXIT_GRACE_S
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
+from harness.machine.energy import meter_of
 from harness.results.records import PERFORMANCE
 
 
@@ -36,10 +38,14 @@ class TimedLaunchError(Exception):
 
 @dataclass(frozen=True)
 class LaunchTimings:
-    """What one launch measured, by rank; ``seconds`` is its wall time, from the start of its ranks to their end."""
+    """What one launch measured, by rank; ``seconds`` is its wall time, from the start of its ranks to their end.
+
+    ``energy`` is what its devices consumed in the timed rounds, in joules, or why that is not known.
+    """
 
     ranks: tuple[RankTiming, ...]
     seconds: float
+    energy: float | str = "it was not measured"
 
 
 class TimedLaunch:
@@ -56,14 +62,20 @@ class TimedLaunch:
         self._control = control
         self._launched = launched
         self._seconds = seconds
+        self._energy = EnergyUse(meter_of(cell.accelerator))
         self._is_over = False
 
     @classmethod
-    def begin(cls, pool: Pool, cell: Cell, folder: Path, settings: Settings) -> TimedLaunch:
-        """Start the ranks and let them train their warm-up; ``folder`` exists, and is removed at the end."""
+    def begin(
+        cls, pool: Pool, cell: Cell, folder: Path, settings: Settings, profile: Path | None = None
+    ) -> TimedLaunch:
+        """Start the ranks and let them train their warm-up; ``folder`` exists, and is removed at the end.
+
+        With ``profile`` the first steps of the first round are profiled, and leave their files in that folder.
+        """
         control = RoundControl(folder / "gate", cell.processes)
         try:
-            launched = start(pool, cell, folder, settings, gate=folder / "gate")
+            launched = start(pool, cell, folder, settings, gate=folder / "gate", profile=profile)
         except BaseException:
             control.close()
             raise
@@ -73,13 +85,14 @@ class TimedLaunch:
 
     def round(self) -> None:
         """Let all ranks train the next round, and wait until the last of them is done."""
-        self._control.release()
-        self._wait()
+        self._energy.begin_round()
+        self._train()
+        self._energy.end_round()
 
     def profile(self) -> None:
         """After all rounds: let the ranks train once to count tensors, and once to time collectives."""
         for _ in range(2):
-            self.round()
+            self._train()
 
     def end(self) -> LaunchTimings:
         """Take the ranks' reports, and let them train to the end."""
@@ -92,7 +105,8 @@ class TimedLaunch:
         if wrong is not None:
             raise self._error(wrong)
         shutil.rmtree(self.folder, ignore_errors=True)
-        return LaunchTimings(tuple(map(RankTiming.from_json, reports)), trace.seconds or 0.0)
+        ranks = tuple(map(RankTiming.from_json, reports))
+        return LaunchTimings(ranks, trace.seconds or 0.0, self._energy.of(ranks))
 
     def close(self) -> None:
         """End the launch early. After its end nothing is done."""
@@ -102,6 +116,10 @@ class TimedLaunch:
         with suppress(TimedLaunchError, LaunchError):
             self._finish(EXIT_GRACE_S)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _train(self) -> None:
+        self._control.release()
+        self._wait()
 
     def _wait(self) -> None:
         try:

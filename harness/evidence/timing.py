@@ -3,7 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final, Literal
+
+FORWARD: Final = "forward"
+BACKWARD: Final = "backward"
+WEIGHTS: Final = "weights"
+"""What a chunk computes: outputs; gradients; gradients of weights alone, where these are put off."""
+
+ChunkKind = Literal["forward", "backward", "weights"]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one stage of a pipeline computes on one micro-batch.
+
+    ``stage`` counts the stages of this rank, ``micro_batch`` those of a step. Times are as in ``Round``.
+    """
+
+    kind: ChunkKind
+    stage: int
+    micro_batch: int
+    begun: float
+    ended: float
 
 
 @dataclass(frozen=True)
@@ -44,6 +65,9 @@ class RankTiming:
     ``memory`` has bytes and counts by metric. ``tensors`` has bytes by metric, ``communication`` a share of the time,
     ``shares`` those of a step's parts by their names, ``flops`` the floating-point operations of a step; all are None
     where there was no looking, ``communication`` also where no collective was seen, and ``flops`` where they could not.
+    ``pipeline`` has the chunks of some steps of the warm-up, in order; it is empty where there is no pipeline.
+    ``devices`` are the UUIDs of the rank's GPUs, where torch tells them.
+    ``problems`` say which files of a profiled launch could not be written.
     """
 
     rank: int
@@ -54,6 +78,9 @@ class RankTiming:
     communication: float | None = None
     shares: dict[str, float] | None = None
     flops: int | None = None
+    pipeline: tuple[tuple[Chunk, ...], ...] = ()
+    devices: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -67,6 +94,8 @@ class RankTiming:
                 **values,
                 "warmup": _round(values["warmup"]),
                 "rounds": tuple(map(_round, values["rounds"])),
+                "pipeline": tuple(tuple(Chunk(**chunk) for chunk in step) for step in values["pipeline"]),
+                **{name: tuple(values[name]) for name in ("devices", "problems")},
             }
         )
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.planning.declaration import Declaration
-from harness.workloads.generated import INPUTS, LAYERS, LOSSES, OPTIMIZERS, RETURNS, SCHEDULES, Recipe
+from harness.workloads.generated import INPUTS, LABELS, LAYERS, LOSSES, OPTIMIZERS, RETURNS, SCHEDULES, TEXT, Recipe
 
 MOST_LAYERS = 5
 WIDTHS = (1, 3, 5, 8)
@@ -39,24 +39,32 @@ class Drawn:
 def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[Cell]) -> Drawn:
     """Draw one of ``cells`` and a recipe that needs nothing beyond what is declared for its backend."""
     cell = draw(st.sampled_from(list(cells)))
-    recipe = draw(recipes(declared_for(cell.subject, cell.backend, declared).capabilities))
+    subject = declared_for(cell.subject, cell.backend, declared)
+    recipe = draw(recipes(subject.capabilities, own_loss=subject.behavior.own_loss))
     if "batchnorm" in recipe.layers:  # it raises where a device has one sample
         least = 2 * cell.topology.devices * cell.contract.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
+    if recipe.accumulate > 1 and recipe.loss not in OVER_SAMPLES:
+        # Micro-batches of unlike size may weigh alike or by their size: what is right, no single device says.
+        recipe = replace(recipe, left_out=0)
     return Drawn(recipe, cell)
 
 
 @st.composite
-def recipes(draw: st.DrawFn, capabilities: frozenset[str]) -> Recipe:
-    """Draw a recipe. Shrunk, it is a linear layer with a mean loss and SGD, on one batch of few samples."""
-    inputs = draw(st.sampled_from(_allowed(INPUTS, capabilities)))
+def recipes(draw: st.DrawFn, capabilities: frozenset[str], *, own_loss: bool = False) -> Recipe:
+    """Draw a recipe. Shrunk, it is a linear layer with a mean loss and SGD, on one batch of few samples.
+
+    A trainer with an ``own_loss`` can be asked for the next tokens of texts alone.
+    """
+    inputs = TEXT if own_loss else draw(st.sampled_from(_allowed(INPUTS, capabilities)))
     sparse = inputs == "sparse-tokens"
     tokens = inputs in ("tokens", "sparse-tokens")
-    loss = draw(st.sampled_from([one for one in LOSSES if tokens or one != "token-mean"]))
+    losses = [LABELS] if own_loss else [one for one in LOSSES if tokens or one != "token-mean"]
+    loss = draw(st.sampled_from(losses))
     optimizer = draw(st.sampled_from(["sgd"] if sparse else _allowed(OPTIMIZERS, capabilities)))
     recipe = Recipe(
         inputs=inputs,
-        layers=tuple(draw(st.lists(_layers(capabilities), max_size=MOST_LAYERS))),
+        layers=tuple(draw(st.lists(_layers(capabilities, own_loss), max_size=MOST_LAYERS))),
         loss=loss,
         optimizer=optimizer,
         schedule=draw(st.sampled_from(SCHEDULES)) if "scheduler" in capabilities else "none",
@@ -79,9 +87,14 @@ def recipes(draw: st.DrawFn, capabilities: frozenset[str]) -> Recipe:
     return replace(recipe, interrupt_after=draw(st.sampled_from([None, *range(1, recipe.steps)])))
 
 
-def _layers(capabilities: frozenset[str]) -> st.SearchStrategy[str]:
+def _layers(capabilities: frozenset[str], own_loss: bool) -> st.SearchStrategy[str]:
+    """Return the layers to draw from.
+
+    No batch's statistics with an own loss: each rank has its own, and a loss over the labels of all ranks is then
+    neither what one device computes nor a mean over ranks.
+    """
     words = []
-    for kind in _allowed(LAYERS, capabilities):
+    for kind in _allowed((kind for kind in LAYERS if not (own_loss and kind == "batchnorm")), capabilities):
         words += [f"linear-{width}" for width in WIDTHS] if kind == "linear" else [kind]
     return st.sampled_from(words)
 

@@ -33,7 +33,10 @@ DRAWN_TOGETHER = 200
 
 SETTINGS = Settings(time_limit=60.0)
 
-VACUOUS = "vacuous"
+SHRINKING = 120.0
+"""Seconds for which a failure that was found last is shrunk when the time is over."""
+
+VACUOUS, NEVER_STEPPED = "vacuous", "never-stepped"
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class Search:
         cells: those to draw from; their workload is a placeholder.
         folder: for problems and traces, while they are needed.
         known: causes that are passed over; each that is found is added.
-        counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, ``vacuous``, ``trained``
-            and ``failed``; new ``causes``; ``rounds``.
+        counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, or ``trained``; of these
+            ``failed``, or right as far as can be seen, with a check that was ``vacuous``; new ``causes``; ``rounds``;
+            ``seconds`` that searching took.
     """
 
     pool: Pool
@@ -79,7 +83,8 @@ class Search:
 
     def run(self, seconds: float, first_seed: int, tell: Callable[[Failure], None]) -> None:
         """Search for so many seconds, and tell each new failure once it is shrunk, or the time is over."""
-        self.until = time.monotonic() + seconds
+        began = time.monotonic()
+        self.until = began + seconds
         while time.monotonic() < self.until:
             failure = self.round(first_seed + self.counts["rounds"])
             self.counts["rounds"] += 1
@@ -87,6 +92,7 @@ class Search:
                 self.known.add(failure.cause)
                 self.counts["causes"] += 1
                 tell(failure)
+        self.counts["seconds"] += round(time.monotonic() - began)
 
     def round(self, number: int) -> Failure | None:
         """Draw problems until one fails for a new cause; return it, shrunk."""
@@ -111,9 +117,9 @@ class Search:
         return self._chased
 
     def answer(self, drawn: Drawn) -> Failure | None:
-        """Train and judge a problem, once; when the time is over, problems that are new are not trained any more."""
+        """Train and judge a problem, once; when the time is over, new ones only while a failure is shrunk."""
         if drawn not in self._answers:
-            if time.monotonic() > self.until:
+            if time.monotonic() > self.until + (SHRINKING if self._chased else 0):
                 return None
             self._answers[drawn] = self.train(drawn)
         return self._answers[drawn]
@@ -140,10 +146,15 @@ class Search:
         finally:
             shutil.rmtree(trace, ignore_errors=True)
             WORKLOADS.pop(cell.workload, None)
-        if any(one.outcome is Outcome.ERRORED and one.message.startswith(VACUOUS) for one in findings):
-            self.counts["vacuous"] += 1
-            return None
         self.counts["trained"] += 1
-        bad = [one for one in findings if one.outcome.is_bad]
+        telling = [one for one in findings if not _is_vacuous(one)]
+        bad = [one for one in telling if one.outcome.is_bad]
         self.counts["failed"] += bool(bad)
+        self.counts["vacuous"] += not bad and len(telling) < len(findings)
         return Failure(drawn, bad[0]) if bad else None
+
+
+def _is_vacuous(finding: Finding) -> bool:
+    """Say whether a check could have shown nothing on this problem. Others may, and a trainer that never steps does."""
+    is_vacuous = finding.outcome is Outcome.ERRORED and finding.message.startswith(VACUOUS)
+    return is_vacuous and finding.cause != NEVER_STEPPED

@@ -1,8 +1,8 @@
-"""A search that is ready to begin: the subject's pool, what it declares, and the cells to draw from."""
+"""Searches that are ready to begin, one for each subject of a file: the pool, what it declares, cells to draw from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -15,21 +15,24 @@ from harness.core.invocation import suites
 from harness.hunt.search import Search
 from harness.launch.pool import Pool
 from harness.planning.declaration import Declaration
-from harness.planning.expectation_files import read_expectations
+from harness.planning.expectation_files import Expectation, read_expectations
 from harness.planning.expectations import known_of_subject
 from harness.planning.plan import Matrix, plan
 from harness.subjects.locator import parse_subject
 from harness.workloads import WORKLOADS
 
-PLAIN = "mlp"
-"""The workload of the plan whose cells are drawn from: every cell of a subject has it."""
+PLAIN, TEXTS = "mlp", "lm-tokens"
+"""The workload of the plan whose cells are drawn from, which every cell of a subject has.
+
+The second is for subjects that train with no other loss than theirs.
+"""
 
 
-def started(subject: str, gpus: int, scratch: Path) -> Search:
-    """Return a search on cells of up to ``gpus`` devices, whose pool the caller closes.
+def started(subject: str, gpus: int, scratch: Path) -> list[Search]:
+    """Return a search for each subject, on cells of up to ``gpus`` devices. They share a pool, which the caller closes.
 
     Raises:
-        PlanError: there are several subjects, or none has a cell.
+        PlanError: a subject has no cell.
         SubjectError: there is no such subject.
     """
     torch.set_num_threads(1)  # as the session that judges for pytest
@@ -37,21 +40,27 @@ def started(subject: str, gpus: int, scratch: Path) -> Search:
     with ExitStack() as undo:
         pool = undo.enter_context(closing(Pool(locator, python)))
         declared = [Declaration.of(locator, values) for values in pool.subjects]
-        if len({one.name for one in declared}) > 1:
-            names = ", ".join(f"{locator}::{one.name}" for one in declared)
-            raise PlanError(f"--subject {subject} has several subjects, and a hunt is on one: {names}")
         accelerator = resolve_accelerator("auto", torch.cuda.device_count())
-        cells = cells_of(declared, gpus, accelerator)
-        if not cells:
-            raise PlanError(f"--subject {subject} has no cell of up to {gpus} devices")
-        known = known_of_subject(declared[0].name, declared[0].software, read_expectations(suites() / "expectations"))
+        expectations = read_expectations(suites() / "expectations")
+        searches = []
+        for name in dict.fromkeys(one.name for one in declared):
+            own = [one for one in declared if one.name == name]
+            cells = cells_of(own, gpus, accelerator)
+            if not cells:
+                raise PlanError(f"--subject {subject}: {name} has no cell of up to {gpus} devices; raise --gpus")
+            known = known_of_subject(name, own[0].software, expectations)
+            searches.append(Search(pool, own, cells, scratch, known=_causes(known)))
         undo.pop_all()
-    causes = {f"{check}: {cause}" for one in known for check in one.entry.check for cause in one.entry.cause or ()}
-    return Search(pool, declared, cells, scratch, known=causes)
+    return searches
+
+
+def _causes(known: Iterable[Expectation]) -> set[str]:
+    return {f"{check}: {cause}" for one in known for check in one.entry.check for cause in one.entry.cause or ()}
 
 
 def cells_of(declared: Sequence[Declaration], gpus: int, accelerator: str) -> list[Cell]:
     """Return the subject's cells, the simplest first: few devices, float32."""
-    planned = plan(Matrix(gpus=gpus, workloads=(PLAIN,), accelerator=accelerator), declared, WORKLOADS)
+    plain = TEXTS if declared[0].behavior.own_loss else PLAIN
+    planned = plan(Matrix(gpus=gpus, workloads=(plain,), accelerator=accelerator), declared, WORKLOADS)
     cells = [one.cell for one in planned if one.refusal is None]
     return sorted(cells, key=lambda cell: (cell.topology.devices, cell.precision != "32"))

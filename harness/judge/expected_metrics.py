@@ -17,8 +17,8 @@ import torch
 
 from harness.evidence.trace import Evaluation, Tensors
 from harness.judge.oracle.epochs import Position
-from harness.judge.oracle.layout import Layout, samples, shuffled
-from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit
+from harness.judge.oracle.layout import Layout, draws, samples, shuffled
+from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, in_noise, rounding_unit, within_a_rounding
 from harness.judge.oracle.oracle import Oracle
 from harness.judge.positions import position_of, rank_layout
 from harness.judge.trace_analysis import TraceAnalysis
@@ -126,11 +126,12 @@ class LossTable:
         self.analysis.load_step(self.oracle, first)
         try:
             if name == TRAINING:
-                group = self._layouts[0][0][0]
-                ((together,),) = self.oracle.losses(((group,),))
-                (each,) = self.oracle.losses((tuple(((i,),) for share in group for i in share),))
+                # All samples of the step: the few of one rank may well weigh alike.
+                everybody = draws(self._layouts[0])
+                ((together,),) = self.oracle.losses((((tuple(everybody),),),))
+                (each,) = self.oracle.losses((tuple(((i,),) for i in everybody),))
             else:
-                buffers, everybody = first.ranks[0].buffers, range(len(self.held_out))
+                buffers, everybody = first.ranks[0].buffers, list(range(len(self.held_out)))
                 together, *each = (
                     self.oracle.evaluation_loss(self.held_out, chosen, buffers, training=False)
                     for chosen in (everybody, *([i] for i in everybody))
@@ -273,24 +274,35 @@ class LossTable:
 
     @cached_property
     def noise(self) -> NoiseScale:
-        """Noise of both means, at the weights of each step: the cell's precision on one device, in several orders."""
+        """Noise of both means, about the weights of each step: the cell's precision on one device, in several orders.
+
+        Under autocast a sample's own loss is rounded alike in every order, and by luck hardly at all: each order has
+        weights of its own, less than a rounding away.
+        """
         noise = NoiseScale()
-        cell_oracle, rng = self.analysis.cell_oracle, random.Random(self.workload.seed)
+        oracle, cell_oracle, rng = self.oracle, self.analysis.cell_oracle, random.Random(self.workload.seed)
+        generator = torch.Generator().manual_seed(self.workload.seed)
         held_out = self.workload.val_dataset(self.analysis.devices, cell_oracle.dtype)
         global_steps = [global_step for global_step in self.analysis.steps if self._layouts[global_step.index]]
         everybody = range(len(held_out))
         for global_step in global_steps:
-            layout, buffers = self._layouts[global_step.index], global_step.ranks[0].buffers
-            self.analysis.load_step(self.oracle, global_step)
-            exact = {TRAINING: _mean(self.oracle, layout)}
-            exact[HELD_OUT] = self.oracle.evaluation_loss(self.held_out, everybody, buffers, training=False)
-            units = {name: self.unit(float(value)) for name, value in exact.items()}
+            layout, first = self._layouts[global_step.index], global_step.ranks[0]
+            self.analysis.load_step(oracle, global_step)
             self.analysis.load_step(cell_oracle, global_step)
             for _ in range(-(-NOISE_RUNS // len(global_steps))):
+                weights = within_a_rounding(first.before, generator, self.analysis.compute_epsilon)
+                oracle.load(weights)
+                cell_oracle.load(weights)
                 order = rng.sample(everybody, len(everybody))
-                measured = {TRAINING: _mean(cell_oracle, shuffled(layout, rng))}
-                measured[HELD_OUT] = cell_oracle.evaluation_loss(held_out, order, buffers, training=False)
-                noise.add(measured, exact, units)
+                exact = {
+                    TRAINING: _mean(oracle, layout),
+                    HELD_OUT: oracle.evaluation_loss(self.held_out, everybody, first.buffers, training=False),
+                }
+                measured = {
+                    TRAINING: _mean(cell_oracle, shuffled(layout, rng)),
+                    HELD_OUT: cell_oracle.evaluation_loss(held_out, order, first.buffers, training=False),
+                }
+                noise.add(measured, exact, {name: self.unit(float(value)) for name, value in exact.items()})
         return noise
 
     def unit(self, value: float) -> float:

@@ -109,10 +109,12 @@ def start(
     settings: Settings,
     checkpoint: CheckpointRequest | None = None,
     gate: Path | None = None,
+    profile: Path | None = None,
 ) -> CellLaunch:
     """Begin to train ``cell``; its evidence will lie in ``folder``, a file a rank.
 
-    With a ``gate``, the path of a socket, ranks are timed instead of recorded, and wait there between rounds.
+    With a ``gate``, the path of a socket, ranks are timed instead of recorded, and wait there between rounds. With
+    ``profile`` they also leave what torch's profiler saw in that folder.
 
     Raises:
         LaunchError: the pool's server is gone, or a subject that starts its ranks by itself is to be timed.
@@ -145,6 +147,7 @@ def start(
             resume=checkpoint is not None and checkpoint.stop_after_step is None,
             store_above=settings.store_above,
             gate=str(gate) if gate else None,
+            profile=str(profile) if profile else None,
             whole_node=whole_nodes,
         )
         for rank in range(0, cell.processes, cell.contract.processes_per_node(cell.topology) if whole_nodes else 1)

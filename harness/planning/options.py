@@ -38,6 +38,7 @@ class Options:
         self.settings = Settings(given["time_limit"], given["oversubscribe"], given["store_above"])
         self.launches: int = given["launches"]
         self.keep_traces: bool = given["keep_traces"]
+        self.profile: bool = given["profile"]
         self.show_unsupported: bool = given["show_unsupported"]
         self.resume: str | None = given["resume"]
         self.report_dir = Path(given["report_dir"] or root / "reports")

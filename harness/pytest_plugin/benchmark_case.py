@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from harness.benchmark.launch_metrics import SamplesError
-from harness.benchmark.measurements import measurements
+from harness.benchmark.measurements import measurements, not_applicable
 from harness.benchmark.paired_rounds import Begin, PairedRounds
+from harness.benchmark.profiled_launch import profiled
 from harness.benchmark.timed_launch import TimedLaunch, TimedLaunchError
 from harness.core.cell import Cell
 from harness.core.errors import LaunchError, SubjectError
@@ -20,7 +21,7 @@ from harness.machine.fingerprint import device_name
 from harness.machine.lease import exclusive_lease
 from harness.pytest_plugin.conformance_case import ConformanceCase
 from harness.results.records import PERFORMANCE as CHECK
-from harness.results.records import Measurement, Result
+from harness.results.records import Measurement, Profile, Result
 from harness.subjects.locator import parse_subject
 from harness.workloads import PERFORMANCE
 
@@ -39,22 +40,25 @@ class BenchmarkCase(ConformanceCase):
     def _measure(self, benchmark: Any) -> Sequence[Result]:
         if self._planned.refusal:
             return self.declined()
-        seconds = None
+        cell, seconds = self._planned.cell, None
+        further: dict[str, Any] = {}
         try:
-            rounds = self._time(benchmark)
+            rounds, profile = self._time(benchmark)
             seconds = sum(launch.timed.seconds for launch in rounds.launches)
-            device = device_name(self._planned.cell.accelerator)
-            self._measurements = measurements(self._planned.cell, rounds.launches, self._reproduce(), device)
+            device = device_name(cell.accelerator)
+            self._measurements = measurements(cell, rounds.launches, self._reproduce(), device)
+            further = {"profile": profile, "not_applicable": not_applicable(cell, rounds.launches, device)}
             finding = _finding(self._measurements)
         except TimedLaunchError as failed:
             finding, self._evidence = failed.finding, str(failed.folder)
         except (LaunchError, SubjectError, SamplesError) as error:
             finding = Finding(CHECK, Outcome.ERRORED, str(error))
         benchmark.extra_info.update(_extra_info(self._measurements))
-        return self._results((finding,), seconds)
+        (result,) = self._results((finding,), seconds)
+        return [result.model_copy(update=further)]
 
-    def _time(self, benchmark: Any) -> PairedRounds:
-        """Time every round of every launch, with an exclusive lease on the machine."""
+    def _time(self, benchmark: Any) -> tuple[PairedRounds, Profile | None]:
+        """Time every round of every launch, with an exclusive lease on the machine; then profile a launch, if asked."""
         cell, session = self._planned.cell, self._session
         launches, rounds = session.options.launches, PERFORMANCE[cell.workload].rounds
         benchmark.group = f"{cell.workload} {cell.precision}"
@@ -71,7 +75,14 @@ class BenchmarkCase(ConformanceCase):
                         paired.prepare()
                         paired.round()
                 paired.settle()
-                return paired
+            return paired, self._profiled(own[0]) if session.options.profile else None
+
+    def _profiled(self, pool: Pool) -> Profile:
+        cell, session = self._planned.cell, self._session
+        profile, folder = profiled(pool, cell, session.recording.new_folder, session.options.settings)
+        if profile.files:
+            self._profile = str(folder)
+        return profile
 
     def _yardstick(self, locator: str) -> str:
         """Return the locator of the hand-written loops, in the subject's interpreter so that torch is the same."""

@@ -29,6 +29,7 @@ class ConformanceCase:
         self._planned = planned
         self._item = item
         self._evidence: str | None = None
+        self._profile: str | None = None
         self._measurements: Sequence[Measurement] = ()
 
     def examine(self) -> None:
@@ -109,7 +110,7 @@ class ConformanceCase:
         attach_properties(self._item, results)
         if not recorded:
             # Figures come first: a cell is whole once the last of its results is written.
-            attach_payload(self._item, (*self._measurements, *results), self._evidence)
+            attach_payload(self._item, (*self._measurements, *results), self._evidence, self._profile)
         if end in (Outcome.UNSUPPORTED, Outcome.SKIPPED):
             pytest.skip(printable_lines(results[0].message))
         paragraphs = [describe(result) for result in results if result.outcome.is_bad or result.expected]

@@ -155,6 +155,12 @@ def add_options(add: Callable[..., object]) -> None:
         metavar="N",
         help="launches of each measured cell; more of them narrow the intervals (default: %(default)s)",
     )
+    add(
+        "--profile",
+        action="store_true",
+        help="launch each measured cell once more and keep a trace of torch's profiler for Perfetto, and on CUDA a "
+        "memory snapshot (default: no)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -23,6 +23,7 @@ from harness.report.formats import write_report
 from harness.results.errors import ResultsError
 from harness.results.header_footer import Footer, Header
 from harness.results.records import Coordinates, Measurement, PlannedCell, Result, SourceLine
+from harness.results.run import PROFILES
 from harness.results.run_writer import RunWriter
 
 
@@ -136,19 +137,29 @@ class RunRecording:
             self._writer.write(*payload.measurements, *payload.results)
             if payload.evidence is not None:
                 self._keep_trace(payload.evidence, payload.results, self._writer.path)
+            if payload.profile is not None:
+                self._move(payload.profile, self._writer.path / PROFILES / payload.results[0].cell)
 
     def _keep_trace(self, folder: Path, results: Sequence[Result], run: Path) -> None:
-        if folder.parent not in self._workspaces and folder.is_dir():
-            # It belongs to an xdist worker, which may end before this process does.
-            self._workspaces[folder.parent] = Workspace.of(folder.parent)
         # Expected failures are kept too: `plumbline judge` may judge them differently one day.
         wanted = any(result.outcome.is_bad or result.expected for result in results)
-        if not wanted and not self._options.keep_traces:
+        if wanted or self._options.keep_traces:
+            self._move(folder, run / "traces" / results[0].cell)
+        else:
+            self._take_over(folder)
             shutil.rmtree(folder, ignore_errors=True)
-        elif folder.is_dir():
-            kept = run / "traces" / results[0].cell
+
+    def _move(self, folder: Path, kept: Path) -> None:
+        """Move what a cell has left into the run's folder."""
+        self._take_over(folder)
+        if folder.is_dir():
             shutil.rmtree(kept, ignore_errors=True)  # from before the run was resumed
             shutil.move(folder, kept)
+
+    def _take_over(self, folder: Path) -> None:
+        """Keep the workspace of a folder until the run ends: an xdist worker's process may end before this one."""
+        if folder.parent not in self._workspaces and folder.is_dir():
+            self._workspaces[folder.parent] = Workspace.of(folder.parent)
 
     def finish(self, exitstatus: int) -> None:
         """Close the run, unless it was interrupted, and write its tables."""

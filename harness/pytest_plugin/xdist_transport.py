@@ -19,11 +19,12 @@ _OUTCOME = "plumbline-outcome"
 
 @dataclass(frozen=True)
 class ReportPayload:
-    """The records of a cell, and the folder of its trace, None if there is no trace."""
+    """The records of a cell, and the folders of its trace and of its profile, None where there is none."""
 
     results: tuple[Result, ...]
     measurements: tuple[Measurement, ...]
     evidence: Path | None
+    profile: Path | None = None
 
 
 def attach_outcome(item: pytest.Item, outcome: str) -> None:
@@ -48,10 +49,13 @@ def outcome_of(report: pytest.TestReport) -> str | None:
     return str(dict(report.user_properties).get(_OUTCOME)) if report.when == "call" else None
 
 
-def attach_payload(item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None) -> None:
-    """Attach a cell's records, and the folder of its trace, to the report of its test."""
+def attach_payload(
+    item: pytest.Item, records: Iterable[Result | Measurement], evidence: str | None, profile: str | None
+) -> None:
+    """Attach a cell's records, and the folders of its trace and profile, to the report of its test."""
     lines = [record.model_dump_json() for record in records]
-    item.user_properties.append((_RECORDS, json.dumps({"records": lines, "evidence": evidence})))
+    payload = {"records": lines, "evidence": evidence, "profile": profile}
+    item.user_properties.append((_RECORDS, json.dumps(payload)))
 
 
 def payload_of(report: pytest.TestReport) -> ReportPayload | None:
@@ -64,5 +68,5 @@ def payload_of(report: pytest.TestReport) -> ReportPayload | None:
     return ReportPayload(
         tuple(record for record in records if isinstance(record, Result)),
         tuple(record for record in records if isinstance(record, Measurement)),
-        None if values["evidence"] is None else Path(values["evidence"]),
+        *(None if values[name] is None else Path(values[name]) for name in ("evidence", "profile")),
     )

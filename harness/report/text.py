@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from collections.abc import Iterable
 from typing import Final
 
 _TERMINAL_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -21,6 +22,11 @@ _SIZES: Final = {
     "bytes": (
         *((1024.0**power, f"{prefix}B") for power, prefix in ((4, "Ti"), (3, "Gi"), (2, "Mi"), (1, "Ki"))),
         (1, "B"),
+    ),
+    "J": ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")),
+    "FLOP/s": (
+        *((10.0**power, f"{prefix}FLOP/s") for power, prefix in ((15, "P"), (12, "T"), (9, "G"), (6, "M"))),
+        (1.0, "FLOP/s"),
     ),
     "share": ((0.01, "%"),),
     "ratio": ((1.0, "×"),),
@@ -92,6 +98,13 @@ def compact(number: float) -> str:
 def counted(count: int, noun: str) -> str:
     """Return for example ``1 cell``, ``3 cells``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def listed(names: Iterable[str], most: int) -> str:
+    """Return the first ``most`` names and how many there are beyond: ``a, b, c and 4 more``."""
+    every = list(names)
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more
 
 
 def in_words(value: float, unit: str) -> str:

@@ -163,6 +163,16 @@ def fields_of(finding: Finding) -> dict[str, Any]:
     }
 
 
+class Profile(Record):
+    """What the launch of a measured cell left that was profiled apart from the timed ones.
+
+    ``files`` are relative to the run's folder, ``problems`` say what could not be written.
+    """
+
+    files: tuple[Text, ...] = ()
+    problems: tuple[Text, ...] = ()
+
+
 class Result(CellRecord):
     """One finding about one cell.
 
@@ -174,7 +184,9 @@ class Result(CellRecord):
     finding in the same cell explains this one; runs recorded by older versions have None. ``undeclared`` is what an
     unsupported cell needs and its subject does not declare: ``backend dp``, ``precision 16``, or capabilities by their
     names. ``hint`` is what to look at, as in the message; ``cause_x_noise`` how far the evidence is from what the cause
-    predicts. ``error_grid`` and ``rank_shares`` are drawn on the page. What does not apply is None.
+    predicts. ``error_grid`` and ``rank_shares`` are drawn on the page. ``profile`` is that of a measured cell, if it
+    was asked for; ``not_applicable`` says of metrics, by their names, why a measured cell has none. What does not apply
+    is None.
     """
 
     type: Literal["result"] = "result"
@@ -199,6 +211,8 @@ class Result(CellRecord):
     cause_x_noise: XNoise | None = None
     error_grid: ErrorGrid | None = None
     rank_shares: RankShares | None = None
+    profile: Profile | None = None
+    not_applicable: dict[Text, Text] = {}
 
     @property
     def is_known(self) -> bool:
@@ -231,14 +245,29 @@ class Result(CellRecord):
         return cls(**_fields_of(cell), **fields)
 
 
+class TimelineChunk(Record):
+    """What a rank computed for one stage and micro-batch, from ``begin`` to ``end`` in seconds of the step.
+
+    ``kind`` is ``forward``, ``backward``, or ``weights``: gradients of weights that are computed apart.
+    """
+
+    rank: Count
+    stage: Count
+    micro_batch: Count
+    kind: Literal["forward", "backward", "weights"]
+    begin: Figure
+    end: Figure
+
+
 class Measurement(CellRecord):
     """One figure of one cell, from timed launches.
 
     ``value`` is the figure in ``unit``; ``better`` says which way is better, None where neither is. ``samples`` has
     the value of each launch, in order; ``low`` and ``high`` bound the figure with 95 % confidence. A figure that is too
     uncertain has no ``value``, and ``refusal`` says why. ``rank`` is the rank it is about, None if it is about all.
-    ``quantiles`` are those of single steps, evenly spaced from the minimum to the maximum. ``workload_key`` changes
-    whenever the workload's definition does.
+    ``quantiles`` are those of single steps, evenly spaced from the minimum to the maximum. ``timeline`` is that of a
+    pipeline's step, beside its bubble. ``formula`` says how a figure is made that depends on the machine or on the
+    cell. ``workload_key`` changes whenever the workload's definition does.
     """
 
     type: Literal["measurement"] = "measurement"
@@ -250,6 +279,8 @@ class Measurement(CellRecord):
     high: Figure | None = None
     samples: tuple[Figure, ...] = ()
     quantiles: tuple[Figure, ...] = ()
+    timeline: tuple[TimelineChunk, ...] = ()
+    formula: Text | None = None
     refusal: Text | None = None
     rank: Count | None = None
     workload_key: Text = ""

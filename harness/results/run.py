@@ -23,6 +23,8 @@ from harness.results.records import Coordinates, Measurement, PlannedCell, Resul
 
 RESULTS = "results.jsonl"
 LATEST = "latest"
+PROFILES = "profiles"
+"""The folder in a run's for what profiled launches leave, a folder a cell."""
 
 # In bytes: far above what a run writes, and low enough that a hostile file cannot exhaust the memory.
 LARGEST_FILE = 1 << 29

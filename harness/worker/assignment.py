@@ -24,7 +24,8 @@ class Assignment:
     (torchrun's). ``evidence`` and ``log`` are file paths. ``checkpoint_dir`` is a folder that all ranks see, None where
     nothing is saved: there the launch stops after ``stop_after_step`` steps, or, with ``resume``, goes on. Tensors
     with more than ``store_above`` entries go into the launch's tensor store. With a ``gate``, the path of a socket, the
-    launch is timed instead of recorded. ``whole_node``: no other process is started on this rank's node; the subject
+    launch is timed instead of recorded; with ``profile``, the path of a folder, it is profiled and leaves its files
+    there. ``whole_node``: no other process is started on this rank's node; the subject
     starts the node's ranks, and ``devices`` are those of all of them.
     """
 
@@ -41,6 +42,7 @@ class Assignment:
     resume: bool = False
     store_above: int = STORE_ABOVE
     gate: str | None = None
+    profile: str | None = None
     whole_node: bool = False
 
     @property

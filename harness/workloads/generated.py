@@ -19,6 +19,8 @@ from harness.workloads.workload import Workload
 
 INPUTS = ("features", "tokens", "sparse-tokens", "images")
 LOSSES = ("classes", "squares", "token-mean", "in-batch", "two")
+TEXT, LABELS = "text", "labels"
+"""The inputs and the loss of those trainers that know no other."""
 OPTIMIZERS = ("sgd", "momentum", "adam", "adamw", "groups", "several")
 SCHEDULES = ("none", "warm-up")
 RETURNS = ("logits", "nested")
@@ -32,11 +34,11 @@ class Recipe:
 
     Args:
         inputs: what a sample is: a vector of ``features``, a sequence of ``tokens`` (embedded; ``sparse-tokens`` with
-            sparse gradients), or an image (``images``).
+            sparse gradients), an image (``images``), or a ``text`` whose next tokens are the ``labels``.
         layers: names of ``LAYERS``, applied one after the other; ``linear-7`` has 7 outputs.
         loss: ``classes`` mean cross entropy, ``squares`` mean squared error, ``token-mean`` cross entropy over the real
             tokens of unequal sequences, ``in-batch`` cross entropy among the samples of the batch, ``two`` the sum of
-            ``classes`` and a squared error.
+            ``classes`` and a squared error, ``labels`` cross entropy over the next tokens of texts.
         optimizer: of ``OPTIMIZERS``; ``groups`` is AdamW with two groups, ``several`` is SGD and Adam.
         batch_size: samples of a global batch, rounded up to a multiple of the devices.
         left_out: how many samples the last of several batches lacks; it keeps at least one for each device.
@@ -83,6 +85,7 @@ class Generated(Workload):
         made = cls.recipe
         cls.needs = frozenset(_needs(made))
         cls.unused_parameters = "unused" in made.layers
+        cls.mean_over_labels = made.loss == LABELS
         cls.batch_size, cls.steps_per_epoch, cls.epochs = made.batch_size, made.steps_per_epoch, made.epochs
         cls.accumulate, cls.clip_norm, cls.shuffle, cls.seed = made.accumulate, made.clip_norm, made.shuffle, made.seed
         cls.validate_every, cls.interrupt_after = made.validate_every, made.interrupt_after
@@ -94,7 +97,10 @@ class Generated(Workload):
         return _Model(self.recipe)
 
     def columns(self, count: int, generator: torch.Generator) -> Batch:
-        """Return ``x``, the class ``y`` and the vector ``target``; for tokens also ``labels`` and ``real``."""
+        """Return ``x``, the class ``y`` and the vector ``target``; for tokens also ``labels`` and ``real``.
+
+        Texts are ``tokens``, ``labels`` and ``real``, as ``mean_over_labels`` has them; all begin with the same token.
+        """
         given = {
             "y": torch.randint(OUTPUTS, (count,), generator=generator),
             "target": torch.randn(count, OUTPUTS, generator=generator),
@@ -109,6 +115,10 @@ class Generated(Workload):
         labels = torch.randint(OUTPUTS, (count, LENGTH), generator=generator)
         real = torch.arange(LENGTH) < lengths
         words = torch.randint(VOCABULARY, (count, LENGTH), generator=generator)
+        if self.recipe.inputs == TEXT:
+            begin = torch.full((count, 1), VOCABULARY - 1)
+            tokens = torch.cat((begin, words * real), 1)
+            return {"tokens": tokens, "real": real, "labels": words.where(real, -100)}
         return {**given, "x": words, "real": real, "labels": labels}
 
     def loss(self, outputs: Any, batch: Batch) -> Tensor:
@@ -179,12 +189,12 @@ class _Model(nn.Module):
                 layer.masks.layer = len(layers)  # each draws masks of its own
             layers.append(layer)
         self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(width, OUTPUTS)
-        self.by_token = recipe.loss == "token-mean"
+        self.head = nn.Linear(width, VOCABULARY if recipe.inputs == TEXT else OUTPUTS)
+        self.by_token = recipe.loss in ("token-mean", LABELS)
         self.nested = recipe.returns == "nested"
 
     def forward(self, batch: Batch) -> Any:
-        x = self.first(batch["x"])
+        x = self.first(batch["x"] if "x" in batch else batch["tokens"][:, :-1])
         if x.dim() == 4:
             x = x.flatten(2).transpose(1, 2)  # pixels, as tokens: the channels come last
         for layer in self.layers:
@@ -314,8 +324,12 @@ def _two(outputs: Tensor, batch: Batch) -> Tensor:
     return _classes(outputs, batch) + 0.3 * _squares(outputs, batch)
 
 
+def _labels(outputs: Tensor, batch: Batch) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["labels"].flatten())
+
+
 _LOSSES: dict[str, Callable[[Tensor, Batch], Tensor]] = dict(
-    zip(LOSSES, (_classes, _squares, _token_mean, _in_batch, _two), strict=True)
+    zip((*LOSSES, LABELS), (_classes, _squares, _token_mean, _in_batch, _two, _labels), strict=True)
 )
 
 

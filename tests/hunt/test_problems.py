@@ -28,6 +28,16 @@ def test_a_recipe_needs_nothing_that_is_not_declared(data, capabilities):
     assert workload_of(data.draw(recipes(capabilities))).needs <= capabilities
 
 
+@given(recipes(CAPABILITIES, own_loss=True))
+def test_a_trainer_with_a_loss_of_its_own_is_asked_for_the_next_tokens_of_texts(recipe):
+    workload = workload_of(recipe)
+    assert workload.mean_over_labels
+    columns = workload.dataset(2).columns
+    shown, labels = columns["real"], columns["labels"]
+    assert torch.equal(labels[shown], columns["tokens"][:, 1:][shown])
+    assert bool((labels[~shown] == -100).all())
+
+
 @given(recipes(CAPABILITIES))
 def test_a_recipe_in_words_is_the_recipe(recipe):
     assert eval(in_words(recipe), {"Recipe": Recipe}) == recipe

@@ -48,6 +48,12 @@ def test_autocast_that_leaves_every_operation_in_32_bits_is_autocast(search):
     assert search.train(Drawn(recipe, cell_among(search.cells, "ddp", "1x2", "16"))) is None
 
 
+def test_the_loss_of_each_order_is_rounded_in_16_bits_and_not_one_loss_alike_in_all_orders(search):
+    recipe = Recipe(layers=("linear-1", "linear-1"), loss="squares", validate_every=1, metrics=True, seed=11)
+    recipe = replace(recipe, batch_size=6)
+    assert search.train(Drawn(recipe, cell_among(search.cells, "none", "1x1", "bf16"))) is None
+
+
 def test_buffers_are_resumed_that_the_next_forward_would_have_begun_with(warm_pool, tmp_path):
     search = search_of("torch", warm_pool, tmp_path)
     recipe = Recipe(layers=("batchnorm",), epochs=2, batch_size=8, interrupt_after=1)

@@ -39,12 +39,32 @@ def train(job):
 
 def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
     (tmp_path / "forgets.py").write_text(WRONG)
-    search = started(str(tmp_path / "forgets.py"), 1, tmp_path)
+    (search,) = started(str(tmp_path / "forgets.py"), 1, tmp_path)
     with closing(search.pool):
         search.until = math.inf
         found = search.round(0)
     assert found.cause == "steps: short-last-window-dropped"
     assert found.drawn.recipe == Recipe(accumulate=2, steps_per_epoch=3)
+
+
+TWO = """
+from harness import subject
+
+@subject(name="one", backends=["none"], precisions=["32"])
+def one(job): ...
+
+@subject(name="own-loss", backends=["none"], precisions=["32"], loss="labels")
+def another(job): ...
+"""
+
+
+def test_of_several_subjects_each_is_searched_and_has_a_folder(tmp_path, capsys):
+    (tmp_path / "two.py").write_text(TWO)
+    words = ["--subject", str(tmp_path / "two.py"), "--minutes", "0.0001", "--folder", str(tmp_path / "found")]
+    assert main(["hunt", *words]) == 0
+    assert "one" in (said := capsys.readouterr().out)
+    assert "own-loss" in said
+    assert sorted(folder.name for folder in (tmp_path / "found").iterdir()) == ["one", "own-loss"]
 
 
 @pytest.fixture
@@ -96,3 +116,68 @@ def test_what_cannot_be_meant_is_a_sentence(words, said, capsys):
         code = ended.code
     assert code in (USAGE, 2)
     assert said in capsys.readouterr().err
+
+
+SEVERAL = """
+import torch
+from harness import subject
+from torch.utils.data import DataLoader, DistributedSampler
+
+def batches(job):
+    torch.distributed.init_process_group(job.comm)
+    yield from DataLoader(job.dataset, job.batch_size, sampler=DistributedSampler(job.dataset, shuffle=False))
+    torch.distributed.destroy_process_group()
+
+@subject(name="never-steps", backends=["ddp"], precisions=["32"], capabilities=["accumulation"])
+def never_steps(job):
+    model = job.model()
+    job.optimizer(model.parameters())
+    for batch in batches(job):
+        job.loss(model(batch), batch).backward()
+
+@subject(name="reports-tokens", backends=["ddp"], precisions=["32"])
+def reports_tokens(job, mistake=False):
+    # Right: the mean loss of the tokens of all ranks is no mean over samples.
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    for batch in batches(job):
+        optimizer.zero_grad()
+        loss = job.loss(model(batch), batch)
+        loss.backward()
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
+            parameter.grad /= job.world_size
+            parameter.grad = parameter.grad.roll(int(mistake), 0)
+        optimizer.step()
+        count = batch["real"].sum()
+        sums = torch.stack([loss.detach() * count, count])
+        torch.distributed.all_reduce(sums)
+        job.log("loss", (sums[0] / sums[1]).item())
+
+@subject(name="rolls", backends=["ddp"], precisions=["32"])
+def rolls(job):
+    reports_tokens(job, mistake=True)
+
+@subject(name="casts", backends=["none"], precisions=["64"], capabilities=["accumulation"])
+def casts(job):
+    model = job.model()
+    optimizer = job.optimizer(model.parameters())
+    for batch in DataLoader(job.dataset, job.batch_size):
+        (job.loss(model(batch).float(), batch) / job.accumulate).backward()
+    optimizer.step()
+"""
+
+
+def test_what_is_wrong_is_named_and_what_is_right_is_not(tmp_path):
+    (tmp_path / "wrong.py").write_text(SEVERAL)
+    never_steps, reports_tokens, rolls, casts = started(str(tmp_path / "wrong.py"), 2, tmp_path)
+    with closing(never_steps.pool):
+        failure = never_steps.train(Drawn(Recipe(accumulate=2), never_steps.cells[0]))
+        assert failure.finding.cause == "never-stepped"  # and not that each trained alone
+        over_tokens = Recipe(inputs="tokens", layers=("batchnorm",), loss="token-mean")
+        failure = rolls.train(Drawn(over_tokens, rolls.cells[0]))
+        assert failure.cause == "gradients: coupled-otherwise"  # and not that the check raised
+        of_one_length_on_a_rank = Recipe(inputs="text", loss="labels", seed=3)
+        assert reports_tokens.train(Drawn(of_one_length_on_a_rank, reports_tokens.cells[0])) is None
+        failure = casts.train(Drawn(Recipe(accumulate=3, steps_per_epoch=3), casts.cells[0]))
+        assert failure.cause == "gradients: computed-in-lower-precision"

@@ -114,6 +114,23 @@ def test_undeclared_draws_with_replacement_are_no_epochs(asked):
     assert "data='iterations'" in finding.message
 
 
+class ShortBatch(type(MLP)):
+    """An epoch of twelve samples: a batch of ten, and one of two."""
+
+    name = "short-batch"
+    batch_size, steps_per_epoch, epochs = 10, 2, 1
+
+    def samples(self, devices):
+        return 12
+
+
+def test_a_rank_that_fills_up_its_last_batch_with_samples_of_its_own_is_told_so(asked):
+    ranks = [[(0, 1, 2, 3, 4), (10, 11, 0, 1, 2)], [(5, 6, 7, 8, 9), (3, 4, 5, 6, 7)]]
+    finding = asked(ranks, ORDINARY, ShortBatch())
+    assert (finding.cause, finding.step) == ("last-batch-filled-up", 1)
+    assert "with 8 samples" in finding.message
+
+
 class FewSamples(type(MLP)):
     """Two epochs of eight samples: what a rank draws in the first, it often draws in the second."""
 

@@ -122,3 +122,11 @@ def test_every_figure_has_a_unit():
     ranks = [rank_of(n, round_of(0.0, [1.0], [n]), **looked) for n in range(2)]
     found = figures(launch_of(*ranks, yardstick=LaunchTimings(tuple(ranks), 1.0)), devices=2)
     assert {metric for metric, _ in found} <= METRICS.keys()
+
+
+def test_samples_that_the_stages_of_a_pipeline_share_count_once():
+    whole, none = round_of(0.0, [1.0], range(8)), round_of(0.0, [1.0], [])
+    other = round_of(0.0, [1.0], range(8, 16))
+    ranks = [rank_of(0, whole), rank_of(1, none), rank_of(2, other), rank_of(3, other)]
+    found = samples_of([launch_of(*ranks)], 4, replicas=[[0, 1], [2, 3]])
+    assert found["throughput", None] == [pytest.approx(16)]

@@ -56,23 +56,31 @@ def test_a_workload_without_tokens_has_none():
         ("NVIDIA H100 PCIe", "16", 756.5e12),
         ("NVIDIA A100-SXM4-80GB", "bf16", 312e12),
         ("NVIDIA L4", "16", 121e12),
-        ("NVIDIA L40S", "16", 362e12),
+        ("NVIDIA L40S", "16", 362.05e12),
         ("Tesla T4", "16", 65e12),
     ],
 )
 def test_a_peak_has_a_source(device, precision, flops):
     peak = peak_of(device, precision)
-    assert peak is not None
+    assert isinstance(peak, Peak)
     assert peak.flops == flops
     assert "data sheet" in peak.source
 
 
 @pytest.mark.parametrize(
-    ("device", "precision"),
-    [(None, "bf16"), ("AMD EPYC", "bf16"), (H100, "32"), ("Tesla T4", "bf16"), ("NVIDIA A10G", "16"), (H100, "fp8")],
+    ("device", "precision", "why"),
+    [
+        (None, "bf16", "a CPU"),
+        ("AMD EPYC", "bf16", "a CPU"),
+        (H100, "32", "no one peak"),
+        ("Tesla T4", "bf16", "does not compute in bf16"),
+        ("NVIDIA A10G", "16", "no peak of NVIDIA A10G"),
+        ("NVIDIA H200 NVL", "16", "no peak of NVIDIA H200 NVL"),
+        (H100, "fp8", "mixes widths"),
+    ],
 )
-def test_where_there_is_no_peak_there_is_no_utilisation(device, precision):
-    assert peak_of(device, precision) is None
+def test_where_there_is_no_peak_there_is_no_utilisation_and_a_reason(device, precision, why):
+    assert why in peak_of(device, precision)
     found = samples_of([launch(flops=7)], 1, SampleWork(0, 100.0, peak_of(device, precision)))
     assert not {"mfu", "hfu", "tokens_per_gpu"} & {metric for metric, _ in found}
 

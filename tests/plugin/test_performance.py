@@ -20,8 +20,10 @@ def train(job):
 EVERYWHERE = {
     "throughput", "throughput_per_gpu", "step_p50", "step_p95", "step_first", "data_wait", "overhead",
     "memory_private_peak", "tensors_parameters", "tensors_gradients", "tensors_optimizer", "tensors_activations",
+    "share_compute", "share_exposed_communication", "share_data", "share_idle", "model_flops_per_gpu",
 }  # fmt: skip
 BETWEEN_RANKS = {"rank_skew", "communication"}
+NOT_ON_A_CPU = {"mfu", "hfu", "energy_per_step", "energy_per_sample"}
 
 
 def figures_of(run):
@@ -88,11 +90,15 @@ def test_who_does_not_ask_for_figures_measures_nothing(project):
     result.stdout.fnmatch_lines(["*test_cell?reference-perf-mlp-none-1x1-32?*"])
 
 
-def test_two_workers_measure_what_one_process_measures(measured):
-    result, run = measured("--gpus", "2", "-n", "2", "-k", "none or ddp")
+def test_two_workers_measure_what_one_process_measures(project, measured):
+    result, run = measured("--gpus", "2", "-n", "2", "-k", "none or ddp", "--profile")
     assert result.ret == 0
     assert figures_of(run) == {("none", 1): EVERYWHERE, ("ddp", 2): EVERYWHERE | BETWEEN_RANKS}
     assert run.footer is not None
+    files = [file for result in run.results for file in result["profile"]["files"]]
+    assert len(files) == 1 + 2, "a trace a rank"
+    assert all((project.root / "reports" / "latest" / file).stat().st_size for file in files)
+    assert {metric for result in run.results for metric in result["not_applicable"]} == NOT_ON_A_CPU
 
 
 def test_a_trainer_that_raises_is_red_with_its_words(project, measured):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,16 @@ from test_diagnosis import RIGHT, SUMMED, cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.machine.fingerprint import Fingerprint
+from harness.report.history.site import write_site
 from harness.results.header_footer import Footer, Header
 from harness.results.records import Result
-from harness.results.run import Run
+from harness.results.run import Run, read_run
+from harness.results.run_writer import RunWriter
 
 del sys.path[0]
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here to look at the page with")
 
 AXE = Path(os.environ.get("AXE_CORE") or Path(__file__).parents[2] / "node_modules" / "axe-core" / "axe.min.js")
-SERIOUS = ("serious", "critical")
 WIDTHS = (400, 900, 1600)
 
 
@@ -57,18 +59,33 @@ def page(tmp_path_factory: pytest.TempPathFactory, build_measured_run) -> Path:
     return on_disk(run, tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="module")
+def history(page: Path) -> Path:
+    """The page over that run and one of the day before, in which nothing was wrong."""
+    runs = page.parent.parent
+    now = read_run(page.parent)
+    header = now.header.model_copy(update={"run_id": "before", "started": now.header.started - timedelta(days=1)})
+    results = [Result.of(one, RIGHT, "pytest", 0.1) for one in (cell(), cell(gpus=4), cell("cnn"))]
+    with RunWriter(runs, header) as writer:
+        writer.write(*results)
+        writer.close(Footer.of(results, 0))
+    write_site(runs, runs / "history")
+    return runs / "history" / "index.html"
+
+
 @pytest.mark.skipif(not AXE.is_file(), reason="axe-core is not here: npm install --no-save axe-core@4.14.1")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-def test_axe_finds_nothing_serious(browser: Browser, page: Path, width: int, dark: bool) -> None:
-    browser.open(page, (width, 1000), dark=dark, scripts=True)
+@pytest.mark.parametrize("of", ["run", "history"])
+def test_axe_finds_nothing(browser: Browser, page: Path, history: Path, of: str, width: int, dark: bool) -> None:
+    browser.open(page if of == "run" else history, (width, 1000), dark=dark, scripts=True)
     browser.look("document.querySelectorAll('details:not(.square)').forEach(one => one.open = true)")
     browser.look(AXE.read_text() + "; undefined")
     violations = browser.look(
         "axe.run().then(found => found.violations.map(one => "
         "[one.impact, one.id, one.nodes.map(node => node.target.join(' ') + ' ' + node.failureSummary).slice(0, 3)]))"
     )
-    assert [one for one in violations if one[0] in SERIOUS] == []
+    assert violations == []
     assert browser.look("document.documentElement.scrollWidth") <= width, "the page scrolls sideways"
 
 
@@ -103,6 +120,43 @@ def test_escape_closes_a_sheet_and_gives_the_focus_back(browser: Browser, page: 
         browser.ask("Input.dispatchKeyEvent", type=kind, key="Escape", code="Escape", windowsVirtualKeyCode=27)
     assert browser.look("document.querySelectorAll('.square[open]').length") == 0
     assert browser.look("document.activeElement.matches('.square > summary')")
+
+
+PAPER = 720
+"""The width of what is printed on A4 within margins, in CSS pixels."""
+
+
+def test_a_printed_page_is_light_unfolded_and_whole(browser: Browser, page: Path) -> None:
+    browser.open(page, (PAPER, 1000), dark=True)
+    features = [{"name": "prefers-color-scheme", "value": "dark"}]
+    browser.ask("Emulation.setEmulatedMedia", media="print", features=features)
+    assert browser.look("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    assert browser.look("document.documentElement.scrollWidth") <= PAPER
+    assert browser.look(
+        "[...document.querySelectorAll('.told .scroll, .drawn .scroll')].every(one => one.scrollHeight)"
+    )
+    cut = "[...document.querySelectorAll('.scroll')].filter(one => one.scrollWidth > one.clientWidth + 1)"
+    assert browser.look(f"{cut}.map(one => one.getAttribute('aria-label'))") == []
+    browser.ask("Emulation.setEmulatedMedia", media="", features=features)
+
+
+def test_the_page_is_walked_through_by_keyboard(browser: Browser, page: Path) -> None:
+    """Tab reaches every link, field and fold in the order of the page; what has the focus is seen."""
+    browser.open(page, WIDE, scripts=True)
+    reached = []
+    for _ in range(12):
+        for kind in ("keyDown", "keyUp"):
+            browser.ask("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+        reached.append(
+            browser.look("[document.activeElement.tagName, getComputedStyle(document.activeElement).outlineStyle]")
+        )
+    assert reached[0][0] == "A", "the parts of the page come first"
+    assert ["INPUT", "solid"] in [[name, style] for name, style in reached]
+    assert all(style != "none" for _, style in reached)
+    positions = browser.look(
+        "[...document.querySelectorAll('a, button, input, summary, .scroll')].map(one => one.tabIndex)"
+    )
+    assert set(positions) == {0}, "no element jumps the queue or is left out"
 
 
 def test_without_the_script_there_is_no_search_and_all_else(browser: Browser, page: Path) -> None:

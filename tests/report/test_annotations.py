@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from sarif_pydantic import Sarif
 
 from harness.core.cell import Cell
+from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.report.annotations.annotation import Annotation, annotations_of
 from harness.report.annotations.github import github_commands, run_commands
 from harness.report.annotations.sarif import run_sarif
-from harness.results.records import Expected, SourceLine
+from harness.results.records import Expected, Result, SourceLine
 from harness.results.run import Run
 
 TRAINER = SourceLine(file="my trainers/ddp.py", line=12)
@@ -40,9 +41,21 @@ def test_each_cause_of_a_subject_is_one_annotation_at_its_function(run: Run) -> 
     assert "reproduce: pytest suites/ -k" in summed.message
 
 
+def test_two_reasons_of_one_title_have_two_keys(run: Run, cells: list[Cell]) -> None:
+    def crashed(cell: Cell, message: str) -> Result:
+        return Result.of(cell, Finding("launch", Outcome.CRASHED, message), "pytest", 0.1)
+
+    results = (crashed(cells[0], "killed by signal 9"), crashed(cells[1], "out of memory"))
+    found = annotations_of(dataclasses.replace(run, results=results))
+    assert [one.rule for one in found] == ["crashed: launch"] * 2
+    assert len({one.key for one in found}) == 2
+
+
 def test_sarif_has_a_rule_and_a_place_for_each_result(run: Run) -> None:
-    Sarif.model_validate_json(run_sarif(run))
-    (log,) = json.loads(run_sarif(run))["runs"]
+    written = json.loads(run_sarif(run))
+    # Unknown names are ignored by the models: what they do not know is missing when they write it again.
+    assert Sarif.model_validate(written).model_dump(mode="json", by_alias=True, exclude_none=True) == written
+    (log,) = written["runs"]
     rules = [rule["id"] for rule in log["tool"]["driver"]["rules"]]
     assert [rules[result["ruleIndex"]] for result in log["results"]] == [one["ruleId"] for one in log["results"]]
     place = log["results"][0]["locations"][0]["physicalLocation"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -113,6 +114,27 @@ def test_a_cause_without_a_name_gets_advice_of_its_outcome(run_of):
     assert "collective" in one.advice
     assert "before it could be judged" in one.certainty
     assert one.right is None
+
+
+def test_a_named_cause_is_never_called_unknown(run_of):
+    (one,) = diagnoses(run_of({cell(): Finding("buffers", Outcome.FAILED, "it", "buffers-not-broadcast", "buffers")}))
+    assert one.advice == ""
+
+
+def test_a_cell_with_another_mistake_is_not_shown_as_right(run_of):
+    other = cell(subject="other")
+    run = run_of({cell(): SUMMED, other: RIGHT})
+    assert diagnoses(run)[0].right is not None
+    wrong = Result.of(other, Finding("samples", Outcome.FAILED, "drawn twice"), "pytest", 0.1)
+    assert diagnoses(dataclasses.replace(run, results=(*run.results, wrong)))[0].right is None
+
+
+def test_a_picture_is_as_wide_as_what_ranks_received():
+    shares = RankShares(0, (0.037, 0.037), ((0.0237, 0.0299), (0.0237, 0.0299)))
+    narrow, wide = rank_paths(SUMMED.rank_shares), rank_paths(shares)
+    assert narrow is not None
+    assert wide is not None
+    assert narrow.width < wide.width
 
 
 def test_a_heat_map_writes_its_values_and_where_the_error_begins(run_of):

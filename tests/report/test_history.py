@@ -20,12 +20,12 @@ from harness.core.topology import Topology
 from harness.report.formats import write_report
 from harness.report.history.badge import BAD, GOOD, badge_of
 from harness.report.history.cell_history import cell_histories
-from harness.report.history.changes import all_changes
+from harness.report.history.changes import all_steps, counts
 from harness.report.history.feed import NAMESPACE
 from harness.report.history.figure_history import figure_histories
 from harness.results.errors import RunNotFound
 from harness.results.header_footer import Footer, Header
-from harness.results.records import Measurement, Result
+from harness.results.records import Expected, Measurement, Result
 from harness.results.run import Run
 from harness.results.run_writer import RunWriter
 
@@ -88,7 +88,7 @@ def test_the_page_says_what_changed_and_what_else_did(reports: Path, capsys: pyt
     page = (site / "index.html").read_text()
     assert "All 2 cells were right in their newest run; 1 figure became worse." in page
     assert "failed: sum-instead-of-mean → passed" in page
-    assert "software mine 1.0, torch 2.13, python 3.11 → mine 1.1, torch 2.13, python 3.11" in page
+    assert "<h3>mine 1.0 → 1.1 " in page
     assert "&lt;b&gt;the sum&lt;/b&gt;" in page
     assert re.search(r"−(19|20)\.\d %", page)
 
@@ -118,13 +118,31 @@ def test_the_feed_is_atom_and_stable(reports: Path) -> None:
     text = (reports / "history" / "feed.atom").read_text()
     feed = ElementTree.fromstring(text)
     names = {"a": NAMESPACE}
-    assert all(feed.find(f"a:{name}", names) is not None for name in ("title", "id", "updated", "author/a:name"))
     entries = feed.findall("a:entry", names)
     assert [entry.find("a:category", names).attrib["term"] for entry in entries] == ["better", "worse", "worse"]  # type: ignore[union-attr]
-    assert len({entry.findtext("a:id", None, names) for entry in entries}) == 3
-    assert all(datetime.fromisoformat(str(entry.findtext("a:updated", None, names))).tzinfo for entry in entries)
+    assert str(entries[2].findtext("a:title", None, names)).startswith("mine 1.0 → 1.1: ")
+    follows_rfc_4287(feed)
     main(["history", str(reports)])
     assert (reports / "history" / "feed.atom").read_text() == text
+
+
+def follows_rfc_4287(feed: ElementTree.Element) -> None:
+    """Check what sections 3.3 and 4.1 of the RFC ask of a feed, its entries and their elements."""
+    once, several = {"id", "title", "updated"}, {"author", "category", "link"}
+    entries = feed.findall(f"{{{NAMESPACE}}}entry")
+    for element in (feed, *entries):
+        names = [child.tag.removeprefix(f"{{{NAMESPACE}}}") for child in element]
+        assert set(names) <= once | several | ({"entry"} if element is feed else {"summary"})
+        assert all(names.count(name) == 1 for name in once)
+        assert names.count("summary") <= 1
+        assert "link" in names, "required where an entry has no content"
+        texts = {name: str(element.findtext(f"{{{NAMESPACE}}}{name}")) for name in once}
+        assert re.fullmatch(r"urn:uuid:[0-9a-f-]{36}", texts["id"]), "an absolute IRI"
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)", texts["updated"]), "RFC 3339"
+        links = element.findall(f"{{{NAMESPACE}}}link")
+        assert len({link.attrib["rel"] for link in links if link.attrib["href"]}) == len(links)
+    assert feed.findtext(f"{{{NAMESPACE}}}author/{{{NAMESPACE}}}name"), "an author for every entry"
+    assert len({one.findtext(f"{{{NAMESPACE}}}id") for one in entries}) == len(entries)
 
 
 def test_a_badge_says_how_the_newest_run_ended(write: Write, tmp_path: Path) -> None:
@@ -149,8 +167,31 @@ def test_a_cell_that_a_run_did_not_have_has_not_changed(build_run: Callable[...,
     histories = cell_histories(runs)
     assert [len(history.spans) for history in histories] == [1, 1]
     assert len(histories[0].now.runs) == 2
-    assert all_changes(histories, []) == []
+    assert all_steps(histories, []) == []
     assert "1 of 1 cell wrong" in badge_of(histories[1:])
+
+
+def test_cells_that_did_the_same_in_a_step_are_told_once(build_run: Callable[..., Run], cells: list[Cell]) -> None:
+    before, after = (build_run({cell: [end] for cell in cells[:3]}) for end in (Outcome.PASSED, Outcome.FAILED))
+    after = dataclasses.replace(after, header=after.header.model_copy(update={"run_id": "later"}))
+    (step,) = all_steps(cell_histories([before, after]), [])
+    (change,) = step.changes
+    assert [name for name, _ in change.places] == [cell.id for cell in cells[:3]]
+    assert counts([step]) == {"worse": 3, "better": 0, "other": 0}
+
+
+def test_a_failure_that_becomes_known_has_not_become_better(build_run: Callable[..., Run], cells: list[Cell]) -> None:
+    summed = Finding("gradients", Outcome.FAILED, "the sum", "sum-instead-of-mean", "averaging", 3e6)
+    results = [Result.of(cells[0], summed, "pytest", 0.1)]
+    known = Expected(outcome=Outcome.FAILED, reason="it is known", entry="entry 1")
+    results += [results[0].model_copy(update={"expected": known})]
+    run = build_run({cells[0]: [Outcome.PASSED]})
+    runs = [dataclasses.replace(run, results=(one,)) for one in results]
+    histories = cell_histories(runs)
+    (step,) = all_steps(histories, [])
+    (change,) = step.changes
+    assert (change.kind, change.sentence) == ("other", "sum-instead-of-mean as before, now expected")
+    assert "known" in badge_of(histories)
 
 
 def test_another_machine_is_another_series(build_measured_run: Callable[..., Run]) -> None:

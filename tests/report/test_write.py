@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from jsonschema import Draft202012Validator
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.report.formats import write_report
-from harness.report.json_report import as_json
+from harness.report.json_report import FILE, as_json
 from harness.report.markdown.support_page import support_page
 from harness.report.tables.cells import cell_table
 from harness.report.tables.measured import METRIC_COLUMNS, metrics_table
@@ -23,6 +24,8 @@ from harness.report.tables.support import support_table
 from harness.results.errors import RunNotFound
 from harness.results.records import Result
 from harness.results.run import Run, read_run
+
+REPORT = Draft202012Validator(json.loads(FILE.read_text()))
 
 
 def test_a_report_stands_beside_its_records(recorded_run: Path) -> None:
@@ -120,7 +123,19 @@ def test_a_program_reads_what_the_pages_say(realistic_run: Run, build_measured_r
 def test_an_infinite_number_is_a_word_for_a_program(realistic_run: Run, cells: list[Cell]) -> None:
     found = Finding("infinite", Outcome.FAILED, "", error_x_noise=math.inf)
     run = dataclasses.replace(realistic_run, results=(Result.of(cells[0], found, "", None),))
-    assert json.loads(as_json(run))["cells"][0]["error_x_noise"] == "inf"
+    told = json.loads(as_json(run))
+    assert told["cells"][0]["error_x_noise"] == "inf"
+    REPORT.validate(told)
+
+
+def test_what_programs_read_is_as_its_schema_says(realistic_run: Run, build_measured_run: Callable[..., Run]) -> None:
+    Draft202012Validator.check_schema(REPORT.schema)
+    for run in (realistic_run, build_measured_run(wrong=("dp",)), build_measured_run(accelerator="cuda")):
+        REPORT.validate(json.loads(as_json(run)))
+    told = json.loads(as_json(realistic_run))
+    assert not REPORT.is_valid({name: value for name, value in told.items() if name != "verdict"})
+    assert not REPORT.is_valid({**told, "version": 2})
+    assert not REPORT.is_valid({**told, "cells": [{**told["cells"][0], "outcome": "great"}]})
 
 
 def test_no_run_no_report(tmp_path: Path) -> None:

@@ -282,13 +282,24 @@ def logs_of(cluster):
     return "\n".join(f"{log.name}: {log.read_text()}" for log in sorted(cluster.glob("pod-*.log")))
 
 
+@pytest.fixture(params=["processes", "containers"])
+def image(request, monkeypatch):
+    """Return the image that pods run: any where they are processes, one that ci/Dockerfile made where podman is."""
+    if request.param == "processes":
+        return "one"
+    if "PLUMBLINE_TEST_IMAGE" not in os.environ or shutil.which("podman") is None:
+        pytest.skip("needs podman, and in PLUMBLINE_TEST_IMAGE an image: podman build -f ci/Dockerfile -t NAME .")
+    monkeypatch.setenv("CONTAINERS", "podman")
+    return os.environ["PLUMBLINE_TEST_IMAGE"]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(("nodes", "kind"), [(1, "job"), *((2, kind) for kind in SPANNING)])
-def test_what_the_manifests_say_is_run_and_collected(cluster, tmp_path, capsys, nodes, kind):
-    """The pods' commands, as a kubelet runs them: two pods of a task are two processes that meet."""
+def test_what_the_manifests_say_is_run_and_collected(cluster, image, tmp_path, capsys, nodes, kind):
+    """The pods' commands, as a kubelet runs them: two pods of a task are two processes, or containers, that meet."""
     volume = tmp_path / "volume"
     volume.mkdir()
-    words = ["--engine", "kubernetes", "--image", "one", "--volume", f"reports={volume}", "--namespace", "lab"]
+    words = ["--engine", "kubernetes", "--image", image, "--volume", f"reports={volume}", "--namespace", "lab"]
     words += ["--kind", kind, "--nodes", nodes, "--gpus", 3 - nodes, "--array", 2 // nodes, "--accelerator", "cpu"]
     words += ["--report-dir", volume / "runs", "--env", "OMP_NUM_THREADS=1"]
     cells = ["--workloads", "mlp", "--precisions", "32", "--backends", "none,ddp"]

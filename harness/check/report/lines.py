@@ -16,7 +16,7 @@ from harness.check.verdict.description import describe
 from harness.check.verdict.verdict import accusations, is_accusation
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.report.text import counted, digits, in_words, shortened
+from harness.report.text import counted, digits, in_words, listed, shortened
 
 MOST_NAMES = 3
 
@@ -95,7 +95,7 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
         yield f"{compared} {of} were compared with what the script's own backward passes computed"
     for one in coverage.uncovered:
         if one.why != NO_REPLAY or coverage.replayed:
-            yield f"not covered: {percent(one.entries / coverage.entries)}, {_named(one.names)}: {one.why}"
+            yield f"not covered: {percent(one.entries / coverage.entries)}, {listed(one.names, MOST_NAMES)}: {one.why}"
 
 
 def percent(share: float) -> str:
@@ -120,8 +120,3 @@ def script_end(checked: CheckedCommand) -> str:
 def durations(checked: CheckedCommand) -> str:
     """Return how long the command ran, and how long judging took."""
     return f"{in_words(checked.end.seconds, 's')}, judged in {in_words(checked.judging_s, 's')}"
-
-
-def _named(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:MOST_NAMES])
-    return shown + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

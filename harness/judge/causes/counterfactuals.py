@@ -171,14 +171,18 @@ class Counterfactuals:
         """Return the step's gradient computed in another precision."""
         return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision))
 
-    def with_loss_in(self, index: int, dtype: torch.dtype) -> Tensors:
-        """Return the step's gradient where the model's outputs are cast to ``dtype`` before the loss is computed."""
-        precision = self.cell.arithmetic
-        return self._gradient(index, Oracle(self.workload, self.cell.topology.devices, precision, dtype))
+    def with_loss_in(self, index: int, dtype: torch.dtype) -> Iterator[Tensors]:
+        """Yield the step's gradient where the model's outputs are cast to ``dtype`` before the loss is computed.
 
-    def _gradient(self, index: int, oracle: Oracle) -> Tensors:
+        Of several micro-batches each loss is divided by their number in that precision too, or later.
+        """
+        oracle = Oracle(self.workload, self.cell.topology.devices, self.cell.arithmetic, dtype)
+        for divisor in sorted({1, len(self.layout(index))}):
+            yield self._gradient(index, oracle, 1 / divisor)
+
+    def _gradient(self, index: int, oracle: Oracle, scale: float = 1.0) -> Tensors:
         self.analysis.load_step(oracle, self.analysis.steps[index])
-        return oracle.gradient(self.layout(index))
+        return oracle.gradient(self.layout(index), scale)
 
 
 def _chunks(count: int, places: torch.Tensor) -> Sequence[torch.Tensor]:

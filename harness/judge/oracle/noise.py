@@ -126,6 +126,17 @@ def nudged(weights: Tensors, generator: torch.Generator) -> Tensors:
     }
 
 
+def within_a_rounding(weights: Tensors, generator: torch.Generator, epsilon: float) -> Tensors:
+    """Return float64 weights that are each less than one rounding larger or smaller, in a precision of that epsilon.
+
+    What is computed with them is rounded otherwise, also where the order of summation makes no difference.
+    """
+    return {
+        name: weight.double() * (1 + epsilon * (2 * torch.rand(weight.shape, generator=generator).double() - 1))
+        for name, weight in weights.items()
+    }
+
+
 class NoiseScale:
     """Collects measured errors by tensor, and returns the noise of a tensor.
 

@@ -89,6 +89,8 @@ def _connect(options: argparse.Namespace) -> None:
     if options.temp_dir:
         # Its own secret, so that no other user of this machine can have it run anything; Ray listens on all interfaces.
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        # The priority that other launchers give to ranks; by itself Ray gives its workers a niceness of 15.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         resources = {name: count * options.nodes for name, count in options.resources.items()}
         given = {"address": "local", "_temp_dir": options.temp_dir, "include_dashboard": False}
         given |= {"num_cpus": resources.get("CPU", 1), "num_gpus": resources.get("GPU", 0)}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness.report.tables.failures import failures, location, message_of
-from harness.report.text import compact, counted
+from harness.report.tables.failures import FailureGroup, failures, location, message_of
+from harness.report.text import compact, counted, listed
 from harness.results.records import Result, SourceLine
 from harness.results.run import Run
 
@@ -32,31 +32,22 @@ class Annotation:
 
 def annotations_of(run: Run) -> list[Annotation]:
     """Return what went wrong in a run and is not known, the most frequent cause first."""
-    return [
-        _annotation(run, group.title, group.family, subject, found)
-        for group in failures(run)
-        for subject, found in _by_subject(group.findings).items()
-    ]
+    return [_annotation(run, group) for group in failures(run)]
 
 
-def _by_subject(findings: tuple[Result, ...]) -> dict[str, list[Result]]:
-    subjects: dict[str, list[Result]] = {}
-    for finding in findings:
-        subjects.setdefault(finding.subject, []).append(finding)
-    return subjects
-
-
-def _annotation(run: Run, title: str, family: str | None, subject: str, findings: list[Result]) -> Annotation:
+def _annotation(run: Run, group: FailureGroup) -> Annotation:
+    findings = group.findings
     first = findings[0]
+    family = f" ({group.family})" if group.family else ""
     return Annotation(
-        rule=title,
-        title=f"{subject}: {title}{f' ({family})' if family else ''} in {counted(len(findings), 'cell')}",
+        rule=group.title,
+        title=f"{group.subject}: {group.title}{family} in {counted(len(findings), 'cell')}",
         message="\n".join(_lines(findings)),
-        key=f"{subject}/{title}",
+        key="/".join(filter(None, (group.subject, group.title, group.mechanism))),
         source=_source(run, first),
         details={
-            "subject": subject,
-            "family": family,
+            "subject": group.subject,
+            "family": group.family,
             "check": first.check,
             "step": first.step,
             "rank": first.rank,
@@ -74,14 +65,12 @@ def _source(run: Run, finding: Result) -> SourceLine | None:
     return run.header.sources.get(finding.subject)
 
 
-def _lines(findings: list[Result]) -> Iterator[str]:
+def _lines(findings: Sequence[Result]) -> Iterator[str]:
     first = findings[0]
     yield message_of(first)
     where = ", ".join(location(first))
     if first.error_x_noise is not None:
         yield f"{compact(first.error_x_noise)} × rounding noise{f' at {where}' if where else ''}"
-    cells = [finding.cell for finding in findings]
-    more = f" and {len(cells) - MOST_CELLS} more" if len(cells) > MOST_CELLS else ""
-    yield f"cells: {', '.join(cells[:MOST_CELLS])}{more}"
+    yield f"cells: {listed([finding.cell for finding in findings], MOST_CELLS)}"
     if first.reproduce:
         yield f"reproduce: {first.reproduce}"

@@ -24,12 +24,8 @@ def github_commands(annotations: Iterable[Annotation]) -> str:
 def _command(one: Annotation) -> str:
     place = {} if one.source is None else {"file": one.source.file, "line": str(one.source.line)}
     properties = {**place, "title": one.title}
-    written = ",".join(f"{name}={_plain(value).translate(_IN_PROPERTY)}" for name, value in properties.items())
-    return f"::error {written}::{_plain(one.message).translate(_IN_MESSAGE)}"
-
-
-def _plain(text: str) -> str:
-    return printable_lines(text)
+    written = ",".join(f"{name}={printable_lines(value).translate(_IN_PROPERTY)}" for name, value in properties.items())
+    return f"::error {written}::{printable_lines(one.message).translate(_IN_MESSAGE)}"
 
 
 def run_commands(run: Run) -> str:

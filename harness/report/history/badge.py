@@ -28,7 +28,7 @@ def badge_of(cells: Sequence[CellHistory]) -> str:
     if not examined:
         return badge("plumbline", "nothing examined", UNCLEAR)
     right = f"{counted(len(examined) - known, 'cell')} right"
-    return badge("plumbline", f"{right}, {known} known" if known else right, GOOD)
+    return badge("plumbline", f"{right}, {counted(known, 'known failure')}" if known else right, GOOD)
 
 
 def badge(label: str, value: str, colour: str) -> str:

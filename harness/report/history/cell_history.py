@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from harness.core.finding import in_reading_order, is_unexplained
+from harness.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
 from harness.core.outcome import Outcome
 from harness.report.tables.failures import is_wrong
 from harness.report.text import shortened
@@ -14,7 +14,7 @@ from harness.results.records import KNOWN, UNEXPECTED_PASS, Coordinates, Result,
 from harness.results.run import Run
 
 NOT_TRAINED: Final = (Outcome.UNSUPPORTED.value, Outcome.SKIPPED.value)
-LONGEST_MESSAGE: Final = 240
+LONGEST_MESSAGE: Final = 600
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,14 @@ class CellEnd:
     wrong: bool
 
     def __str__(self) -> str:
-        words = self.outcome.replace("_", " ")
-        return f"{words}: {self.cause}" if self.cause else words
+        words = "known failure" if self.outcome == KNOWN else self.outcome.replace("_", " ")
+        cause = self.cause or (UNEXPLAINED if self.outcome == Outcome.FAILED.value else "")
+        return f"{words}: {cause}" if cause else words
 
 
 @dataclass(frozen=True)
 class Span:
-    """Runs in a row in which a cell ended in the same way; ``message`` is that of the first one's first finding."""
+    """Runs in a row in which a cell ended in the same way; message and command are of the first one's first finding."""
 
     end: CellEnd
     runs: tuple[Run, ...]
@@ -68,7 +69,7 @@ def cell_histories(runs: Sequence[Run]) -> list[CellHistory]:
             names[coordinates] = ordered[0].cell
             if spans and spans[-1].end == end:
                 last = spans[-1]
-                spans[-1] = Span(end, (*last.runs, run), last.message, ordered[0].reproduce)
+                spans[-1] = replace(last, runs=(*last.runs, run))
             else:
                 message = shortened(ordered[0].message.partition("\n")[0], LONGEST_MESSAGE)
                 spans.append(Span(end, (run,), message, ordered[0].reproduce))
@@ -87,7 +88,7 @@ def _end(results: Sequence[Result]) -> CellEnd:
     if first is None and outcome == KNOWN:
         first = next(result for result in results if result.is_known)
     cause = None if first is None or is_unexplained(first) else first.cause
-    return CellEnd(outcome, cause, outcome == UNEXPECTED_PASS or (outcome in _BAD))
+    return CellEnd(outcome, cause, outcome == UNEXPECTED_PASS or outcome in _BAD)
 
 
 _BAD = {outcome.value for outcome in Outcome if outcome.is_bad}

@@ -1,37 +1,49 @@
-"""Everything that changed between two runs: cells that end differently, figures at another level."""
+"""Everything that changed from one run to the next: cells that end differently, figures at another level."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Literal
+from typing import Final, Literal
 
 from harness.report.comparison.significance import POINTS, RATIO
 from harness.report.history.cell_history import CellHistory, Span
 from harness.report.history.figure_history import FigureChange, FigureHistory
 from harness.report.history.recorded_runs import differing, traits
 from harness.report.text import digits
+from harness.results.records import KNOWN
 from harness.results.run import Run
+
+Kind = Literal["worse", "better", "other"]
+KINDS: Final[tuple[Kind, ...]] = ("worse", "better", "other")
 
 
 @dataclass(frozen=True)
 class Change:
-    """What was seen first in ``run``, and what else differed from the run before.
+    """What one or more cells, or one figure, did otherwise than in the run before.
 
     ``kind`` is ``worse`` where something went wrong or a figure lost, ``better`` where the opposite, else ``other``.
-    ``anchor`` is the address of its row on the page, ``details`` are further sentences.
+    ``places`` are the names of the rows on the page with their addresses, ``message`` and ``reproduce`` those of the
+    first cell, empty where nothing is wrong now.
     """
 
-    kind: Literal["worse", "better", "other"]
-    subject: str
-    what: str
+    kind: Kind
     sentence: str
-    run: Run
+    places: tuple[tuple[str, str], ...]
+    message: str = ""
+    reproduce: str = ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Everything that changed in one subject between two runs, what is worse first."""
+
+    subject: str
     before: Run
-    anchor: str
-    details: tuple[str, ...] = ()
+    run: Run
+    changes: tuple[Change, ...]
 
     @property
     def reasons(self) -> list[str]:
@@ -39,11 +51,32 @@ class Change:
         return differing(traits(self.before, self.subject), traits(self.run, self.subject))
 
 
-def all_changes(cells: Iterable[CellHistory], figures: Iterable[FigureHistory]) -> list[Change]:
-    """Return every change, the newest first."""
-    found = [_of_cell(cell, before, after) for cell in cells for before, after in pairwise(cell.spans)]
-    found += [_of_figure(figure, change) for figure in figures for change in figure.changes]
-    return sorted(found, key=lambda change: (change.run.header.started, change.kind == "worse"), reverse=True)
+def all_steps(cells: Iterable[CellHistory], figures: Iterable[FigureHistory]) -> list[Step]:
+    """Return every change, the newest step first; cells that did the same in a step are one change."""
+    found = [
+        (cell.subject, before.runs[-1], after.runs[0], _of_cell(cell, before, after))
+        for cell in cells
+        for before, after in pairwise(cell.spans)
+    ]
+    found += [
+        (figure.subject, figure.points[change.place - 1][0], figure.points[change.place][0], _of_figure(figure, change))
+        for figure in figures
+        for change in figure.changes
+    ]
+    steps: dict[tuple[str, str, str], list[tuple[str, Run, Run, Change]]] = {}
+    for one in found:
+        steps.setdefault((one[0], one[1].header.run_id, one[2].header.run_id), []).append(one)
+    every = [Step(*ones[0][:3], _together(change for *_, change in ones)) for ones in steps.values()]
+    return sorted(every, key=lambda step: step.run.header.started, reverse=True)
+
+
+def _together(changes: Iterable[Change]) -> tuple[Change, ...]:
+    same: dict[tuple[Kind, str], Change] = {}
+    for change in changes:
+        first = same.setdefault((change.kind, change.sentence), change)
+        if first is not change:
+            same[change.kind, change.sentence] = replace(first, places=(*first.places, *change.places))
+    return tuple(sorted(same.values(), key=lambda change: KINDS.index(change.kind)))
 
 
 def anchor(*words: object) -> str:
@@ -65,39 +98,26 @@ def _signed(value: float) -> str:
 
 
 def _of_cell(cell: CellHistory, before: Span, after: Span) -> Change:
-    kind: Literal["worse", "better", "other"] = (
-        "other" if before.end.wrong == after.end.wrong else "worse" if after.end.wrong else "better"
-    )
-    details = tuple(part for part in (after.message, after.reproduce) if part) if after.end.wrong else ()
-    return Change(
-        kind,
-        cell.subject,
-        cell.cell,
-        f"{before.end} → {after.end}",
-        after.runs[0],
-        before.runs[-1],
-        anchor(cell.cell),
-        details,
-    )
+    kind: Kind = "other" if before.end.wrong == after.end.wrong else "worse" if after.end.wrong else "better"
+    sentence = f"{before.end} → {after.end}"
+    if before.end.cause == after.end.cause is not None and KNOWN in (before.end.outcome, after.end.outcome):
+        kind = "other"
+        expected = "now expected" if after.end.outcome == KNOWN else "not expected any more"
+        sentence = f"{after.end.cause} as before, {expected}"
+    told = (after.message, after.reproduce) if after.end.wrong else ()
+    return Change(kind, sentence, ((cell.cell, anchor(cell.cell)),), *told)
 
 
 def _of_figure(figure: FigureHistory, change: FigureChange) -> Change:
     assert change.unit in (RATIO.unit, POINTS.unit, "")
+    kind: Kind = "other" if change.worse is None else "worse" if change.worse else "better"
     rank = "" if figure.rank is None else f" of rank {figure.rank}"
-    kind: Literal["worse", "better", "other"] = (
-        "other" if change.worse is None else "worse" if change.worse else "better"
-    )
-    return Change(
-        kind,
-        figure.subject,
-        f"{figure.cell}: {figure.metric.replace('_', ' ')}{rank}",
-        in_words(change),
-        figure.points[change.place][0],
-        figure.points[change.place - 1][0],
-        anchor(figure.cell, figure.metric, *([] if figure.rank is None else [figure.rank])),
-    )
+    address = anchor(figure.cell, figure.metric, *([] if figure.rank is None else [figure.rank]))
+    sentence = f"{figure.metric.replace('_', ' ')}{rank} {in_words(change)}"
+    return Change(kind, sentence, ((figure.cell, address),))
 
 
-def counts(changes: Sequence[Change]) -> dict[str, int]:
-    """Return how many changes there are of each kind."""
-    return {kind: sum(change.kind == kind for change in changes) for kind in ("worse", "better", "other")}
+def counts(steps: Iterable[Step]) -> dict[Kind, int]:
+    """Return how many cells and figures changed in each way."""
+    every = [change for step in steps for change in step.changes]
+    return {kind: sum(len(change.places) for change in every if change.kind == kind) for kind in KINDS}

@@ -8,14 +8,15 @@ from typing import Final
 from uuid import NAMESPACE_URL, uuid5
 from xml.etree import ElementTree
 
-from harness.report.history.changes import Change
-from harness.report.text import printable, printable_lines
+from harness.report.history.changes import Step
+from harness.report.text import counted, listed, printable, printable_lines
 
 NAMESPACE: Final = "http://www.w3.org/2005/Atom"
 MOST_ENTRIES: Final = 100
+MOST_NAMES: Final = 10
 
 
-def feed(changes: Sequence[Change], updated: datetime, page: str, own: str) -> str:
+def feed(steps: Sequence[Step], updated: datetime, page: str, own: str) -> str:
     """Return the newest changes; ``page`` and ``own`` are the addresses of the page and of the feed itself.
 
     An entry has the same id whenever the site is made again from the same runs.
@@ -28,14 +29,19 @@ def feed(changes: Sequence[Change], updated: datetime, page: str, own: str) -> s
     _text(_element(root, "author"), "name", "Plumbline")
     _element(root, "link", rel="self", href=own)
     _element(root, "link", rel="alternate", href=page)
-    for change in changes[:MOST_ENTRIES]:
+    every = [(step, change) for step in steps for change in step.changes]
+    for step, change in every[:MOST_ENTRIES]:
+        (name, address), *others = change.places
         entry = _element(root, "entry")
-        _text(entry, "title", printable(f"{change.what}: {change.sentence}"))
-        _text(entry, "id", _id(change.what, change.run.header.run_id))
-        _text(entry, "updated", change.run.header.started.isoformat())
-        _element(entry, "link", rel="alternate", href=f"{page}#{change.anchor}")
+        where = counted(1 + len(others), "cell") if others else name
+        _text(entry, "title", printable(f"{next(iter(step.reasons), step.subject)}: {where}: {change.sentence}"))
+        _text(entry, "id", _id(step.subject, change.sentence, name, step.run.header.run_id))
+        _text(entry, "updated", step.run.header.started.isoformat())
+        _element(entry, "link", rel="alternate", href=f"{page}#{address}")
         _element(entry, "category", term=change.kind)
-        _text(entry, "summary", printable_lines("\n".join([*change.details, *change.reasons]) or change.sentence))
+        names = listed((name for name, _ in change.places), MOST_NAMES)
+        told = filter(None, [step.subject, *step.reasons, names, change.message, change.reproduce])
+        _text(entry, "summary", printable_lines("\n".join(told)))
     ElementTree.indent(root)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.core.software import UNKNOWN, Software
 from harness.results.errors import ResultsError, RunNotFound
 from harness.results.run import RESULTS, Run, read_run
 
@@ -56,16 +57,18 @@ def link_to(run: Run, site: Path, folder: Path) -> str | None:
 
 
 def traits(run: Run, subject: str) -> dict[str, str]:
-    """Return what may explain a change of one subject between two runs, by name: versions, commit, machine, options."""
+    """Return what may explain a change of one subject between two runs, by name, the version of its library first."""
     header, fingerprint = run.header, run.header.fingerprint
     key = fingerprint.key
     devices = f"{key.device_count} devices" if key.device_count else None
     machine = ", ".join(filter(None, [key.device, devices]))
-    software = header.subjects.get(subject)
+    software = header.subjects.get(subject, Software(torch=fingerprint.torch, python=fingerprint.python))
     found = {
+        software.library or "library": software.version,
+        "torch": software.torch,
+        "python": software.python,
         "commit": fingerprint.commit and fingerprint.commit[:10],
         "plumbline": header.plumbline,
-        "software": str(software) if software else fingerprint.torch and f"torch {fingerprint.torch}",
         "machine": machine,
         "cores": key.cpu_cores and str(key.cpu_cores),
         "driver": key.driver,
@@ -74,7 +77,15 @@ def traits(run: Run, subject: str) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
+def label(run: Run, subject: str) -> str:
+    """Return what tells a subject's runs apart at a glance: the version of its library, or else the commit."""
+    library = run.header.subjects.get(subject, UNKNOWN).library
+    name = library if library not in (None, "torch") else "commit"
+    value = traits(run, subject).get(name)
+    return f"{name} {value}" if value else ""
+
+
 def differing(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """Return what differs between two runs, in words: ``commit 1a2b → 3c4d``."""
+    """Return what differs between two runs, in words: ``accelerate 1.14.0 → 1.15.0``."""
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     return [f"{name} {before.get(name, 'none')} → {after.get(name, 'none')}" for name in names]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,19 +13,22 @@ from jinja2 import Environment
 from harness.report.formats import write_content
 from harness.report.history.badge import badge_of
 from harness.report.history.cell_history import CellHistory, cell_histories, is_examined
-from harness.report.history.changes import Change, all_changes, anchor, counts, in_words
+from harness.report.history.changes import Step, all_steps, anchor, counts, in_words
 from harness.report.history.curve import curve
 from harness.report.history.feed import feed
 from harness.report.history.figure_history import FigureHistory, figure_histories
-from harness.report.history.recorded_runs import FoundRuns, find_runs, link_to, traits
+from harness.report.history.recorded_runs import FoundRuns, find_runs, label, link_to
 from harness.report.html.environment import page_environment
+from harness.report.tables.cells import counts_in_words
 from harness.report.text import counted
+from harness.results.records import KNOWN
 from harness.results.run import Run
 
 INDEX: Final = "index.html"
 FEED: Final = "feed.atom"
 BADGES: Final = "badges"
-MOST_CHANGES: Final = 100
+MOST_STEPS: Final = 100
+MOST_NAMED: Final = 4
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,13 @@ def write_site(folder: Path, site: Path) -> FoundRuns:
     """
     found = find_runs(folder)
     cells, figures = cell_histories(found.runs), figure_histories(found.runs)
-    changes = all_changes(cells, figures)
+    steps = all_steps(cells, figures)
     (site / BADGES).mkdir(parents=True, exist_ok=True)
     for subject, own in _by_subject(cells).items():
         write_content(site / BADGES / f"{anchor(subject)}.svg", badge_of(own))
-    write_content(site / FEED, feed(changes, found.runs[-1].header.started, INDEX, FEED))
+    write_content(site / FEED, feed(steps, found.runs[-1].header.started, INDEX, FEED))
     links = {run.header.run_id: link_to(run, site, folder) for run in found.runs}
-    write_content(site / INDEX, _page(found, cells, figures, changes, links))
+    write_content(site / INDEX, _page(found, cells, figures, steps, links))
     return found
 
 
@@ -63,7 +65,7 @@ def _page(
     found: FoundRuns,
     cells: Sequence[CellHistory],
     figures: Sequence[FigureHistory],
-    changes: Sequence[Change],
+    steps: Sequence[Step],
     links: dict[str, str | None],
 ) -> str:
     wrong = [cell for cell in cells if cell.now.end.wrong]
@@ -76,9 +78,9 @@ def _page(
             unreadable=found.unreadable,
             headline=_headline(cells, wrong, worse),
             kind="bad" if wrong or worse else "good" if any(map(is_examined, cells)) else "unclear",
-            counts=counts(changes),
-            changes=changes[:MOST_CHANGES],
-            more=max(0, len(changes) - MOST_CHANGES),
+            counts=counts(steps),
+            steps=steps[:MOST_STEPS],
+            more=max(0, len(steps) - MOST_STEPS),
             subjects=_sections(cells, figures),
             links=links,
             anchor=anchor,
@@ -86,19 +88,24 @@ def _page(
             feed=FEED,
             curve=curve,
             change_in_words=in_words,
-            traits=traits,
-            ends=_ends(found.runs),
+            label=label,
+            most_named=MOST_NAMED,
+            ends=_ends(found.runs, cells),
         )
     )
 
 
 def _headline(cells: Sequence[CellHistory], wrong: Sequence[CellHistory], worse: int) -> str:
-    examined = sum(map(is_examined, cells))
+    ends = [cell.now.end.outcome for cell in cells if is_examined(cell)]
+    newest = f"in {'its' if len(ends) == 1 else 'their'} newest run"
+    known = f", {ends.count(KNOWN)} of them as known failures" if KNOWN in ends else ""
     first = (
-        f"{len(wrong)} of {counted(examined, 'cell')} went wrong in {'its' if examined == 1 else 'their'} newest run"
+        f"{len(wrong)} of {counted(len(ends), 'cell')} went wrong {newest}"
         if wrong
-        else f"All {examined} cells were right in their newest run"
-        if examined > 1
+        else f"{counted(len(ends), 'cell')} ended as expected {newest}{known}"
+        if known
+        else f"All {len(ends)} cells were right {newest}"
+        if len(ends) > 1
         else "Nothing is wrong"
     )
     second = f"; {counted(worse, 'figure')} became worse" if worse else ""
@@ -137,13 +144,14 @@ def _by_subject(cells: Sequence[CellHistory]) -> dict[str, list[CellHistory]]:
     return subjects
 
 
-def _ends(runs: Sequence[Run]) -> dict[str, str]:
+def _ends(runs: Sequence[Run], cells: Sequence[CellHistory]) -> dict[str, str]:
     """Return for each run how many of its cells ended how."""
-    every = {run.header.run_id: Counter(str(cell.now.end.outcome) for cell in cell_histories([run])) for run in runs}
-    return {
-        run: ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in found.most_common())
-        for run, found in every.items()
-    }
+    outcomes: dict[str, list[str]] = {run.header.run_id: [] for run in runs}
+    for cell in cells:
+        for span in cell.spans:
+            for run in span.runs:
+                outcomes[run.header.run_id].append(span.end.outcome)
+    return {run: counts_in_words(ends) for run, ends in outcomes.items()}
 
 
 @cache

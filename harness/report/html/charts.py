@@ -26,6 +26,12 @@ MEMORY_PARTS: Final = {
     "tensors_optimizer": "optimizer state",
     "tensors_activations": "activations",
 }
+STEP_SHARES: Final = {
+    "share_compute": "computing",
+    "share_exposed_communication": "exposed communication",
+    "share_data": "data",
+    "share_idle": "idle",
+}
 MEMORY_PEAK: Final = "memory_allocated_peak"
 _WHISKERS, _BODY = (0.05, 0.95), (0.25, 0.75)
 
@@ -125,6 +131,16 @@ def memory_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     return _bar_chart("Memory of the rank that uses most", axis, [_memory_bar(cell, axis, several) for cell in cells])
 
 
+def share_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
+    """Return what the time of a step goes into, a row a configuration; the text is the share of computing."""
+    cells = [cell for cell in cells if all(cell.value(metric) is not None for metric in STEP_SHARES)]
+    if not cells:
+        return None
+    axis = Axis(1.0, "share")
+    several = has_several_subjects(cells)
+    return _bar_chart("What the time of a step goes into", axis, [_share_bar(cell, axis, several) for cell in cells])
+
+
 def distribution_chart(cells: Iterable[MeasuredCell]) -> BarChart | None:
     """Return how long single steps took, a row a configuration.
 
@@ -213,6 +229,22 @@ def _memory_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
         tuple(parts),
         None if peak is None else axis.at(peak),
         in_words(shown, "bytes"),
+    )
+
+
+def _share_bar(cell: MeasuredCell, axis: Axis, several_subjects: bool) -> Bar:
+    parts, end = [], 0.0
+    for style, (metric, name) in enumerate(STEP_SHARES.items()):
+        share = cell.value(metric) or 0.0
+        at = axis.at(end)
+        end += share
+        parts.append(BarPart(at, round(axis.at(end) - at, 2), style, f"{name}: {in_words(share, 'share')}"))
+    return Bar(
+        cell.configuration(several_subjects=several_subjects),
+        cell.conformance.sentence if cell.conformance.wrong else None,
+        tuple(parts),
+        None,
+        f"{in_words(cell.value('share_compute') or 0.0, 'share')} computing",
     )
 
 

@@ -16,14 +16,17 @@ from jinja2 import Environment
 from harness.report.formats import ReportFormat
 from harness.report.html.charts import (
     MEMORY_PARTS,
+    STEP_SHARES,
     BarChart,
     CurveChart,
     curve_charts,
     distribution_chart,
     memory_chart,
+    share_chart,
 )
 from harness.report.html.environment import page_environment
 from harness.report.html.pictures import HeatMap, RankPaths, heat_map, rank_paths
+from harness.report.html.pipelines import PipelineTimeline, pipeline_timelines
 from harness.report.tables import failures as finding_texts
 from harness.report.tables import run_summary
 from harness.report.tables.cells import cell_table
@@ -32,6 +35,7 @@ from harness.report.tables.diagnosis import Diagnosis, diagnoses
 from harness.report.tables.failures import known_failures, nothing_went_wrong, parameter_rows, subject_causes
 from harness.report.tables.grid import GridCell, grids
 from harness.report.tables.measured import MeasuredCell, has_several_subjects, measured_cells
+from harness.report.tables.profiles import HOW_TO_OPEN, formulas, not_applicable, profile_files
 from harness.report.tables.support import IN_A_WORD, MARKS, ROW_COLUMNS, side_by_side, undeclared_rows
 from harness.report.text import between, names_itself
 from harness.results.logs import log_tails
@@ -60,6 +64,7 @@ _METRICS: Final = (
     "step_first",
     "data_wait",
     "communication",
+    "pipeline_bubble",
     "rank_skew",
     "overhead",
     "memory_allocated_peak",
@@ -77,9 +82,16 @@ class WorkloadFigures:
     curves: tuple[CurveChart, ...]
     steps: BarChart | None
     memory: BarChart | None
+    shares: BarChart | None
+    pipelines: tuple[PipelineTimeline, ...]
     units: dict[str, str]
     refusals: dict[tuple[str, str], list[MeasuredCell]]
     cells: tuple[MeasuredCell, ...]
+
+    @property
+    def profiled(self) -> tuple[MeasuredCell, ...]:
+        """The cells of which a launch was profiled."""
+        return tuple(cell for cell in self.cells if cell.profile is not None)
 
     @property
     def has_peaks(self) -> bool:
@@ -128,6 +140,8 @@ def report_page(run: Run) -> str:
         "workloads": workloads,
         "several_subjects": has_several_subjects(measured),
         "memory_parts": MEMORY_PARTS.values(),
+        "step_shares": STEP_SHARES.values(),
+        "how_to_open": HOW_TO_OPEN,
         "claims": claims(run) if workloads else (),
         "comparability": run_summary.comparability(run.header.fingerprint).items(),
         "other_facts": run_summary.other_facts(run).items(),
@@ -206,6 +220,8 @@ def _workloads(measured: Sequence[MeasuredCell]) -> Iterator[WorkloadFigures]:
             ),
             distribution_chart(cells),
             memory_chart(cells),
+            share_chart(cells),
+            tuple(pipeline_timelines(cells)),
             {metric: units[metric] for metric in metrics},
             refusals,
             cells,
@@ -261,7 +277,10 @@ def _environment() -> Environment:
         "is_link": _is_link,
         "location": finding_texts.location,
         "message_of": finding_texts.message_of,
+        "formulas": formulas,
         "names_itself": names_itself,
+        "not_applicable": not_applicable,
+        "profile_files": profile_files,
         "outcome_in_words": finding_texts.outcome_in_words,
         "parameter_rows": lambda finding: parameter_rows(list(finding.parameters.items()), finding.limit_x_noise),
     }

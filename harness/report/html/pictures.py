@@ -22,6 +22,9 @@ DEGREES: Final = 4
 """Shades of wrong: each is a thousand times worse than the one before."""
 
 NODE_DISTANCE: Final = 44
+RECEIVED_AT: Final = 146
+BOLD_LETTER: Final = 7.4
+LEAST_WIDTH: Final = 336
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class RankPaths:
 
     title: str
     sentence: str
+    width: float
     height: float
     nodes: tuple[tuple[float, str], ...]
     links: tuple[Link, ...]
@@ -110,6 +114,7 @@ def rank_paths(shares: RankShares | None) -> RankPaths | None:
     return RankPaths(
         f"The gradient's path through the ranks at step {shares.step}",
         f"Right is {_sum(shares.right)}; {'; '.join(wrong) or 'every rank received that'}.",
+        max(LEAST_WIDTH, RECEIVED_AT + BOLD_LETTER * max(len(text) + 2 for _, text, _ in received)),
         NODE_DISTANCE * len(heights),
         tuple((heights[rank], f"rank {rank}") for rank in range(len(shares.right))),
         links,

@@ -1,4 +1,4 @@
-"""``report.md``: a run on one screen, for the summary of a CI job: verdict, table, failures, speed."""
+"""``report.md``: a run on one screen, for the summary of a CI job: verdict, what went wrong, table, speed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from harness.report.tables.cells import cell_table, counts_in_words, undeclared_
 from harness.report.tables.failures import FailureGroup, SubjectCauses, failures, message_of, subject_causes
 from harness.report.tables.grid import Grid, GridRow, grids
 from harness.report.tables.measured import NOT_EXAMINED, MeasuredCell, has_several_subjects, measured_cells
+from harness.report.tables.profiles import not_applicable, profile_files
 from harness.report.tables.run_summary import (
     SIMULATED,
     backend_in_words,
@@ -21,14 +22,15 @@ from harness.report.tables.run_summary import (
 )
 from harness.report.tables.support import IN_A_WORD, passed_of_tried
 from harness.report.text import between, compact, counted, in_words, markdown, markdown_code, shortened
-from harness.results.run import Run
+from harness.results.run import PROFILES, Run
 
 MOST_LINES = 40
 _WRONG = ("N", "X", "?")
 _MOST_ROWS = 10
-_MOST_GROUPS = 3
 _MOST_SUBJECTS = 2
-_MOST_FIGURES = 4
+_MOST_FIGURES = 3
+_MOST_REASONS = 2
+_LONGEST_REASON = 120
 _MOST_NOTES = 2
 _LONGEST_MESSAGE = 300
 
@@ -39,7 +41,9 @@ def one_screen(run: Run) -> str:
     verdict = verdict_of(run, cells)
     found = facts(run)
     lines = [f"# {markdown(verdict.sentence)}", ""]
-    lines += [f"{markdown(verdict.detail)}  "] if verdict.detail else []
+    groups = failures(run)
+    # Of a run that went wrong, the detail is its first cause, which is told below.
+    lines += [f"{markdown(verdict.detail)}  "] if verdict.detail and not groups else []
     lines += [f"**{markdown(missing)}**  "] if (missing := what_is_missing(run, cells)) else []
     lines += [f"{markdown(note)}  " for note in notes(run)[:_MOST_NOTES]]
     by = computed_by(run)
@@ -47,10 +51,9 @@ def one_screen(run: Run) -> str:
     if undeclared := unsupported(run, cells):
         lines.append(f"{markdown(undeclared_in_words(undeclared))}.  ")
     lines.append(f"Run {markdown_code(found['run'])}: {markdown_code(shortened(found.get('command', ''), 200))}")
-    lines += _support(grids(run))
-    lines += _wrong(failures(run), subject_causes(run))
-    lines += _speed(measured_cells(run), simulated=SIMULATED in by)
-    return "\n".join(lines) + "\n"
+    below = [*_support(grids(run)), *_speed(measured_cells(run), simulated=SIMULATED in by)]
+    lines += _wrong(groups, subject_causes(run), room=MOST_LINES - len(lines) - len(below))
+    return "\n".join([*lines, *below]) + "\n"
 
 
 def _support(subjects: Sequence[Grid]) -> Iterator[str]:
@@ -82,24 +85,26 @@ def _mark_and_share(row: GridRow) -> str:
     return f"{row.mark} {passed}/{tried}"
 
 
-def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses]) -> Iterator[str]:
+def _wrong(groups: Sequence[FailureGroup], subjects: Sequence[SubjectCauses], *, room: int) -> Iterator[str]:
+    """Yield a line for each cause, the first with its command, in at most ``room`` lines."""
     if not groups:
         return
     yield ""
     yield "## What went wrong"
     yield ""
-    for summary in subjects[:_MOST_SUBJECTS]:
+    divided = [summary for summary in subjects if summary.others][:_MOST_SUBJECTS]
+    for summary in divided:
         yield f"- {markdown(' '.join(summary.sentences))}"
-    shown = _MOST_GROUPS - len(subjects[:_MOST_SUBJECTS])  # a group takes two lines
+    shown = room - 3 - len(divided) - 2  # the heading, the command, and how many more there are
     several = len({group.subject for group in groups}) > 1
-    for group in groups[:shown]:
+    for place, group in enumerate(groups[:shown]):
         finding, count = group.findings[0], len(group.findings)
         family = f" ({markdown(group.family)})" if group.family else ""
         error = "" if finding.error_x_noise is None else f", {compact(finding.error_x_noise)} × noise"
         message = markdown(shortened(message_of(finding), _LONGEST_MESSAGE))
         of = f" of {markdown(group.subject)}" if several else ""
         yield f"- **{markdown(group.title)}**{family} in {counted(count, 'cell')}{of}{error}: {message}"
-        if finding.reproduce:
+        if finding.reproduce and not place:
             yield f"  - {markdown_code(finding.reproduce)}"
     if len(groups) > shown:
         yield f"- … and {len(groups) - shown} more causes, in report.html"
@@ -126,6 +131,20 @@ def _speed(cells: Sequence[MeasuredCell], *, simulated: bool) -> Iterator[str]:
         yield f"- {markdown(name)}: {speed}; conformance: {markdown(cell.conformance.sentence)}"
     if len(timed) > _MOST_FIGURES:
         yield f"- … and {len(timed) - _MOST_FIGURES} more, in report.html"
+    if beside := "; ".join(_beside_figures(cells)):
+        yield f"- {beside}"
+
+
+def _beside_figures(cells: Sequence[MeasuredCell]) -> Iterator[str]:
+    """Yield what does not apply, and how many files of profiled launches there are."""
+    for reason, names in list(not_applicable(cells).items())[:_MOST_REASONS]:
+        yield f"not applicable: {markdown(', '.join(names))}, since {markdown(shortened(reason, _LONGEST_REASON))}"
+    profiles = [cell.profile for cell in cells if cell.profile is not None]
+    if profiles:
+        files = counted(sum(len(profile_files(one)) for one in profiles), "file")
+        yield f"profiles of {counted(len(profiles), 'cell')}: {files} in `{PROFILES}/`"
+    if problems := sum(len(one.problems) for one in profiles):
+        yield f"{counted(problems, 'problem')} with these, see report.html"
 
 
 def _reading_order(cell: MeasuredCell) -> tuple[bool, int, float]:

@@ -10,7 +10,7 @@ from typing import Final, TypeVar, cast
 import pandas as pd
 
 from harness.core.outcome import Outcome
-from harness.report.text import counted
+from harness.report.text import counted, listed
 from harness.results.records import (
     KNOWN,
     PERFORMANCE,
@@ -180,6 +180,4 @@ def _reasons(results: Sequence[Result]) -> list[tuple[str, int]]:
 def _listed(kind: str, names: list[str]) -> str:
     plural = {"capability": "capabilities"}.get(kind, f"{kind}s")
     word = kind if len(names) == 1 else plural
-    shown = names[:_MOST_CAPABILITIES] if kind == "capability" else names
-    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
-    return f"{word} {', '.join(shown)}{more}"
+    return f"{word} {listed(names, _MOST_CAPABILITIES if kind == 'capability' else len(names))}"

@@ -9,8 +9,8 @@ from typing import Final
 from harness.core.finding import UNEXPLAINED
 from harness.core.outcome import Outcome
 from harness.report.tables.cells import cached_per_run
-from harness.report.tables.failures import FailureGroup, failures, location, message_of
-from harness.report.text import compact, counted
+from harness.report.tables.failures import FailureGroup, failures, location, message_of, wrong_cells
+from harness.report.text import compact, counted, listed
 from harness.results.records import Result
 from harness.results.run import Run
 
@@ -28,7 +28,7 @@ _ADVICE: Final = {
 class Diagnosis:
     """A group of failures as a page shows it. ``finding`` is its example, whose command repeats it.
 
-    ``right`` is a cell of the same problem in which the same check found nothing wrong, None where there is none.
+    ``right`` is the same check in a cell of the same problem in which nothing is wrong, None where there is none.
     """
 
     group: FailureGroup
@@ -51,8 +51,10 @@ class Diagnosis:
 def diagnoses(run: Run) -> list[Diagnosis]:
     """Return what went wrong, a diagnosis a group of ``failures``, in their order."""
     right: dict[tuple[str, str], list[Result]] = {}
+    wrong = {findings[0].coordinates for findings in wrong_cells(run)}
     for result in run.results:
-        if result.error_grid is not None and result.outcome in (Outcome.PASSED, Outcome.DEVIATES):
+        is_right = result.outcome in (Outcome.PASSED, Outcome.DEVIATES) and result.coordinates not in wrong
+        if result.error_grid is not None and is_right:
             right.setdefault((result.check, result.workload), []).append(result)
     return [_diagnosis(group, right.get(_problem(group.findings[0]), ())) for group in failures(run)]
 
@@ -111,11 +113,17 @@ def _diagnosis(group: FailureGroup, right: Iterable[Result]) -> Diagnosis:
         tuple(_where(finding)),
         size(finding),
         certainty(finding),
-        finding.hint
-        or ("Remove the expectation." if finding.is_unexpectedly_good else _ADVICE.get(finding.outcome, "")),
+        _advice(finding),
         _extent(group.findings),
         nearest if finding.error_grid is not None else None,
     )
+
+
+def _advice(finding: Result) -> str:
+    if finding.hint or finding.is_unexpectedly_good:
+        return finding.hint or "Remove the expectation."
+    named = finding.cause not in (None, UNEXPLAINED)
+    return "" if named and finding.outcome is Outcome.FAILED else _ADVICE.get(finding.outcome, "")
 
 
 def _in_words(title: str) -> str:
@@ -152,10 +160,4 @@ def _extent(findings: Iterable[Result]) -> str:
         [f"{one.num_nodes}×{one.gpus}" for one in found],
         [one.precision for one in found],
     )
-    return f"{counted(len(found), 'cell')}: {' · '.join(_some(dict.fromkeys(kind)) for kind in kinds)}"
-
-
-def _some(names: Iterable[str]) -> str:
-    every = list(names)
-    more = f" and {len(every) - MOST_NAMES} more" if len(every) > MOST_NAMES else ""
-    return ", ".join(every[:MOST_NAMES]) + more
+    return f"{counted(len(found), 'cell')}: {' · '.join(listed(dict.fromkeys(kind), MOST_NAMES) for kind in kinds)}"

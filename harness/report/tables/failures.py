@@ -11,7 +11,7 @@ from typing import Final
 
 from harness.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
 from harness.core.outcome import Outcome
-from harness.report.text import compact, counted, printable, shortened
+from harness.report.text import compact, counted, listed, printable, shortened
 from harness.results.records import UNEXPECTED_PASS, Expected, Result, by_cell
 from harness.results.run import Run
 
@@ -134,11 +134,14 @@ class SubjectCauses:
         name, family = self.cause
         named = f"{name} ({family})" if family else name
         which = f"all {self.wrong}" if not self.others else f"{len(self.explained)} of {self.wrong}"
-        sentences = [f"{self.subject}: {which} wrong cells have one cause, {named}: {in_one_line(self.example)}"]
+        told = in_one_line(self.example)
+        told += "" if told.endswith((".", "?", "!")) else "."
+        sentences = [f"{self.subject}: {which} wrong cells have one cause, {named}: {told}"]
         if self.others:
-            sentences.append(f"Not explained by it: {counted(len(self.others), 'cell')}: {_listed(self.others)}.")
+            cells = listed(self.others, MOST_CELLS)
+            sentences.append(f"Not explained by it: {counted(len(self.others), 'cell')}: {cells}.")
         if self.contradicting:
-            cells = _listed([f"{cell} ({cause})" for cell, cause in self.contradicting])
+            cells = listed([f"{cell} ({cause})" for cell, cause in self.contradicting], MOST_CELLS)
             sentences.append(
                 f"The same mistake would also show in {cells}, where another cause was named: "
                 "one of the two names may be wrong, or the trainer makes several mistakes."
@@ -234,8 +237,3 @@ def _cause(result: Result) -> Cause:
 def _problem(result: Result) -> tuple[str, ...]:
     """Return what two cells share in which one mistake shows in the same way: all but the number of devices."""
     return result.check, result.workload, result.backend, result.precision, result.accelerator
-
-
-def _listed(words: Sequence[str]) -> str:
-    more = f" and {len(words) - MOST_CELLS} more" if len(words) > MOST_CELLS else ""
-    return ", ".join(words[:MOST_CELLS]) + more

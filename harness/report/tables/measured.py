@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import pandas as pd
@@ -13,7 +13,7 @@ from harness.report.tables.cells import CELL_COLUMNS, DECLINED, cached_per_run, 
 from harness.report.tables.run_summary import backend_in_words
 from harness.report.tables.support import mark
 from harness.report.text import counted
-from harness.results.records import Coordinates, Measurement, by_cell
+from harness.results.records import PERFORMANCE, Coordinates, Measurement, Profile, by_cell
 from harness.results.run import Run
 
 EFFICIENCY: Final = ("scaling_strong", "scaling_weak")
@@ -49,13 +49,16 @@ class Conformance:
 class MeasuredCell:
     """One cell that was measured, with its figures by the name of the metric.
 
-    Of a metric that is measured on each rank, the figure is that of the worst rank.
+    Of a metric that is measured on each rank, the figure is that of the worst rank. ``not_applicable`` has reasons by
+    the names of metrics.
     """
 
     cell: str
     coordinates: Coordinates
     figures: Mapping[str, Measurement]
     conformance: Conformance
+    profile: Profile | None = None
+    not_applicable: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def subject(self) -> str:
@@ -129,8 +132,9 @@ def measured_cells(run: Run) -> list[MeasuredCell]:
     conformance = conformance_of(run)
     cells = by_cell(run.measurements)
     workloads = list(dict.fromkeys(key.workload for key in cells))
+    beside = {one.coordinates: (one.profile, one.not_applicable) for one in run.results if one.check == PERFORMANCE}
     return [
-        MeasuredCell(cells[key][0].cell, key, _figures(cells[key]), conformance(key))
+        MeasuredCell(cells[key][0].cell, key, _figures(cells[key]), conformance(key), *beside.get(key, ()))
         for key in sorted(cells, key=lambda key: (workloads.index(key.workload), key.devices, key.num_nodes))
     ]
 

@@ -18,6 +18,7 @@ from harness.core.outcome import Outcome
 from harness.report.tables.cells import DECLINED, MISSING, cell_table
 from harness.report.tables.failures import expectation_details, is_wrong, location, outcome_in_words, parameter_table
 from harness.report.tables.measured import conformance_of
+from harness.report.tables.profiles import HOW_TO_OPEN, profile_files
 from harness.report.tables.run_summary import SIMULATED, devices, seed_in_words
 from harness.report.terminal.console import rendered
 from harness.report.text import between, compact, in_words, printable, printable_lines
@@ -116,6 +117,7 @@ def one_cell(run: Run, cell: str, *, width: int = 100, colour: bool = False) -> 
         *_head(run, record, results),
         *_findings(results),
         *_figures(run, measurements),
+        *_beside_figures(run, results, measurements),
         *_place(run, cell, [one.reproduce for one in results] + [one.reproduce for one in measurements]),
         *_logs(run, cell),
     ]
@@ -202,6 +204,26 @@ def _figures(run: Run, measurements: Sequence[Measurement]) -> Iterator[Renderab
     for one in measurements:
         if one.value is None:
             yield Text(printable(f"{one.metric}: {one.refusal or 'no figure'}"), overflow="fold")
+
+
+def _beside_figures(
+    run: Run, results: Sequence[Result], measurements: Sequence[Measurement]
+) -> Iterator[RenderableType]:
+    """Yield formulas, what does not apply, and the files of a profiled launch."""
+    for one in measurements:
+        if one.formula:
+            yield Text(printable(f"{one.metric} = {one.formula}"), overflow="fold")
+    for result in results:
+        for metric, reason in result.not_applicable.items():
+            yield Text(printable(f"{metric}: not applicable, since {reason}"), overflow="fold")
+        if result.profile is None:
+            continue
+        yield _title("Profile")
+        yield Text(HOW_TO_OPEN, style="dim")
+        for file in profile_files(result.profile):
+            yield Text(printable(f"{file.name}: {run.path / file.path}"), overflow="fold")
+        for problem in result.profile.problems:
+            yield Text(printable(problem), style="yellow", overflow="fold")
 
 
 def _place(run: Run, cell: str, commands: Iterable[str]) -> Iterator[RenderableType]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from harness.drawing.timeline import duration
+
 if TYPE_CHECKING:
     from harness.trainer.balanced.stages import Prediction, StagePlan
 
@@ -67,17 +69,6 @@ def count(number: int, thing: str) -> str:
     """Return the number and the thing, in the plural where it is due."""
     plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
     return f"{number} {thing if number == 1 else plural}"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds with three digits and a unit."""
-    if not seconds:
-        return "0"
-    if seconds >= 1:
-        return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:.0f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.3g} µs"
 
 
 def size(number: int) -> str:

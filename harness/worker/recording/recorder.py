@@ -135,6 +135,7 @@ class Recorder(StepHooks):
             self._evaluated(len(self._passes), ids, module.training)
             return
         if not self._passes:
+            self._note_world()  # here too: a window that is never stepped leaves no other trace of it
             self._buffers = {name: copied(buffer) for name, buffer in module.named_buffers() if self._holds(name)}
         self._passes.add(Forward(batch["index"].device.index or 0, ids, module.training))
 

@@ -7,12 +7,14 @@ computation or is most of the step.
 
 ``shares_of`` divides the time: every moment is one of ``PARTS``. On CUDA the device decides: a moment in which any
 kernel runs that is no collective is computation, then come exposed collectives, then waiting for data. On the CPU
-loading a batch computes too: there a moment between two steps is data whatever happens in it.
+loading a batch computes too: there a moment between two steps is data whatever happens in it, unless a collective is
+under way, as while a stage of a pipeline waits for the stage before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,14 +85,15 @@ class Collectives:
                 data.append(span)
             elif on_device and not name.startswith(_COPIES) if self._on_cuda else name.startswith("aten::"):
                 compute.append(span)
-        first = [compute, communication, data] if self._on_cuda else [data, compute, communication]
-        names = ("compute", "exposed_communication", "data")
-        order = names if self._on_cuda else (names[2], *names[:2])
-        covered, shares = 0, {}
-        for place, name in enumerate(order):
-            reached = union(sorted(span for spans in first[: place + 1] for span in spans))
-            shares[name] = (reached - covered) / 1e9 / seconds
-            covered = reached
+        if self._on_cuda:
+            computing = covered(compute)
+            loading = covered(compute, communication, data) - covered(compute, communication)
+        else:
+            computing = covered(data, compute) - covered(data)
+            loading = covered(data, communication) - covered(communication)
+        exposed = covered(data, compute, communication) - computing - loading
+        parts = zip(PARTS, (computing, exposed, loading), strict=False)
+        shares = {name: length / 1e9 / seconds for name, length in parts}
         # The profiler's clock and the round's end differ by microseconds.
         whole = max(1.0, sum(shares.values()))
         shares = {name: share / whole for name, share in shares.items()}
@@ -108,10 +111,15 @@ class Collectives:
                 yield event.name(), on_device, (event.start_ns(), event.start_ns() + event.duration_ns())
 
 
+def covered(*spans: Sequence[Span]) -> int:
+    """Return the length of what all of ``spans`` cover together."""
+    return union(sorted(chain(*spans)))
+
+
 def union(spans: list[Span]) -> int:
     """Return the length of what ``spans``, in the order of their beginnings, cover together."""
-    covered = reached = 0
+    length = reached = 0
     for begun, ended in spans:
-        covered += max(0, ended - max(begun, reached))
+        length += max(0, ended - max(begun, reached))
         reached = max(reached, ended)
-    return covered
+    return length

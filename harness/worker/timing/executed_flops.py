@@ -12,6 +12,19 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 
+class _NoModules:
+    """In place of the counter's tracking of modules: its hooks on gradients break a backward in two parts.
+
+    That is how pipelines put off the gradients of weights (torch 2.13).
+    """
+
+    parents = frozenset({"Global"})
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class ExecutedFlops:
     """Counts between ``start`` and ``stop``, which lie around one step; ``total`` is None where it could not be seen.
 
@@ -20,7 +33,10 @@ class ExecutedFlops:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.total: int | None = None
-        self._counter: Any = FlopCounterMode(display=False) if len(devices) == 1 else None
+        self._counter: Any = None
+        if len(devices) == 1:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.mod_tracker = _NoModules()
 
     def start(self) -> None:
         """Begin to count."""

@@ -6,19 +6,19 @@ devices are brought to rest and the rank waits for all others, so that nothing o
 parent has what it wants it asks for the report; the steps that are left are trained without being watched.
 
 Two more rounds are for looking, not for timing: a step in which tensors and operations are counted, and some under
-torch's profiler.
+torch's profiler. The chunks of a pipeline are followed in the warm-up, from its second step on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
-from harness.evidence.timing import RankTiming, Round
+from harness.evidence.timing import Chunk, RankTiming, Round
 from harness.evidence.trace import RankTrace
 from harness.worker.assignment import Assignment
 from harness.worker.step_hooks import StepCounter, StepHooks
@@ -27,7 +27,9 @@ from harness.worker.timing.cpu_affinity import begin_on_core
 from harness.worker.timing.device_clock import clock_of
 from harness.worker.timing.executed_flops import ExecutedFlops
 from harness.worker.timing.peak_memory import keep_freed_memory, memory_of
+from harness.worker.timing.pipeline_chunks import PipelineChunks
 from harness.worker.timing.round_barrier import REPORT, RoundBarrier
+from harness.worker.timing.step_profile import StepProfile
 from harness.worker.timing.tensor_bytes import TensorBytes
 from harness.workloads import PerformanceWorkload, find
 
@@ -52,6 +54,12 @@ class Stopwatch(StepHooks):
         self._tensors = TensorBytes(type(workload))
         self._collectives = Collectives()
         self._flops = ExecutedFlops(self._devices)
+        in_stages = assignment.cell.contract.micro_batches > 1
+        self._chunks = PipelineChunks(self._clock.mark, type(workload)) if in_stages else None
+        self._pipeline: tuple[tuple[Chunk, ...], ...] = ()
+        self._profile: StepProfile | None = None
+        if assignment.profile is not None:
+            self._profile = StepProfile(assignment.profile, assignment.rank, on_cuda=not self._on_cpu)
         self._memory: dict[str, int] = {}
         self._begun: Any = None
         self._forwards: list[Any] = []
@@ -94,8 +102,7 @@ class Stopwatch(StepHooks):
         if self._waits_for_forward and (self._on_cpu or index.device.type == "cpu" or index.device == self._devices[0]):
             self._waits_for_forward = False
             if self._begun is None:
-                self._clock.rest()
-                self._begun = self._clock.mark()
+                self._begin_warmup()
             self._forwards.append(self._clock.mark())
             if self._collectives.looks:
                 self._collectives.data_ends()
@@ -112,15 +119,30 @@ class Stopwatch(StepHooks):
         self._count(self._steps)
         if not self._boundaries:
             return
+        if self._begun is None:  # a stage of a pipeline that never calls the job's model
+            self._begin_warmup()
         self._ended.append(self._clock.mark())
         self._waits_for_forward = True
+        if self._profile is not None:
+            self._profile.end_step()
+        if self._chunks is not None and self._steps == 1:
+            self._chunks.start()
+        elif self._chunks is not None and not self._rounds:
+            self._chunks.end_step()
         if self._steps == self._boundaries[0]:
             self._at_boundary(optimizer)
         elif self._collectives.looks:
             self._collectives.data_begins()
 
+    def _begin_warmup(self) -> None:
+        self._clock.rest()
+        self._begun = self._clock.mark()
+
     def _at_boundary(self, optimizer: Optimizer) -> None:
         times = self._clock.times([self._begun, *self._forwards, *self._ended])
+        if self._chunks is not None and not self._rounds:
+            self._chunks.stop()
+            self._pipeline = self._chunks.steps(self._clock.times)
         del self._boundaries[0]
         self._rounds.append((times, len(self._forwards), self._samples))
         self._forwards, self._ended, self._samples = [], [], []
@@ -142,6 +164,8 @@ class Stopwatch(StepHooks):
         if looked == 0:
             self._tensors.start()
             self._flops.start()
+        if self._profile is not None and len(self._rounds) == 1:
+            self._profile.start()
         if self._on_cpu:
             begin_on_core(self._rank + len(self._rounds))  # ranks that take turns begin on the same core
         self._clock.rest()
@@ -165,6 +189,9 @@ class Stopwatch(StepHooks):
             communication=self._collectives.share_of(looked[-1].seconds) if looked else None,
             shares=self._collectives.shares_of(looked[-1].seconds) if looked else None,
             flops=self._flops.total if looked else None,
+            pipeline=self._pipeline,
+            devices=_uuids(self._devices),
+            problems=tuple(self._profile.problems) if self._profile else (),
         )
         self._rounds = []
         self._barrier.report(timing.to_json())
@@ -174,6 +201,12 @@ def _index(batch: Any) -> Tensor | None:
     """Return the sample ids of a batch, None if it is none of the job's."""
     index = batch.get("index") if isinstance(batch, (dict, Mapping)) else None
     return index if isinstance(index, Tensor) else None
+
+
+def _uuids(devices: Sequence[torch.device]) -> tuple[str, ...]:
+    """Return how the driver calls these GPUs; nothing where torch does not tell it, as older versions do not."""
+    cuda = [torch.cuda.get_device_properties(device) for device in devices if device.type == "cuda"]
+    return tuple(dict.fromkeys(f"GPU-{one.uuid}" for one in cuda if hasattr(one, "uuid")))
 
 
 def _ids(samples: list[Tensor]) -> tuple[int, ...]:

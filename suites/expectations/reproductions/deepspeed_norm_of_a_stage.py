@@ -1,7 +1,7 @@
-"""DeepSpeed 0.19.8: in a pipeline without ZeRO each stage clips its gradients by the norm of its own parameters.
+"""DeepSpeed 0.19.8: in a pipeline without ZeRO all stages clip their gradients by the norm of the first one's.
 
-Run by torchrun --nproc_per_node 2, it prints a gradient of 1 on both ranks. Both are 2 before they are clipped, so the
-norm is the root of 8, and with a limit of 1 they should be 0.7071.
+Run by torchrun --nproc_per_node 2, it prints a gradient of 1 on rank 0 and 0.5 on rank 1. They are 4 and 2 before they
+are clipped, so the norm is the root of 20, and with a limit of 1 they should be 0.8944 and 0.4472.
 """
 
 import sys
@@ -13,8 +13,8 @@ from deepspeed.pipe import PipelineModule
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # else it compiles a kernel
 deepspeed.init_distributed("gloo")
 layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
-for layer in layers:
-    torch.nn.init.ones_(layer.weight)
+for layer, weight in zip(layers, (1.0, 2.0), strict=True):
+    torch.nn.init.constant_(layer.weight, weight)
 model = PipelineModule(layers, num_stages=2, loss_fn=lambda outputs, labels: (outputs * labels).mean())
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 settings = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}

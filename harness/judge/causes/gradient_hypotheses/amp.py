@@ -106,7 +106,7 @@ def _lower_precision(case: GradientCase) -> Gradients:
     """
     storage = case.counterfactuals.cell.arithmetic
     if storage.storage == "float64":
-        yield case.counterfactuals.with_loss_in(case.index, torch.float32)
+        yield from case.counterfactuals.with_loss_in(case.index, torch.float32)
     right = case.expected.contract
     error = total_distance(case.observed, right)
     for precision in _below(storage):

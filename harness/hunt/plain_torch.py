@@ -1,0 +1,340 @@
+"""A recipe as plain torch, in source code: its model, data, loss, optimizers, and the steps that one device takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import ceil
+
+from harness.core.cell import Cell
+from harness.hunt.problems import OVER_SAMPLES
+from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, VOCABULARY, Recipe
+
+Share = tuple[int, ...]
+"""The samples of one micro-batch of one rank."""
+
+CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
+MSE = "torch.nn.functional.mse_loss"
+WIDTH = 4
+"""Outputs of the first layer."""
+
+
+class NotExpressedError(Exception):
+    """A recipe has something that no short program expresses; the message says what."""
+
+
+@dataclass(frozen=True)
+class PlainTorch:
+    """A recipe on a cell, as the templates of programs use it."""
+
+    recipe: Recipe
+    cell: Cell
+    check: str = "gradients"
+
+    @property
+    def precision(self) -> str:
+        """The name of the cell's precision."""
+        return self.cell.precision
+
+    @property
+    def backend(self) -> str:
+        """The name of the cell's backend."""
+        return self.cell.backend
+
+    @property
+    def find_unused(self) -> bool:
+        """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
+        return self.ranks > 1 and "unused" in self.recipe.layers
+
+    @property
+    def epoch_loop(self) -> str:
+        """The head of the loop over epochs."""
+        return f"for epoch in range({self.recipe.epochs}):"
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the training."""
+        return self.cell.processes
+
+    @property
+    def batch(self) -> int:
+        """Samples of one micro-batch on one rank."""
+        return ceil(self.recipe.batch_size / self.cell.topology.devices)
+
+    @property
+    def samples(self) -> int:
+        """Samples of an epoch."""
+        size = self.batch * self.cell.topology.devices
+        most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
+        return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
+
+    @property
+    def names(self) -> str:
+        """The columns of a batch, as a loop unpacks them."""
+        return "x, y, target" if self.recipe.loss == "two" else "x, y"
+
+    @property
+    def quoted_names(self) -> str:
+        """The same, each in quotes."""
+        return ", ".join(f'"{name}"' for name in self.names.split(", "))
+
+    @property
+    def data(self) -> str:
+        """The columns of all samples, as arguments of ``TensorDataset``."""
+        columns = [self._inputs(), *_TARGETS[self.recipe.loss](self.samples)]
+        return ", ".join(_double(one) if self.cell.precision == "64" and "randn" in one else one for one in columns)
+
+    @cached_property
+    def modules(self) -> list[str]:
+        """The layers of the model, the arguments of ``Sequential``."""
+        return list(self._modules())
+
+    @property
+    def sequential(self) -> str:
+        """What the model is made of: ``Sequential``, or a class of ``definitions``."""
+        return "_Nested" if self.recipe.returns == "nested" else "torch.nn.Sequential"
+
+    @property
+    def cast(self) -> str:
+        """What makes a model one of the cell's precision."""
+        return ".double()" if self.cell.precision == "64" else ""
+
+    @property
+    def definitions(self) -> list[str]:
+        """The classes of layers that torch has not, each as its source."""
+        kinds = [word.partition("-")[0] for word in self.recipe.layers]
+        if self.recipe.inputs == "images":
+            kinds.insert(0, "pixels")
+        wanted = dict.fromkeys(self._class_of(kind) for kind in kinds)
+        if self.recipe.returns == "nested":
+            wanted["_Nested"] = None
+        return [_CLASSES[name] for name in wanted if name is not None]
+
+    def loss(self, outputs: str, batch: Sequence[str] = ("x", "y", "target")) -> str:
+        """Return the loss of a batch, as an expression over the model's ``outputs`` and the columns of the batch."""
+        loss = _LOSSES[self.recipe.loss]
+        if self.recipe.returns == "nested":
+            taken = loss(f'(outputs := {outputs})["logits"]', 'outputs["logits"]', *batch[1:])
+            return f'{taken} + 0.1 * outputs["rest"][0].square().mean()'
+        return loss(f"(outputs := {outputs})" if self.recipe.loss == "two" else outputs, "outputs", *batch[1:])
+
+    def windows(self, batches: str) -> str:
+        """Return the micro-batches of each optimizer step of an epoch, as an expression over a list of batches."""
+        length, count = self.recipe.accumulate, self.recipe.steps_per_epoch
+        slices = [f"{batches}[{first}:{min(first + length, count)}]" for first in range(0, count, length)]
+        return f"({', '.join(slices)}{',' if len(slices) == 1 else ''})"
+
+    @property
+    def divisor(self) -> str | None:
+        """What one device divides the loss of a share by; None where a step is one batch."""
+        return None if self.joined else "len(shares)"
+
+    def backward(self, loss: str, divisor: str | None = None) -> str:
+        """Return the backward of a loss, divided or not."""
+        whole = f"({loss})" if " + " in loss else loss
+        return f"({whole} / {divisor}).backward()" if divisor else f"{whole}.backward()"
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one optimizer."""
+        return self.recipe.optimizer == "several"
+
+    def optimizer(self, model: str) -> str:
+        """Return the lines that make ``optimizer``, or ``optimizers`` where there are several, of a model's weights."""
+        return _OPTIMIZERS[self.recipe.optimizer].format(model=model)
+
+    @property
+    def schedule(self) -> str | None:
+        """The schedule of ``optimizer``, as an expression; None: there is none."""
+        if self.recipe.schedule == "none":
+            return None
+        if self.several:
+            raise NotExpressedError("several optimizers with a schedule each")
+        return "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 3, 0.8 ** (step - 2)))"
+
+    @property
+    def stepping(self) -> str:
+        """The lines that step, and forget the gradients."""
+        if self.several:
+            return "for optimizer in optimizers:\n    optimizer.step()\n    optimizer.zero_grad()"
+        return "optimizer.step()\noptimizer.zero_grad()"
+
+    def steps(self, interleaved: bool) -> str:
+        """Return what one device trains on, a batch or a tuple of batches a step, as an expression over ``data``.
+
+        Args:
+            interleaved: rank r of n has samples r, r + n, …; else ranks have whole batches in turn.
+
+        Raises:
+            NotExpressedError: the order is the trainer's own.
+        """
+        if self.recipe.shuffle:
+            raise NotExpressedError("shuffled samples, whose order is the trainer's own")
+        steps = self.windows_of(interleaved)
+        if self.joined:
+            steps_in_words = [_rows(sorted(sample for share in shares for sample in share)) for shares in steps]
+        else:
+            steps_in_words = [f"({', '.join(map(_rows, shares))},)" for shares in steps]
+        if len(steps_in_words) > 1:
+            steps_in_words = [one.replace(",)", ")") if one.count("data") > 1 else one for one in steps_in_words]
+        inner = ", ".join(steps_in_words) + ("," if len(steps_in_words) == 1 else "")
+        return f"{self.recipe.epochs} * ({inner})" if self.recipe.epochs > 1 else f"({inner})"
+
+    @property
+    def joined(self) -> bool:
+        """Whether all samples of a step can be one batch: its loss is the mean over them, and shares are equal."""
+        shares = [share for step in self.windows_of(True) for share in step]
+        if len(shares) == len(self.windows_of(True)):
+            return True
+        alike = self.samples % (self.batch * self.ranks) == 0
+        return alike and self.recipe.loss in OVER_SAMPLES and "batchnorm" not in self.recipe.layers
+
+    def windows_of(self, interleaved: bool) -> list[list[Share]]:
+        """Return the shares of each optimizer step of an epoch: those of all ranks and micro-batches.
+
+        ``interleaved`` is as for ``steps``.
+        """
+        at_once = self.batch * self.ranks
+        whole = ceil(self.samples / (self.ranks if interleaved else at_once)) * (self.ranks if interleaved else at_once)
+        if self.ranks == 1:
+            whole = self.samples
+        order = [number % self.samples for number in range(whole)]  # the first samples fill up the last shares
+        micro_batches = []
+        for first in range(0, whole, at_once):
+            batch = order[first : first + at_once]
+            if interleaved:
+                shares = [tuple(batch[rank :: self.ranks]) for rank in range(self.ranks)]
+            else:
+                shares = [tuple(batch[rank * self.batch : (rank + 1) * self.batch]) for rank in range(self.ranks)]
+            micro_batches.append(shares)
+        length = self.recipe.accumulate
+        windows = [micro_batches[first : first + length] for first in range(0, len(micro_batches), length)]
+        return [[share for shares in window for share in shares] for window in windows]
+
+    def _inputs(self) -> str:
+        count = self.samples
+        if self.recipe.inputs == "features":
+            return f"torch.randn({count}, 1).exp() * torch.randn({count}, {FEATURES})"
+        if self.recipe.inputs == "images":
+            return f"torch.randn({count}, 2, {SIDE}, {SIDE})"
+        return f"torch.randint({VOCABULARY}, ({count}, {LENGTH}))"
+
+    def _modules(self) -> Iterator[str]:
+        inputs = self.recipe.inputs
+        if inputs == "features":
+            yield f"torch.nn.Linear({FEATURES}, {WIDTH})"
+        elif inputs == "images":
+            yield f"_Pixels(2, {WIDTH}, 3, padding=1)"
+        else:
+            sparse = ", sparse=True" if inputs == "sparse-tokens" else ""
+            yield f"torch.nn.Embedding({VOCABULARY}, {WIDTH}{sparse})"
+        width = WIDTH
+        for word in self.recipe.layers:
+            kind, _, size = word.partition("-")
+            yield self._layer(kind, width, int(size or width))
+            width = int(size or width)
+        if inputs != "features" and self.recipe.loss != "token-mean":
+            yield f"torch.nn.AvgPool2d(({LENGTH if inputs != 'images' else SIDE * SIDE}, 1))"  # the mean over tokens
+            yield "torch.nn.Flatten()"
+        yield f"torch.nn.Linear({width}, {OUTPUTS})"
+
+    def _layer(self, kind: str, width: int, size: int) -> str:
+        if kind not in _LAYERS:
+            raise NotExpressedError(f"a layer of kind {kind}")
+        return _LAYERS[kind].format(width=width, size=size, made=self._class_of(kind))
+
+    def _class_of(self, kind: str) -> str | None:
+        """Return the class of ``definitions`` that a layer needs."""
+        if kind == "batchnorm":
+            return None if self.recipe.inputs == "features" else "_BatchNorm"
+        if kind == "attention":
+            return "_Product" if self.recipe.inputs == "features" else "_Attention"
+        return {"pixels": "_Pixels", "residual": "_Residual", "tied": "_Tied", "unused": "_Unused"}.get(kind)
+
+
+def _rows(samples: list[int] | Share) -> str:
+    """Return the samples of ``data`` as a batch."""
+    step = samples[1] - samples[0] if len(samples) > 1 else 1
+    if step < 1 or list(samples) != list(range(samples[0], samples[-1] + 1, step)):
+        return f"data[{list(samples)}]"
+    return f"data[{samples[0]}:{samples[-1] + 1}{f':{step}' if step > 1 else ''}]"
+
+
+def _double(expression: str) -> str:
+    return f"({expression}).double()" if " * " in expression else f"{expression}.double()"
+
+
+def _class(name: str, base: str, *lines: str) -> str:
+    return f"class {name}(torch.nn.{base}):\n    def forward(self, x):\n" + "\n".join(f"        {one}" for one in lines)
+
+
+_LAYERS = {
+    "linear": "torch.nn.Linear({width}, {size})",
+    "tanh": "torch.nn.Tanh()",
+    "gelu": "torch.nn.GELU()",
+    "layernorm": "torch.nn.LayerNorm({width})",
+    "batchnorm": "torch.nn.BatchNorm1d({width})",
+    "residual": "{made}({width}, {width})",
+    "tied": "{made}({width}, {width}, bias=False)",
+    "attention": "{made}({width}, 3 * {width})",
+    "frozen": "torch.nn.Linear({width}, {width}).requires_grad_(False)",
+    "unused": "{made}({width}, {width})",
+}
+
+_CHUNKS = "query, key, value = super().forward(x).chunk(3, -1)"
+
+_CLASSES = {
+    "_Pixels": _class("_Pixels", "Conv2d", "return super().forward(x).flatten(2).transpose(1, 2)"),
+    "_Residual": _class("_Residual", "Linear", "return x + super().forward(x).tanh()"),
+    "_Tied": _class("_Tied", "Linear", "return (x @ self.weight.T).tanh() @ self.weight"),
+    "_Unused": "class _Unused(torch.nn.Linear):\n    forward = torch.nn.Identity.forward",
+    "_BatchNorm": _class("_BatchNorm", "BatchNorm1d", "return super().forward(x.flatten(0, -2)).view(x.shape)"),
+    "_Product": _class("_Product", "Linear", _CHUNKS, "return value + query * key"),
+    "_Attention": _class(
+        "_Attention", "Linear", _CHUNKS, "return torch.nn.functional.scaled_dot_product_attention(query, key, value)"
+    ),
+    "_Nested": _class(
+        "_Nested",
+        "Sequential",
+        "hidden = torch.nn.Sequential(*self[:-1])(x)",
+        'return {"logits": self[-1](hidden), "rest": (hidden,)}',
+    ),
+}
+
+_TARGETS: dict[str, Callable[[int], list[str]]] = {
+    "classes": lambda count: [f"torch.randint({OUTPUTS}, ({count},))"],
+    "squares": lambda count: [f"torch.randn({count}, {OUTPUTS})"],
+    "token-mean": lambda count: [
+        f"torch.randint({OUTPUTS}, ({count}, {LENGTH}))"
+        f".where(torch.arange({LENGTH}) < torch.randint(1, {LENGTH + 1}, ({count}, 1)), -100)"
+    ],
+    "in-batch": lambda count: [f"torch.randn({count}, {OUTPUTS})"],
+    "two": lambda count: [f"torch.randint({OUTPUTS}, ({count},))", f"torch.randn({count}, {OUTPUTS})"],
+}
+
+_LOSSES: dict[str, Callable[[str, str, str, str], str]] = {
+    "classes": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}, {y})",
+    "squares": lambda first, again, y, target: f"{MSE}({first}, {y})",
+    "token-mean": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}.transpose(1, 2), {y})",
+    "in-batch": lambda first, again, y, target: f"{CROSS_ENTROPY}({first} @ {y}.T, torch.arange(len({y})))",
+    "two": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}, {y}) + 0.3 * {MSE}({again}, {target})",
+}
+"""Losses over the expression that computes the outputs, one for their further use, and the columns of the batch."""
+
+_OPTIMIZERS = {
+    "sgd": "optimizer = torch.optim.SGD({model}.parameters(), lr=0.1)",
+    "momentum": "optimizer = torch.optim.SGD({model}.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)",
+    "adam": "optimizer = torch.optim.Adam({model}.parameters(), lr=0.01)",
+    "adamw": "optimizer = torch.optim.AdamW({model}.parameters(), lr=0.01, weight_decay=0.1)",
+    "groups": (
+        "matrices, vectors = ([p for p in {model}.parameters() if (p.dim() > 1) is one] for one in (True, False))\n"
+        'groups = [{{"params": matrices, "weight_decay": 0.3}}, '
+        '{{"params": vectors, "lr": 0.02, "weight_decay": 0.0}}]\n'
+        "optimizer = torch.optim.AdamW(groups, lr=0.01)"
+    ),
+    "several": (
+        "weights = list({model}.parameters())\n"
+        "optimizers = [torch.optim.SGD(weights[:1], lr=0.1, momentum=0.9), torch.optim.Adam(weights[1:], lr=0.01)]"
+    ),
+}

@@ -1,0 +1,165 @@
+"""The page of a failure, ready to be sent: the problem, what is expected and seen, and a program that was run."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from harness.core.backend import declared_for
+from harness.core.invocation import suite_command
+from harness.core.outcome import Outcome
+from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.hunt.problem_file import name_of
+from harness.hunt.program import MOST_LINES, NoTemplateError, program
+from harness.hunt.rounding import tolerance
+from harness.hunt.run_program import ProgramRun, Shown, command_of, run_program
+from harness.hunt.search import Failure
+from harness.planning.declaration import Declaration
+from harness.workloads.generated import Generated, Recipe
+
+EXPECTED = {
+    "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
+    "metrics": "The loss that is reported is the mean over the samples.",
+    "validation": "Each held-out sample is evaluated, when it is due.",
+    "samples": "Each sample is used once an epoch, on one rank, in the order that was asked for.",
+    "ranks-agree": "All ranks have the same weights after each step.",
+    "launch": "The training ends without an exception.",
+}
+OTHERWISE = "Each step computes what one device computes from the samples of all ranks."
+
+
+@dataclass(frozen=True)
+class WrittenUp:
+    """The page of a failure; ``shown`` is what its program says when it runs, None where there is no program."""
+
+    page: Path
+    shown: Shown | None
+
+
+def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, python: str, folder: Path) -> WrittenUp:
+    """Write the page of a failure, and its program, which is run.
+
+    Args:
+        failure: what was found.
+        declared: what the subject declares.
+        subject: what the user gave as ``--subject``.
+        python: the subject's interpreter.
+        folder: where the problem's file is.
+    """
+    recipe, cell, finding = failure.drawn.recipe, failure.drawn.cell, failure.finding
+    declaration = declared_for(cell.subject, cell.backend, declared)
+    name = name_of(recipe)
+    values: dict[str, object] = {
+        "title": f"{_library(declaration)}: {failure.cause} ({cell.backend}, {_ranks(cell.processes)})",
+        "versions": declaration.software,
+        "cell": cell,
+        "ranks": _ranks(cell.processes),
+        "recipe": list(in_phrases(recipe)),
+        "expected": EXPECTED.get(finding.check, OTHERWISE),
+        "message": finding.message,
+        "cause": finding.cause or "unexplained",
+        "far": "" if finding.error_x_noise is None else f", {finding.error_x_noise:.3g} times rounding noise",
+        "most_lines": MOST_LINES,
+        "again": "\n".join(_commands(failure, subject, folder)),
+        "refusal": None,
+        "advice": None,
+    }
+    shown = None
+    file = folder / f"{name}-program.py"
+    try:
+        file.write_text(_program(failure, declaration, file.name), "utf-8")
+        run = run_program(file, cell.processes, python)
+        shown = _shown(run, failure)
+        values |= {
+            "program": file.read_text("utf-8"),
+            "command": shlex.join(command_of(Path(file.name), cell.processes)),
+            "verdict": _verdict(run, shown),
+            "output": "\n".join(filter(None, [run.printed, run.error])) or "(nothing)",
+        }
+    except NotExpressedError as error:
+        file.unlink(missing_ok=True)
+        values |= {"refusal": str(error), "advice": error.advice if isinstance(error, NoTemplateError) else None}
+    page = folder / f"{name}.md"
+    page.write_text(_template().render(values) + "\n", "utf-8")
+    return WrittenUp(page, shown)
+
+
+def in_phrases(recipe: Recipe) -> Iterator[str]:
+    """Yield what a recipe is, in words, without what it has not."""
+    yield f"model: {', '.join((recipe.inputs, *recipe.layers, 'a linear layer with 3 outputs'))}"
+    yield f"loss: {recipe.loss}" + (", nested outputs" if recipe.returns == "nested" else "")
+    yield f"optimizer: {recipe.optimizer}" + (f", schedule {recipe.schedule}" if recipe.schedule != "none" else "")
+    last = f", {recipe.left_out} samples fewer in the last" if recipe.left_out else ""
+    yield f"batches: {recipe.steps_per_epoch} an epoch of {recipe.batch_size} samples over all ranks{last}"
+    yield f"epochs: {recipe.epochs}, {'shuffled' if recipe.shuffle else 'in order'}, seed {recipe.seed}"
+    if recipe.accumulate > 1:
+        yield f"gradients accumulated over {recipe.accumulate} batches"
+    if recipe.clip_norm is not None:
+        yield f"gradients clipped to a norm of {recipe.clip_norm}"
+    if recipe.validate_every is not None:
+        yield f"evaluated after every {recipe.validate_every} batches"
+    if recipe.interrupt_after is not None:
+        yield f"interrupted after {recipe.interrupt_after} optimizer steps, and resumed by new processes"
+    if recipe.metrics:
+        yield "the epoch's mean loss is reported"
+
+
+def _program(failure: Failure, declaration: Declaration, name: str) -> str:
+    recipe, cell = failure.drawn.recipe, failure.drawn.cell
+    problem = PlainTorch(recipe, cell, failure.finding.check)
+    workload = type("Problem", (Generated,), {"name": "drawn", "recipe": recipe})()
+    moved = tolerance(workload, cell.arithmetic, cell.topology.devices, recipe.epochs * problem.windows_of(True))
+    command = shlex.join(command_of(Path(name), cell.processes))
+    title = f"{_library(declaration)}: {failure.finding.check} are wrong. Run: {command}."
+    folder = Path(declaration.source[0]).parent if declaration.source else Path()
+    return program(problem, folder, title, f"{moved:.0e}")
+
+
+def _shown(run: ProgramRun, failure: Failure) -> Shown:
+    finding = failure.finding
+    if run.exit_code is None and finding.outcome is Outcome.TIMED_OUT:
+        return Shown.YES
+    return run.shows(finding.message if finding.check == "launch" else None)
+
+
+def _verdict(run: ProgramRun, shown: Shown) -> str:
+    ended = "It did not end in time" if run.exit_code is None else f"It ends with exit code {run.exit_code}"
+    says = {
+        Shown.YES: "and shows the deviation without Plumbline",
+        Shown.NO: "and shows no deviation. **Not confirmed without Plumbline**",
+        Shown.BROKE: "for another reason. **Not confirmed without Plumbline**",
+    }
+    return f"{ended}, {says[shown]}:"
+
+
+def _commands(failure: Failure, subject: str, folder: Path) -> Iterator[str]:
+    cell, name = failure.drawn.cell, name_of(failure.drawn.recipe)
+    file = str(folder / f"{name}.py")
+    given = ["--subject", subject, "--workload", file, "--gpus", str(cell.topology.devices)]
+    if cell.topology.num_nodes > 1:
+        given += ["--nodes", str(cell.topology.num_nodes)]
+    yield shlex.join(["plumbline", "hunt", "--subject", subject, "--folder", str(folder), "--again"])
+    yield shlex.join([*suite_command(*given), "--backends", cell.backend, "--precisions", cell.precision])
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _library(declaration: Declaration) -> str:
+    software = declaration.software
+    return f"{software.library} {software.version}" if software.library else declaration.name
+
+
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("harness.hunt", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.md.jinja")
