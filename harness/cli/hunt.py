@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,13 @@ def add_to(commands: Any) -> None:
     """Declare the command's arguments."""
     command = commands.add_parser("hunt", description=hunt.__doc__)
     command.add_argument("--subject", required=True, metavar="WHAT", help="a trainer, as for the suites")
-    command.add_argument("--minutes", type=_minutes, default=10.0, metavar="M", help="search for so long (default: 10)")
+    command.add_argument(
+        "--minutes", type=_time("minutes"), default=10.0, metavar="M", help="search for so long (default: 10)"
+    )
     command.add_argument("--seed", type=int, metavar="S", help="draw from here on (default: where the last one ended)")
+    command.add_argument(
+        "--time-limit", type=_time("seconds"), default=60.0, metavar="S", help="end a training after S (default: 60)"
+    )
     command.add_argument("--gpus", type=int, default=4, metavar="K", help="devices of the largest cell (default: 4)")
     command.add_argument(
         "--folder",
@@ -66,7 +72,7 @@ def hunt(options: argparse.Namespace) -> int:
             open_subject(options.subject) as (pool, declared),
             tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,
         ):
-            every = searches(pool, declared, options.gpus, Path(scratch))
+            every = searches(pool, declared, options.gpus, Path(scratch), options.time_limit)
             return max([_one(search, len(every), options) for search in every])
     except PlanError as error:
         complain(error)
@@ -143,8 +149,11 @@ def _again(tell: _Teller) -> int:
     return int(still > 0)
 
 
-def _minutes(text: str) -> float:
-    minutes = float(text)
-    if not (minutes > 0 and math.isfinite(minutes)):
-        raise argparse.ArgumentTypeError(f"{text} is no number of minutes: give one above 0")
-    return minutes
+def _time(unit: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        amount = float(text)
+        if not (amount > 0 and math.isfinite(amount)):
+            raise argparse.ArgumentTypeError(f"{text} is no number of {unit}: give one above 0")
+        return amount
+
+    return parse

@@ -31,7 +31,8 @@ from harness.workloads import WORKLOADS
 DRAWN_TOGETHER = 200
 """Problems of one round of the search; each round draws others."""
 
-SETTINGS = Settings(time_limit=60.0)
+TIME_LIMIT = 60.0
+"""Seconds that one training may take, by default."""
 
 SHRINKING = 120.0
 """Seconds for which a failure that was found last is shrunk when the time is over."""
@@ -65,6 +66,7 @@ class Search:
         declared: what the subject says it can do, by backend.
         cells: those to draw from; their workload is a placeholder.
         folder: for problems and traces, while they are needed.
+        time_limit: seconds that one training may take.
         known: causes that are passed over; each that is found is added.
         counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, or ``trained``; of these
             ``failed``, or right as far as can be seen, with a check that was ``vacuous``; new ``causes``; ``rounds``;
@@ -75,6 +77,7 @@ class Search:
     declared: Sequence[Declaration]
     cells: Sequence[Cell]
     folder: Path
+    time_limit: float = TIME_LIMIT
     known: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     _answers: dict[Drawn, Failure | None] = field(default_factory=dict)
@@ -142,7 +145,7 @@ class Search:
             return None
         trace = self.folder / "trace"
         try:
-            findings = examine(self.pool, cell, trace, SETTINGS).findings
+            findings = examine(self.pool, cell, trace, Settings(time_limit=self.time_limit)).findings
         finally:
             shutil.rmtree(trace, ignore_errors=True)
             WORKLOADS.pop(cell.workload, None)

@@ -11,22 +11,21 @@ from harness.core.accelerator import resolve_accelerator
 from harness.core.cell import Cell
 from harness.core.errors import PlanError
 from harness.core.invocation import suites
-from harness.hunt.search import Search
+from harness.hunt.search import TIME_LIMIT, Search
 from harness.launch.pool import Pool
 from harness.planning.declaration import Declaration
 from harness.planning.expectation_files import Expectation, read_expectations
 from harness.planning.expectations import known_of_subject
-from harness.planning.plan import Matrix, plan
+from harness.planning.plan import SMOKE_WORKLOADS, Matrix, plan
 from harness.workloads import WORKLOADS
 
-PLAIN, TEXTS = "mlp", "lm-tokens"
-"""The workload of the plan whose cells are drawn from, which every cell of a subject has.
-
-The second is for subjects that train with no other loss than theirs.
-"""
+TEXTS = ("lm-tokens",)
+"""For subjects that train with no other loss than theirs, the workload of the plan whose cells are drawn from."""
 
 
-def searches(pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path) -> list[Search]:
+def searches(
+    pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path, time_limit: float = TIME_LIMIT
+) -> list[Search]:
     """Return a search for each subject that ``pool`` has, on cells of up to ``gpus`` devices.
 
     Raises:
@@ -41,7 +40,7 @@ def searches(pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Pa
         if not cells:
             raise PlanError(f"{name} has no cell of up to {gpus} devices: raise --gpus")
         known = known_of_subject(name, own[0].software, expectations)
-        found.append(Search(pool, own, cells, scratch, known=_causes(known)))
+        found.append(Search(pool, own, cells, scratch, time_limit, known=_causes(known)))
     return found
 
 
@@ -50,8 +49,13 @@ def _causes(known: Iterable[Expectation]) -> set[str]:
 
 
 def cells_of(declared: Sequence[Declaration], gpus: int, accelerator: str) -> list[Cell]:
-    """Return the subject's cells, the simplest first: few devices, float32."""
-    plain = TEXTS if declared[0].behavior.own_loss else PLAIN
-    planned = plan(Matrix(gpus=gpus, workloads=(plain,), accelerator=accelerator), declared, WORKLOADS)
-    cells = [one.cell for one in planned if one.refusal is None]
-    return sorted(cells, key=lambda cell: (cell.topology.devices, cell.precision != "32"))
+    """Return the subject's cells, the simplest first: few devices, float32.
+
+    They are those of the first plain workload that has any: a pipeline of many stages needs a model of many blocks.
+    """
+    for plain in TEXTS if declared[0].behavior.own_loss else SMOKE_WORKLOADS:
+        planned = plan(Matrix(gpus=gpus, workloads=(plain,), accelerator=accelerator), declared, WORKLOADS)
+        cells = [one.cell for one in planned if one.refusal is None]
+        if cells:
+            return sorted(cells, key=lambda cell: (cell.topology.devices, cell.precision != "32"))
+    return []

@@ -17,6 +17,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.software import Software
 from harness.core.topology import Topology
+from harness.core.training_behavior import TrainingBehavior
 from harness.engine.open_subject import open_subject
 from harness.hunt.corpus import Corpus
 from harness.hunt.problem_file import name_of
@@ -130,6 +131,12 @@ def test_a_page_says_what_its_program_printed_and_whether_it_confirms(tmp_path, 
     assert program in page
     assert "harness" not in program
     assert page.startswith("# torch 2.9: gradients: doubled (ddp, 2 ranks)")
+
+
+def test_a_pipeline_of_many_stages_has_cells_too():
+    several = TrainingBehavior(stages_per_rank=2)
+    declared = Declaration("v", "v.py", ("pp",), {"cpu": ["32"], "cuda": []}, frozenset(), behavior=several)
+    assert {str(cell.topology) for cell in cells_of([declared], 2, "cpu")} == {"1x2"}
 
 
 def test_what_is_known_is_passed_over(search):
