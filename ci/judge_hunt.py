@@ -3,6 +3,7 @@
     python ci/judge_hunt.py --right 2000 --mutated 1000 --seed 1 --minutes 10   # start it again, and it goes on
     python ci/judge_hunt.py --seed 1 --only 17                     # one draw, as recorded, with all of its findings
     python ci/judge_hunt.py --report reports/judge-hunt                         # the counts of all seeds
+    python ci/judge_hunt.py --report reports/judge-hunt --page reports/judge-hunt.md
 
 Each draw is a way to write a training loop, a problem and a cell of up to three ranks. It is trained by real ranks and
 judged; then the same with one mistake in it. What a mistake changes is measured against the right training: one that
@@ -27,6 +28,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent / "judge_hunt"))
 
 import torch
+from hunt_page import page
 from hunt_records import Records, Tried, summary
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as seeded
@@ -68,9 +70,13 @@ def main() -> int:
     parser.add_argument("--only", type=int, metavar="N", help="try draw N alone, and write nothing down")
     parser.add_argument("--folder", type=Path, default=Path("reports", "judge-hunt"))
     parser.add_argument("--report", type=Path, metavar="DIR", help="try nothing: count what all seeds have")
+    parser.add_argument("--page", type=Path, metavar="FILE", help="with --report: write the page, with explanations")
     options = parser.parse_args()
     if options.report:
-        print("\n".join(summary(one for file in sorted(options.report.glob("*.jsonl")) for one in Records(file).tried)))
+        tried = [one for file in sorted(options.report.glob("*.jsonl")) for one in Records(file).tried]
+        if options.page:
+            options.page.write_text("\n".join([*page(tried), ""]), "utf-8")
+        print("\n".join(summary(tried)))
         return 0
     records = Records(options.folder / f"seed-{options.seed}.jsonl")
     until = time.monotonic() + 60 * options.minutes

@@ -94,46 +94,87 @@ def _settled(one: Tried) -> tuple[bool, ...]:
     return (False, True) if one.obstacle is not None else (one.mutation is not None,)
 
 
+@dataclass(frozen=True)
+class Counts:
+    """How many of some trainings were judged, accused, scored, caught and named."""
+
+    right: int
+    accused: int
+    mutated: int
+    scored: int
+    caught: int
+    nameable: int
+    named: int
+
+    @classmethod
+    def of(cls, tried: Iterable[Tried]) -> Counts:
+        """Count what could be judged."""
+        judged = [one for one in tried if one.obstacle is None]
+        right = [one for one in judged if one.mutation is None]
+        mutated = [one for one in judged if one.mutation is not None]
+        scored = [one for one in mutated if one.vacuous is None]
+        return cls(
+            right=len(right),
+            accused=sum(one.accused for one in right),
+            mutated=len(mutated),
+            scored=len(scored),
+            caught=sum(one.accused for one in scored),
+            nameable=sum(one.named is not None for one in scored),
+            named=sum(bool(one.named) for one in scored),
+        )
+
+
+def accused(tried: Iterable[Tried]) -> list[Tried]:
+    """Return the right trainers that were accused."""
+    return [one for one in tried if one.obstacle is None and one.mutation is None and one.accused]
+
+
+def escaped(tried: Iterable[Tried]) -> list[Tried]:
+    """Return the mutations that were scored and not caught."""
+    scored = [one for one in tried if one.obstacle is None and one.mutation is not None and one.vacuous is None]
+    return [one for one in scored if not one.accused]
+
+
+def by_kind(tried: Iterable[Tried]) -> list[str]:
+    """Return a table of the mutations that were scored, by place and operation."""
+    kinds: dict[tuple[str, str], list[Tried]] = defaultdict(list)
+    for one in tried:
+        if one.mutation is not None and one.obstacle is None and one.vacuous is None:
+            kinds[one.mutation["place"], one.mutation["operation"]].append(one)
+    lines = ["| place | operation | scored | caught | named |", "|---|---|--:|--:|--:|"]
+    for (place, operation), own in sorted(kinds.items()):
+        counts = Counts.of(own)
+        named = counts.named if counts.nameable else "has no name"
+        lines.append(f"| {place} | {operation} | {counts.scored} | {counts.caught} | {named} |")
+    return lines
+
+
 def summary(tried: Iterable[Tried]) -> list[str]:
     """Return the counts as lines of Markdown, each escape and each accusation in full."""
     tried = list(tried)
-    judged = [one for one in tried if one.obstacle is None]
-    right = [one for one in judged if one.mutation is None]
-    mutated = [one for one in judged if one.mutation is not None]
-    scored = [one for one in mutated if one.vacuous is None]
-    nameable = [one.named for one in scored if one.named is not None]
-    accused = [one for one in right if one.accused]
-    escaped = [one for one in scored if not one.accused]
-    nothing = Counter(one.vacuous for one in mutated if one.vacuous)
+    counts = Counts.of(tried)
+    escapes = escaped(tried)
+    nothing = Counter(one.vacuous for one in tried if one.vacuous)
     obstacles = Counter(one.obstacle for one in tried if one.obstacle is not None)
+    seconds = [one.seconds for one in tried if one.obstacle is None]
     lines = [
-        "# The judge's own hunt",
-        "",
-        f"- right trainers judged: {len(right)}; accused: {len(accused)}",
-        f"- mutations judged: {len(mutated)}; changing nothing: {dict(nothing)}",
-        f"- mutations scored: {len(scored)}; escaped: {len(escaped)} ({_percent(len(escaped), len(scored))}); "
-        f"named: {sum(map(bool, nameable))} of {len(nameable)} that have a name",
+        f"- right trainers judged: {counts.right}; accused: {counts.accused}",
+        f"- mutations judged: {counts.mutated}; changing nothing: {dict(nothing)}",
+        f"- mutations scored: {counts.scored}; escaped: {len(escapes)} ({percent(len(escapes), counts.scored)}); "
+        f"named: {counts.named} of {counts.nameable} that have a name",
         f"- not judged: {dict(obstacles)}",
-        f"- seconds a training, judged: {sum(one.seconds for one in judged) / max(len(judged), 1):.2f}",
+        f"- seconds a training, judged: {sum(seconds) / max(len(seconds), 1):.2f}",
         "",
-        "| place | operation | scored | caught | named |",
-        "|---|---|---|---|---|",
+        *by_kind(tried),
     ]
-    kinds: dict[tuple[str, str], list[Tried]] = defaultdict(list)
-    for one in scored:
-        assert one.mutation is not None
-        kinds[one.mutation["place"], one.mutation["operation"]].append(one)
-    for (place, operation), own in sorted(kinds.items()):
-        caught, named = sum(one.accused for one in own), sum(bool(one.named) for one in own)
-        nameless = "" if own[0].named is not None else "has none"
-        lines.append(f"| {place} | {operation} | {len(own)} | {caught} | {nameless or named} |")
-    for title, listed in (("Right trainers that were accused", accused), ("Mutations that escaped", escaped)):
+    for title, listed in (("Right trainers that were accused", accused(tried)), ("Mutations that escaped", escapes)):
         lines += ["", f"## {title}", ""]
         lines += [f"- {_in_full(one)}" for one in listed] or ["none"]
     return lines
 
 
-def _percent(part: int, whole: int) -> str:
+def percent(part: int, whole: int) -> str:
+    """Format a part of a whole."""
     return f"{100 * part / max(whole, 1):.1f} %"
 
 

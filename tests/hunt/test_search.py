@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,12 +17,13 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.software import Software
 from harness.core.topology import Topology
+from harness.engine.open_subject import open_subject
 from harness.hunt.corpus import Corpus
 from harness.hunt.problem_file import name_of
 from harness.hunt.problems import Drawn
 from harness.hunt.run_program import ProgramRun
 from harness.hunt.search import Failure, Search
-from harness.hunt.subject import cells_of, started
+from harness.hunt.subject import cells_of, searches
 from harness.hunt.write_up import write_up
 from harness.planning.declaration import Declaration
 from harness.workloads.generated import Recipe
@@ -49,8 +49,8 @@ def train(job):
 
 def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
     (tmp_path / "forgets.py").write_text(WRONG)
-    (search,) = started(str(tmp_path / "forgets.py"), 1, tmp_path)
-    with closing(search.pool):
+    with open_subject(str(tmp_path / "forgets.py")) as (pool, declared):
+        (search,) = searches(pool, declared, 1, tmp_path)
         search.until = math.inf
         found = search.round(0)
     assert found.cause == "steps: short-last-window-dropped"
@@ -217,8 +217,8 @@ def casts(job):
 
 def test_what_is_wrong_is_named_and_what_is_right_is_not(tmp_path):
     (tmp_path / "wrong.py").write_text(SEVERAL)
-    never_steps, reports_tokens, rolls, casts = started(str(tmp_path / "wrong.py"), 2, tmp_path)
-    with closing(never_steps.pool):
+    with open_subject(str(tmp_path / "wrong.py")) as (pool, declared):
+        never_steps, reports_tokens, rolls, casts = searches(pool, declared, 2, tmp_path)
         failure = never_steps.train(Drawn(Recipe(accumulate=2), never_steps.cells[0]))
         assert failure.finding.cause == "never-stepped"  # and not that each trained alone
         over_tokens = Recipe(inputs="tokens", layers=("batchnorm",), loss="token-mean")
