@@ -8,8 +8,8 @@ fails, one in ten and every one, for one of ten causes. Exits with 1 where a cel
 twice as long.
 
 With `--page`, it prints how long report.html of each run takes to make and, where there is a Chromium, to open: the
-median number of seconds of all rounds, and of processor time, which another load of the machine changes less. Nothing
-is judged: that depends on the machine.
+median number of seconds of all rounds, and for making it of processor time, which another load of the machine changes
+less. Nothing is judged: that depends on the machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -74,21 +73,17 @@ def main() -> int:
 def time_pages(counts: Sequence[int], rounds: int) -> int:
     """Print how long the page of each run takes to make and to open."""
     browser = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "google-chrome"))), None)
-    print("| cells | of them | MB | made, s | processor time, s | opened, s | processor time, s | load average |")
-    print("|--:|---|--:|--:|--:|--:|--:|--:|")
+    print("| cells | of them | MB | made, s | processor time, s | opened, s | load average |")
+    print("|--:|---|--:|--:|--:|--:|--:|")
     with tempfile.TemporaryDirectory() as folder:
-        blank = Path(folder) / "blank.html"
-        blank.write_text("<!doctype html><p>")
-        idle = median(open_seconds(browser, blank)[1] for _ in range(rounds)) if browser else 0.0
         for count in counts:
             for kind, every in FAILURES.items():
                 path = write_run(Path(folder), count, every)
                 wall, cpu = medians(page_seconds(path) for _ in range(rounds))
                 page = path / "report.html"
-                opened = "no Chromium | "
+                opened = "no Chromium"
                 if browser:
-                    begun, used = medians(open_seconds(browser, page) for _ in range(rounds))
-                    opened = f"{begun:.2f} | {used - idle:.2f}"
+                    opened = f"{median(open_seconds(browser, page) for _ in range(rounds)):.2f}"
                 figures = f"{page.stat().st_size / 1e6:.1f} | {wall:.2f} | {cpu:.2f} | {opened}"
                 print(f"| {count} | {kind} | {figures} | {os.getloadavg()[0]:.1f} |", flush=True)
     return 0
@@ -108,12 +103,8 @@ def page_seconds(path: Path) -> tuple[float, float]:
     return time.perf_counter() - begun, time.process_time() - cpu
 
 
-def open_seconds(browser: str, page: Path) -> tuple[float, float]:
-    """Return the seconds of loading a page and laying it out, and the processor time of the browser and its children.
-
-    The second includes the browser's own start and end.
-    """
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def open_seconds(browser: str, page: Path) -> float:
+    """Return the seconds of loading a page and laying it out, without the browser's own start and end."""
     probe = page.with_name("probe.html")
     # The page in a frame of one that waits for it, has it laid out, and writes down how long that took.
     probe.write_text(
@@ -129,8 +120,7 @@ def open_seconds(browser: str, page: Path) -> tuple[float, float]:
         ).stdout  # fmt: skip
     found = re.search(r"<p id=\"t\">([\d.]+)</p>", shown)
     assert found, "the browser did not open the page"
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return float(found[1]), after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return float(found[1])
 
 
 def cpu_seconds(run: Path) -> float:

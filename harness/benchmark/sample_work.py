@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from harness.core.cell import Cell
-from harness.machine.peak_flops import Peak, peak_of
+from harness.machine.peak_flops import OF_A_CPU, Peak, peak_of
 from harness.workloads import PERFORMANCE
 
 
@@ -25,7 +25,7 @@ class SampleWork:
 def work_of(cell: Cell, device: str | None) -> SampleWork:
     """Return the work of a sample of the cell's workload; ``device`` is the name of what it is computed on."""
     tokens, flops = _of_workload(cell.workload, cell.accelerator)
-    return SampleWork(tokens, flops, peak_of(device, cell.precision))
+    return SampleWork(tokens, flops, peak_of(device, cell.precision) if cell.accelerator == "cuda" else OF_A_CPU)
 
 
 @cache

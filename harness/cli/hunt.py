@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 import tempfile
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +51,8 @@ def hunt(options: argparse.Namespace) -> int:
     Exit code: 0 nothing new was found (with --again: no problem fails any more), 1 otherwise, 4 invalid usage.
     """
     try:
-        from harness.hunt.subject import started
+        from harness.engine.open_subject import open_subject
+        from harness.hunt.subject import searches
     except ModuleNotFoundError as error:
         if error.name != "hypothesis":
             raise
@@ -62,10 +62,12 @@ def hunt(options: argparse.Namespace) -> int:
         )
         return TROUBLE
     try:
-        with tempfile.TemporaryDirectory(prefix="plumbline-") as scratch:
-            searches = started(options.subject, options.gpus, Path(scratch))
-            with closing(searches[0].pool):
-                return max([_one(search, len(searches), options) for search in searches])
+        with (
+            open_subject(options.subject) as (pool, declared),
+            tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,
+        ):
+            every = searches(pool, declared, options.gpus, Path(scratch))
+            return max([_one(search, len(every), options) for search in every])
     except PlanError as error:
         complain(error)
         return USAGE

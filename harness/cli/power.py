@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Iterable
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,26 +42,28 @@ def power(options: argparse.Namespace) -> int:
 
     Exit code: 0, 2 if a training is found wrong without any error put in, 4 invalid usage.
     """
-    from harness.power.cells import opened
+    from harness.engine.open_subject import open_subject
+    from harness.power.cells import cells_of
     from harness.power.measure import NotRightError, measure
 
     if min(options.runs, options.trainings) < 1:
         complain(PlanError("--runs and --trainings must be 1 or more"))
         return USAGE
     try:
-        pool, cells = opened(options.subject, options.workload, options.gpus, options.backends, options.precisions)
-    except PlanError as error:
-        complain(error)
-        return USAGE
-    with tempfile.TemporaryDirectory(prefix="plumbline-") as scratch, closing(pool):
-        try:
-            for cell in cells:
+        with (
+            open_subject(options.subject) as (pool, declared),
+            tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,
+        ):
+            for cell in cells_of(declared, options.workload, options.gpus, options.backends, options.precisions):
                 found = measure(pool, cell, Path(scratch, "trace"), runs=options.runs, trainings=options.trainings)
                 print(f"\n{cell.id}")
                 print("\n".join(_lines(found)), flush=True)
-        except NotRightError as error:
-            complain(error)
-            return TROUBLE
+    except NotRightError as error:
+        complain(error)
+        return TROUBLE
+    except PlanError as error:
+        complain(error)
+        return USAGE
     return 0
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-KINDS: Final = {"forward": "forward", "backward": "backward", "weights": "gradients of weights alone"}
+KINDS: Final = {"forward": "forward of a micro-batch", "backward": "backward", "weights": "gradients of weights alone"}
 """The kinds of boxes, and what the legend calls them."""
 
 WIDTH, MARGIN, LABEL, ROW, GAP, TOP = 960, 16, 190, 30, 10, 64

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 
 from harness.core.cell import Cell
+from harness.core.finding import Finding
 from harness.hunt.problems import OVER_SAMPLES
-from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, VOCABULARY, Recipe
+from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 Share = tuple[int, ...]
 """The samples of one micro-batch of one rank."""
@@ -26,11 +27,39 @@ class NotExpressedError(Exception):
 
 @dataclass(frozen=True)
 class PlainTorch:
-    """A recipe on a cell, as the templates of programs use it."""
+    """A recipe on a cell, and what was found, as the templates of programs use it."""
 
     recipe: Recipe
     cell: Cell
-    check: str = "gradients"
+    finding: Finding
+
+    @property
+    def check(self) -> str:
+        """The check that fails."""
+        return self.finding.check
+
+    @property
+    def kind(self) -> str:
+        """What a program has to show: ``val_loss``, ``samples``, ``weights``, or something that no template does."""
+        if self.check == "metrics":
+            return "val_loss" if self.finding.message.startswith("val_loss") else "loss"
+        if self.check == "samples" and self.recipe.accumulate == 1 and self.recipe.interrupt_after is None:
+            return "samples"
+        if self.recipe.interrupt_after is not None:
+            return "resumed"
+        return self.check if self.check in _OTHERWISE else "weights"
+
+    @property
+    def omitted(self) -> str | None:
+        """What of the recipe a program leaves out, because it should change no weight."""
+        if self.kind != "weights" or self.recipe.validate_every is None:
+            return None
+        return "evaluations"
+
+    @property
+    def kind_in_words(self) -> str:
+        """The same, as what a program would need."""
+        return _OTHERWISE[self.kind]
 
     @property
     def precision(self) -> str:
@@ -45,12 +74,12 @@ class PlainTorch:
     @property
     def find_unused(self) -> bool:
         """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
-        return self.ranks > 1 and "unused" in self.recipe.layers
+        return self.ranks > 1 and not {"unused", "thawed"}.isdisjoint(self.recipe.layers)
 
     @property
     def epoch_loop(self) -> str:
         """The head of the loop over epochs."""
-        return f"for epoch in range({self.recipe.epochs}):"
+        return f"for _ in range({self.recipe.epochs}):"
 
     @property
     def ranks(self) -> int:
@@ -64,10 +93,19 @@ class PlainTorch:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch."""
+        """Samples of an epoch; where a validation loss is shown, of the held-out data."""
         size = self.batch * self.cell.topology.devices
+        if self.kind == "val_loss":
+            if self.recipe.loss not in OVER_SAMPLES:
+                raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
+            return size + 5  # a multiple of nothing, as of every workload
         most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
         return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
+
+    @property
+    def draws(self) -> int:
+        """How many samples all ranks together have in an epoch, with those that make their shares equal."""
+        return ceil(self.samples / self.ranks) * self.ranks
 
     @property
     def names(self) -> str:
@@ -101,10 +139,20 @@ class PlainTorch:
         return ".double()" if self.cell.precision == "64" else ""
 
     @property
+    def spares(self) -> list[str]:
+        """Layers that no forward uses, each as an expression."""
+        width, spares = WIDTH, []
+        for word in self.recipe.layers:
+            kind, _, size = word.partition("-")
+            width = int(size or width)
+            spares += [f"torch.nn.Linear({width}, {width})"] if kind == "unused" else []
+        return spares
+
+    @property
     def definitions(self) -> list[str]:
         """The classes of layers that torch has not, each as its source."""
         kinds = [word.partition("-")[0] for word in self.recipe.layers]
-        if self.recipe.inputs == "images":
+        if self.recipe.inputs == "images" and not self._by_channel:
             kinds.insert(0, "pixels")
         wanted = dict.fromkeys(self._class_of(kind) for kind in kinds)
         if self.recipe.returns == "nested":
@@ -123,7 +171,7 @@ class PlainTorch:
         """Return the micro-batches of each optimizer step of an epoch, as an expression over a list of batches."""
         length, count = self.recipe.accumulate, self.recipe.steps_per_epoch
         slices = [f"{batches}[{first}:{min(first + length, count)}]" for first in range(0, count, length)]
-        return f"({', '.join(slices)}{',' if len(slices) == 1 else ''})"
+        return _tuple(slices)
 
     @property
     def divisor(self) -> str | None:
@@ -173,13 +221,10 @@ class PlainTorch:
             raise NotExpressedError("shuffled samples, whose order is the trainer's own")
         steps = self.windows_of(interleaved)
         if self.joined:
-            steps_in_words = [_rows(sorted(sample for share in shares for sample in share)) for shares in steps]
+            batches = [_rows(sorted(sample for share in shares for sample in share)) for shares in steps]
         else:
-            steps_in_words = [f"({', '.join(map(_rows, shares))},)" for shares in steps]
-        if len(steps_in_words) > 1:
-            steps_in_words = [one.replace(",)", ")") if one.count("data") > 1 else one for one in steps_in_words]
-        inner = ", ".join(steps_in_words) + ("," if len(steps_in_words) == 1 else "")
-        return f"{self.recipe.epochs} * ({inner})" if self.recipe.epochs > 1 else f"({inner})"
+            batches = [_tuple(map(_rows, shares)) for shares in steps]
+        return f"{self.recipe.epochs} * {_tuple(batches)}" if self.recipe.epochs > 1 else _tuple(batches)
 
     @property
     def joined(self) -> bool:
@@ -222,22 +267,33 @@ class PlainTorch:
 
     def _modules(self) -> Iterator[str]:
         inputs = self.recipe.inputs
+        if inputs == TEXT:
+            raise NotExpressedError("text, of which the trainer takes its own loss")
         if inputs == "features":
             yield f"torch.nn.Linear({FEATURES}, {WIDTH})"
         elif inputs == "images":
-            yield f"_Pixels(2, {WIDTH}, 3, padding=1)"
+            yield f"{'torch.nn.Conv2d' if self._by_channel else '_Pixels'}(2, {WIDTH}, 3, padding=1)"
         else:
             sparse = ", sparse=True" if inputs == "sparse-tokens" else ""
             yield f"torch.nn.Embedding({VOCABULARY}, {WIDTH}{sparse})"
         width = WIDTH
         for word in self.recipe.layers:
             kind, _, size = word.partition("-")
-            yield self._layer(kind, width, int(size or width))
+            if kind != "unused":
+                yield self._layer(kind, width, int(size or width))
             width = int(size or width)
-        if inputs != "features" and self.recipe.loss != "token-mean":
+        if self._by_channel:
+            yield "torch.nn.AdaptiveAvgPool2d(1)"
+            yield "torch.nn.Flatten()"
+        elif inputs != "features" and self.recipe.loss != "token-mean":
             yield f"torch.nn.AvgPool2d(({LENGTH if inputs != 'images' else SIDE * SIDE}, 1))"  # the mean over tokens
             yield "torch.nn.Flatten()"
         yield f"torch.nn.Linear({width}, {OUTPUTS})"
+
+    @property
+    def _by_channel(self) -> bool:
+        """Whether layers can take images as they are; others take pixels as tokens, their channels last."""
+        return self.recipe.inputs == "images" and {"tanh", "gelu", "unused"}.issuperset(self.recipe.layers)
 
     def _layer(self, kind: str, width: int, size: int) -> str:
         if kind not in _LAYERS:
@@ -250,7 +306,13 @@ class PlainTorch:
             return None if self.recipe.inputs == "features" else "_BatchNorm"
         if kind == "attention":
             return "_Product" if self.recipe.inputs == "features" else "_Attention"
-        return {"pixels": "_Pixels", "residual": "_Residual", "tied": "_Tied", "unused": "_Unused"}.get(kind)
+        return {"pixels": "_Pixels", "residual": "_Residual"}.get(kind)
+
+
+def _tuple(parts: Iterable[str]) -> str:
+    """Return a tuple of expressions as it is written."""
+    every = list(parts)
+    return f"({', '.join(every)}{',' if len(every) == 1 else ''})"
 
 
 def _rows(samples: list[int] | Share) -> str:
@@ -269,6 +331,16 @@ def _class(name: str, base: str, *lines: str) -> str:
     return f"class {name}(torch.nn.{base}):\n    def forward(self, x):\n" + "\n".join(f"        {one}" for one in lines)
 
 
+_OTHERWISE = {
+    "loss": "a training loss that is reported",
+    "resumed": "an interruption, after which new processes go on",
+    "buffers": "buffers, which are no weights",
+    "precision": "a precision that is not used",
+    "validation": "evaluations, which leave no weights",
+    "rng": "random numbers of several ranks",
+}
+"""What programs that compare final weights do not show, by kind."""
+
 _LAYERS = {
     "linear": "torch.nn.Linear({width}, {size})",
     "tanh": "torch.nn.Tanh()",
@@ -276,10 +348,9 @@ _LAYERS = {
     "layernorm": "torch.nn.LayerNorm({width})",
     "batchnorm": "torch.nn.BatchNorm1d({width})",
     "residual": "{made}({width}, {width})",
-    "tied": "{made}({width}, {width}, bias=False)",
+    "tied": "tied := torch.nn.Linear({width}, {width}, bias=False), torch.nn.Tanh(), tied",
     "attention": "{made}({width}, 3 * {width})",
     "frozen": "torch.nn.Linear({width}, {width}).requires_grad_(False)",
-    "unused": "{made}({width}, {width})",
 }
 
 _CHUNKS = "query, key, value = super().forward(x).chunk(3, -1)"
@@ -287,8 +358,6 @@ _CHUNKS = "query, key, value = super().forward(x).chunk(3, -1)"
 _CLASSES = {
     "_Pixels": _class("_Pixels", "Conv2d", "return super().forward(x).flatten(2).transpose(1, 2)"),
     "_Residual": _class("_Residual", "Linear", "return x + super().forward(x).tanh()"),
-    "_Tied": _class("_Tied", "Linear", "return (x @ self.weight.T).tanh() @ self.weight"),
-    "_Unused": "class _Unused(torch.nn.Linear):\n    forward = torch.nn.Identity.forward",
     "_BatchNorm": _class("_BatchNorm", "BatchNorm1d", "return super().forward(x.flatten(0, -2)).view(x.shape)"),
     "_Product": _class("_Product", "Linear", _CHUNKS, "return value + query * key"),
     "_Attention": _class(

@@ -17,6 +17,7 @@ WIDTHS = (1, 3, 5, 8)
 ASKS = {
     "several": "several-optimizers",
     "unused": "unused-parameters",
+    "thawed": "unused-parameters",
     "frozen": "frozen-parameters",
     "sparse-tokens": "sparse-gradients",
     "nested": "nested-outputs",

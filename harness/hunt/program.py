@@ -6,13 +6,23 @@ declares the subject.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 
-from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined, TemplateNotFound
+from jinja2 import (
+    ChoiceLoader,
+    Environment,
+    FileSystemLoader,
+    PackageLoader,
+    StrictUndefined,
+    Template,
+    TemplateNotFound,
+)
 
 from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 
@@ -27,8 +37,8 @@ class NoTemplateError(NotExpressedError):
     def __init__(self, file: Path) -> None:
         super().__init__("a subject without a template")
         self.advice = (
-            f"Write {file}: what the subject's own training looks like, in a few lines; "
-            "the templates beside Plumbline's adapters are examples."
+            f"`{file}` would be the place: a template with the trainer's own lines, as `harness/subjects/programs/` "
+            "has them for others."
         )
 
 
@@ -51,32 +61,55 @@ def program(problem: PlainTorch, folder: Path, title: str, tolerance: str) -> st
     """
     if problem.precision == "16":
         raise NotExpressedError("float16, with a loss scale")
+    name = f"{problem.cell.subject}.py.jinja"
+    try:
+        template = _environment(folder / "programs").get_template(name)
+    except TemplateNotFound:
+        raise NoTemplateError(folder / "programs" / name) from None
+    return _shortest(template, title, p=problem, tolerance=tolerance, alone=False)
+
+
+def one_device(problem: PlainTorch, title: str) -> str:
+    """Return a program that trains a problem by hand on one device, and prints the weights that are right.
+
+    Raises:
+        NotExpressedError: the program would be wrong, or too long.
+    """
+    template = _environment(Path()).get_template("program.py.jinja")
+    return _shortest(template, title, p=problem, alone=True)
+
+
+@cache
+def _environment(folder: Path) -> Environment:
     environment = Environment(
-        loader=ChoiceLoader([FileSystemLoader(folder / "programs"), PackageLoader("harness.hunt", "")]),
+        loader=ChoiceLoader([FileSystemLoader(folder), PackageLoader("harness.hunt", "")]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"under": under, "remark": remark}
-    name = f"{problem.cell.subject}.py.jinja"
-    try:
-        template = environment.get_template(name)
-    except TemplateNotFound:
-        raise NoTemplateError(folder / "programs" / name) from None
-    reasons = []
+    environment.globals["cannot"] = _cannot
+    return environment
+
+
+def _shortest(template: Template, title: str, **values: object) -> str:
+    """Return what a template renders, as readable as fits into the lines that a program may have."""
+    reason = ""
     for tight, short in product((False, True), repeat=2):
-        text = template.render(p=problem, cannot=_cannot, tolerance=tolerance, tight=tight)
+        text = template.render(tight=tight, **values)
         if short:
             text = "from torch import nn\n" + text.replace("torch.nn.", "nn.")
+        if tight:
+            text = _with_whole_names(text)
         try:
             lines = list(_composed(text, title))
         except _TooWideError:
-            reasons.append("a statement that is too wide")
+            reason = "a statement that is too wide"
             continue
         if len(lines) <= MOST_LINES:
             return "\n".join(lines) + "\n"
-        reasons.append(f"so much that the program would have {len(lines)} lines")
-    raise NotExpressedError(reasons[-1])
+        reason = f"so much that the program would have {len(lines)} lines"
+    raise NotExpressedError(reason)
 
 
 def under(body: str, header: str, when: bool = True) -> str:
@@ -93,6 +126,16 @@ def remark(statements: str, words: str) -> str:
     return "\n".join([with_words if len(with_words) <= WIDEST else first, *others])
 
 
+def _with_whole_names(text: str) -> str:
+    """Return a program that imports no names of torch's modules, and writes them out."""
+    names = re.findall(r"^from (torch\.[\w.]+) import (.+)$", text, re.MULTILINE)
+    text = re.sub(r"^from torch\.[\w.]+ import .+\n", "", text, flags=re.MULTILINE)
+    for module, imported in names:
+        for name in imported.split(", "):
+            text = re.sub(rf"(?<![\w.]){name}\b", f"{module}.{name}", text)
+    return text
+
+
 def _cannot(what: str) -> None:
     """Let a template say that it does not express something."""
     raise NotExpressedError(what)
@@ -103,7 +146,8 @@ def _composed(text: str, title: str) -> Iterator[str]:
     imports, definitions, script = text.split("%%\n")
     yield f'"""{title}"""'
     yield ""
-    yield from _sorted_imports(imports.splitlines())
+    used = definitions + script
+    yield from _sorted_imports([line for line in imports.splitlines() if line and _is_used(line, used)])
     separate = [""]
     for block in _blocks(definitions):
         yield from ("", "", *block)
@@ -114,11 +158,17 @@ def _composed(text: str, title: str) -> Iterator[str]:
             yield from _fitted(line)
 
 
+def _is_used(statement: str, text: str) -> bool:
+    """Return whether a program uses something of what an import gives it."""
+    names = re.split(r", | as ", statement.partition("import ")[2])
+    return any(re.search(rf"(?<![\w.]){re.escape(name)}\b", text) for name in names)
+
+
 def _sorted_imports(lines: list[str]) -> Iterator[str]:
     """Yield imports as isort orders them: the standard library first, ``import`` before ``from``."""
     whole: set[str] = set()
     parts: dict[str, set[str]] = defaultdict(set)
-    for line in filter(None, lines):
+    for line in lines:
         if line.startswith("import "):
             whole.add(line.removeprefix("import "))
         else:
@@ -155,28 +205,38 @@ def _blocks(definitions: str) -> Iterator[list[str]]:
 
 
 def _fitted(line: str) -> list[str]:
-    """Return a line that is too wide as ruff breaks it: at its last pair of brackets."""
+    """Return a line that is too wide as ruff breaks it: at its last pair of brackets that holds something.
+
+    Raises:
+        _TooWideError: a part of it is still too wide.
+    """
     if len(line) <= WIDEST:
         return [line]
-    end = max(line.rfind(one) for one in ")]}")
-    depth, begin = 0, end
-    while begin >= 0:
-        depth += (line[begin] in ")]}") - (line[begin] in "([{")
-        if depth == 0:
-            break
-        begin -= 1
+    begin, end = _last_brackets(line)
     indent = line[: len(line) - len(line.lstrip())]
-    inner = indent + INDENT + line[begin + 1 : end].rstrip(",")
-    head, tail = line[: begin + 1], indent + line[end:]
-    if len(inner) <= WIDEST:
-        return [head, inner, tail]
     inside = line[begin + 1 : end]
     made, loop, over = inside.partition(" for _ in ")
-    parts = [made, (loop + over).strip()] if loop else [f"{one.strip()}," for one in _arguments(inside)]
-    lines = [indent + INDENT + one for one in parts]
-    if any(len(one) > WIDEST for one in lines):
-        raise _TooWideError
-    return [head, *lines, tail]
+    exploded = [made, (loop + over).strip()] if loop else [f"{one.strip()}," for one in _arguments(inside)]
+    at_once = loop or (line[begin] == "(" and line[begin - 1].isalnum())  # a call; a tuple gets a line each
+    for parts in ([inside], exploded) if at_once else (exploded,):
+        lines = [line[: begin + 1], *(indent + INDENT + one for one in parts), indent + line[end:]]
+        if all(len(one) <= WIDEST for one in lines):
+            return lines
+    raise _TooWideError
+
+
+def _last_brackets(line: str) -> tuple[int, int]:
+    """Return where the last brackets of a line begin and end that are not empty and not within others."""
+    end = len(line)
+    while (end := max(line.rfind(one, 0, end) for one in ")]}")) >= 0:
+        depth, begin = 1, end
+        while depth and begin > 0:
+            begin -= 1
+            depth += (line[begin] in ")]}") - (line[begin] in "([{")
+        if begin + 1 < end:
+            return begin, end
+        end = begin
+    raise _TooWideError
 
 
 def _arguments(text: str) -> Iterator[str]:

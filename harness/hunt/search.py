@@ -68,7 +68,7 @@ class Search:
         known: causes that are passed over; each that is found is added.
         counts: problems ``drawn``; of them ``unfit`` for judging, ``refused`` by the subject, or ``trained``; of these
             ``failed``, or right as far as can be seen, with a check that was ``vacuous``; new ``causes``; ``rounds``;
-            ``seconds`` that searching took.
+            ``seconds`` that searching took; and how many failed for each cause, known or new, by the cause.
     """
 
     pool: Pool
@@ -149,9 +149,12 @@ class Search:
         self.counts["trained"] += 1
         telling = [one for one in findings if not _is_vacuous(one)]
         bad = [one for one in telling if one.outcome.is_bad]
-        self.counts["failed"] += bool(bad)
-        self.counts["vacuous"] += not bad and len(telling) < len(findings)
-        return Failure(drawn, bad[0]) if bad else None
+        if bad:
+            failure = Failure(drawn, bad[0])
+            self.counts.update(["failed", failure.cause])
+            return failure
+        self.counts["vacuous"] += len(telling) < len(findings)
+        return None
 
 
 def _is_vacuous(finding: Finding) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from harness.planning.declaration import Declaration
 from harness.planning.expectation_files import Expectation, read_expectations
 from harness.planning.expectations import known_of_subject
 from harness.planning.plan import Matrix, plan
-from harness.subjects.locator import parse_subject
 from harness.workloads import WORKLOADS
 
 PLAIN, TEXTS = "mlp", "lm-tokens"
@@ -28,30 +26,23 @@ The second is for subjects that train with no other loss than theirs.
 """
 
 
-def started(subject: str, gpus: int, scratch: Path) -> list[Search]:
-    """Return a search for each subject, on cells of up to ``gpus`` devices. They share a pool, which the caller closes.
+def searches(pool: Pool, declared: Sequence[Declaration], gpus: int, scratch: Path) -> list[Search]:
+    """Return a search for each subject that ``pool`` has, on cells of up to ``gpus`` devices.
 
     Raises:
         PlanError: a subject has no cell.
-        SubjectError: there is no such subject.
     """
-    torch.set_num_threads(1)  # as the session that judges for pytest
-    locator, python = parse_subject(subject)
-    with ExitStack() as undo:
-        pool = undo.enter_context(closing(Pool(locator, python)))
-        declared = [Declaration.of(locator, values) for values in pool.subjects]
-        accelerator = resolve_accelerator("auto", torch.cuda.device_count())
-        expectations = read_expectations(suites() / "expectations")
-        searches = []
-        for name in dict.fromkeys(one.name for one in declared):
-            own = [one for one in declared if one.name == name]
-            cells = cells_of(own, gpus, accelerator)
-            if not cells:
-                raise PlanError(f"--subject {subject}: {name} has no cell of up to {gpus} devices; raise --gpus")
-            known = known_of_subject(name, own[0].software, expectations)
-            searches.append(Search(pool, own, cells, scratch, known=_causes(known)))
-        undo.pop_all()
-    return searches
+    accelerator = resolve_accelerator("auto", torch.cuda.device_count())
+    expectations = read_expectations(suites() / "expectations")
+    found = []
+    for name in dict.fromkeys(one.name for one in declared):
+        own = [one for one in declared if one.name == name]
+        cells = cells_of(own, gpus, accelerator)
+        if not cells:
+            raise PlanError(f"{name} has no cell of up to {gpus} devices: raise --gpus")
+        known = known_of_subject(name, own[0].software, expectations)
+        found.append(Search(pool, own, cells, scratch, known=_causes(known)))
+    return found
 
 
 def _causes(known: Iterable[Expectation]) -> set[str]:

@@ -14,7 +14,7 @@ from harness.core.invocation import suite_command
 from harness.core.outcome import Outcome
 from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problem_file import name_of
-from harness.hunt.program import MOST_LINES, NoTemplateError, program
+from harness.hunt.program import MOST_LINES, NoTemplateError, one_device, program
 from harness.hunt.rounding import tolerance
 from harness.hunt.run_program import ProgramRun, Shown, command_of, run_program
 from harness.hunt.search import Failure
@@ -66,23 +66,25 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         "most_lines": MOST_LINES,
         "again": "\n".join(_commands(failure, subject, folder)),
         "refusal": None,
-        "advice": None,
     }
-    shown = None
+    problem = PlainTorch(recipe, cell, finding)
     file = folder / f"{name}-program.py"
+    shown = None
     try:
-        file.write_text(_program(failure, declaration, file.name), "utf-8")
+        file.write_text(_program(problem, declaration, file.name), "utf-8")
         run = run_program(file, cell.processes, python)
         shown = _shown(run, failure)
         values |= {
             "program": file.read_text("utf-8"),
             "command": shlex.join(command_of(Path(file.name), cell.processes)),
-            "verdict": _verdict(run, shown),
+            "verdict": _verdict(run, shown, problem.omitted),
             "output": "\n".join(filter(None, [run.printed, run.error])) or "(nothing)",
         }
     except NotExpressedError as error:
         file.unlink(missing_ok=True)
-        values |= {"refusal": str(error), "advice": error.advice if isinstance(error, NoTemplateError) else None}
+        values |= {"refusal": str(error), "advice": None, "program": None}
+        if isinstance(error, NoTemplateError):
+            values |= {"advice": error.advice, "program": _one_device(problem)}
     page = folder / f"{name}.md"
     page.write_text(_template().render(values) + "\n", "utf-8")
     return WrittenUp(page, shown)
@@ -108,15 +110,23 @@ def in_phrases(recipe: Recipe) -> Iterator[str]:
         yield "the epoch's mean loss is reported"
 
 
-def _program(failure: Failure, declaration: Declaration, name: str) -> str:
-    recipe, cell = failure.drawn.recipe, failure.drawn.cell
-    problem = PlainTorch(recipe, cell, failure.finding.check)
+def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
+    """Return the program of a failure, called ``name``."""
+    recipe, cell = problem.recipe, problem.cell
     workload = type("Problem", (Generated,), {"name": "drawn", "recipe": recipe})()
     moved = tolerance(workload, cell.arithmetic, cell.topology.devices, recipe.epochs * problem.windows_of(True))
     command = shlex.join(command_of(Path(name), cell.processes))
-    title = f"{_library(declaration)}: {failure.finding.check} are wrong. Run: {command}."
+    title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
     folder = Path(declaration.source[0]).parent if declaration.source else Path()
     return program(problem, folder, title, f"{moved:.0e}")
+
+
+def _one_device(problem: PlainTorch) -> str | None:
+    """Return what is right in plain torch, None where no short program has it."""
+    try:
+        return one_device(problem, "The weights that one device ends with.")
+    except NotExpressedError:
+        return None
 
 
 def _shown(run: ProgramRun, failure: Failure) -> Shown:
@@ -126,14 +136,15 @@ def _shown(run: ProgramRun, failure: Failure) -> Shown:
     return run.shows(finding.message if finding.check == "launch" else None)
 
 
-def _verdict(run: ProgramRun, shown: Shown) -> str:
+def _verdict(run: ProgramRun, shown: Shown, omitted: str | None) -> str:
     ended = "It did not end in time" if run.exit_code is None else f"It ends with exit code {run.exit_code}"
     says = {
         Shown.YES: "and shows the deviation without Plumbline",
         Shown.NO: "and shows no deviation. **Not confirmed without Plumbline**",
         Shown.BROKE: "for another reason. **Not confirmed without Plumbline**",
     }
-    return f"{ended}, {says[shown]}:"
+    without = f" (it leaves out {omitted})" if omitted else ""
+    return f"{ended}, {says[shown]}{without}:"
 
 
 def _commands(failure: Failure, subject: str, folder: Path) -> Iterator[str]:

@@ -40,19 +40,21 @@ _PEAKS: Final = (
     (r"V100-PCIE", 112e12, "NVIDIA V100 data sheet, tensor performance 112 TFLOPS with PCIe"),
     (r"T4", 65e12, "NVIDIA T4 data sheet, mixed precision (FP16/FP32) 65 TFLOPS"),
 )
+OF_A_CPU: Final = "a CPU has no stated peak, as its clock is not known"
 _PRECISIONS: Final = ("16", "bf16")
 _WITHOUT_BF16: Final = ("V100", "T4")
 
 
 def peak_of(device: str | None, precision: str) -> Peak | str:
     """Return the peak of a device by its name, as nvidia-smi gives it; where there is none, why."""
-    if device is None or ("NVIDIA" not in device.upper() and "TESLA" not in device.upper()):
-        return f"a CPU ({device or 'of an unknown model'}) has no stated peak: its clock is not known"
+    if device is None:
+        return "the name of the device is not known"
     if precision in ("32", "64"):
         return f"precision {precision} has no one peak on a GPU: matrix products and convolutions differ"
     if precision not in _PRECISIONS:
         return f"precision {precision} mixes widths, and each has another peak"
-    for pattern, flops, source in _PEAKS:
+    of_nvidia = "NVIDIA" in device.upper() or "TESLA" in device.upper()
+    for pattern, flops, source in _PEAKS if of_nvidia else ():
         if re.search(rf"(?<![A-Z0-9]){pattern}(?![A-Z0-9])", device):
             if precision == "bf16" and any(name in device for name in _WITHOUT_BF16):
                 return f"{device} does not compute in bf16"

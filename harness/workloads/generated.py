@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.workloads.dataset import Batch
+from harness.workloads.experts import EXPERTS, Experts
 from harness.workloads.randomness import KeyedDropout
 from harness.workloads.updates import warm_up_then_decay
 from harness.workloads.workload import Workload
@@ -84,7 +85,7 @@ class Generated(Workload):
         """Take the numbers over from the recipe, and name what a trainer must be able to do."""
         made = cls.recipe
         cls.needs = frozenset(_needs(made))
-        cls.unused_parameters = "unused" in made.layers
+        cls.unused_parameters = not {"unused", "thawed"}.isdisjoint(made.layers)
         cls.mean_over_labels = made.loss == LABELS
         cls.batch_size, cls.steps_per_epoch, cls.epochs = made.batch_size, made.steps_per_epoch, made.epochs
         cls.accumulate, cls.clip_norm, cls.shuffle, cls.seed = made.accumulate, made.clip_norm, made.shuffle, made.seed
@@ -157,7 +158,7 @@ def _needs(recipe: Recipe) -> Iterator[str]:
         "checkpoint": recipe.interrupt_after is not None,
         "metrics": recipe.metrics,
         "nested-outputs": recipe.returns == "nested",
-        "unused-parameters": "unused" in recipe.layers,
+        "unused-parameters": not {"unused", "thawed"}.isdisjoint(recipe.layers),
         "frozen-parameters": "frozen" in recipe.layers,
         "sparse-gradients": recipe.inputs == "sparse-tokens",
     }
@@ -189,7 +190,11 @@ class _Model(nn.Module):
                 layer.masks.layer = len(layers)  # each draws masks of its own
             layers.append(layer)
         self.layers = nn.ModuleList(layers)
-        self.head = nn.Linear(width, VOCABULARY if recipe.inputs == TEXT else OUTPUTS)
+        outputs = VOCABULARY if recipe.inputs == TEXT else OUTPUTS
+        self.head = nn.Linear(width, outputs)
+        if "thawed" in recipe.layers:
+            self.weights_seen = _WeightsSeen(outputs)
+        self.has_thawed = "thawed" in recipe.layers
         self.by_token = recipe.loss in ("token-mean", LABELS)
         self.nested = recipe.returns == "nested"
 
@@ -197,8 +202,12 @@ class _Model(nn.Module):
         x = self.first(batch["x"] if "x" in batch else batch["tokens"][:, :-1])
         if x.dim() == 4:
             x = x.flatten(2).transpose(1, 2)  # pixels, as tokens: the channels come last
+        frozen = self.has_thawed and self.weights_seen(self.head.bias) <= 1
         for layer in self.layers:
-            x = layer(x, batch["index"]) if isinstance(layer, _Dropout) else layer(x)
+            if isinstance(layer, _Dropout):
+                x = layer(x, batch["index"])
+            else:
+                x = layer(x, frozen) if isinstance(layer, _Thawed) else layer(x)
         if x.dim() == 3 and not self.by_token:
             x = x.mean(1)
         return {"logits": self.head(x), "rest": (x,)} if self.nested else self.head(x)
@@ -244,6 +253,55 @@ class _Unused(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x
+
+
+class _WeightsSeen(nn.Module):
+    """Counts the weights that a model is trained at; forwards at the same weights, of micro-batches, count once."""
+
+    seen: Tensor
+    latest: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("latest", torch.zeros(width))
+
+    @torch.no_grad()
+    def forward(self, bias: Tensor) -> int:
+        """Return the count; ``bias`` is changed by every step."""
+        if self.training:
+            self.seen += (bias != self.latest).any()
+            self.latest.copy_(bias)
+        return int(self.seen)
+
+
+class _Thawed(nn.Module):
+    """A layer that has no gradient at the first weights of a training, and one at those that follow."""
+
+    def __init__(self, width: int, _: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, frozen: bool) -> Tensor:
+        weight: Tensor = self.inner.weight
+        bias: Tensor = self.inner.bias
+        if frozen:
+            weight, bias = weight.detach(), bias.detach()
+        return nn.functional.linear(x, weight, bias)
+
+
+class _Mixture(nn.Module):
+    """Experts beside the layer's input; a router chooses those that a sample, or a token, uses."""
+
+    def __init__(self, width: int, _: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS)
+        self.experts = Experts(nn.Linear(width, width) for _ in range(EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        outputs: Tensor = x + self.experts(rows, self.router(rows).relu().square()).view(x.shape)
+        return outputs
 
 
 class _Attention(nn.Module):
@@ -297,6 +355,8 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "dropout": lambda width, size: _Dropout(),
     "frozen": _Frozen,
     "unused": _Unused,
+    "thawed": _Thawed,
+    "experts": _Mixture,
 }
 """Layers by name, each made of the width of its inputs and of its outputs; all but ``linear`` keep the width."""
 

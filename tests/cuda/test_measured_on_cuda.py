@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from itertools import pairwise
 
 import pytest
 import torch
 
+from harness.benchmark.profiled_launch import profiled
 from harness.benchmark.timed_launch import TimedLaunch
 from harness.evidence.projection import fingerprint, sketch
 from harness.evidence.tensor_store import TensorStore, load
 from harness.launch.settings import Settings
+from harness.machine.energy import EnergyMeter, NoEnergyError
 from harness.worker.timing.device_clock import clock_of
 from harness.worker.timing.peak_memory import memory_of
 
@@ -45,6 +49,41 @@ def test_rounds_are_timed_on_the_device_in_order(timed, workload):
     assert rank.memory["memory_reserved_peak"] >= rank.memory["memory_allocated_peak"] > 0
     assert rank.memory["out_of_memory"] == 0
     assert rank.tensors
+
+
+def test_a_profiled_launch_leaves_a_trace_of_kernels_and_a_memory_snapshot(cuda_cell, warm_pool, tmp_path_factory):
+    cell = cuda_cell("torch", "perf-gpt", "none", "1x1", "bf16")
+    record, folder = profiled(warm_pool("torch"), cell, lambda: tmp_path_factory.mktemp("p"), Settings(120.0))
+    assert record.problems == ()
+    assert [file.name for file in sorted(folder.iterdir())] == ["rank-0.memory.pickle", "rank-0.trace.json.gz"]
+    with gzip.open(folder / "rank-0.trace.json.gz") as file:
+        assert any(event.get("cat") == "kernel" for event in json.load(file)["traceEvents"])
+    assert (folder / "rank-0.memory.pickle").stat().st_size > 1000
+
+
+def test_a_device_tells_its_energy_by_the_name_that_torch_has_for_it():
+    try:
+        counters = EnergyMeter().read()
+    except NoEnergyError as error:
+        pytest.skip(str(error))
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    if uuid is None or not counters:
+        pytest.skip("this torch tells no UUID, or this device has no counter")
+    assert f"GPU-{uuid}" in counters
+    square = torch.randn(8192, 8192, device="cuda")
+    for _ in range(40):  # half a second on a fast device, which is several periods of its counter
+        square = square @ square / 8192
+    torch.cuda.synchronize()
+    assert EnergyMeter().read()[f"GPU-{uuid}"] > counters[f"GPU-{uuid}"]
+
+
+@pytest.mark.cuda(devices=2)
+def test_the_stages_of_a_pipeline_take_turns_on_their_devices(timed):
+    ranks = timed("torch", "perf-gpt", "pp", "1x2")
+    for rank in ranks:
+        for step in rank.pipeline:
+            assert {chunk.micro_batch for chunk in step} == set(range(4))
+            assert all(before.ended <= after.begun + 1e-4 for before, after in pairwise(step))
 
 
 @pytest.mark.cuda(devices=2)

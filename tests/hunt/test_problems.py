@@ -71,10 +71,25 @@ def test_the_file_of_a_problem_has_the_same_weights_and_data(tmp_path_factory, r
 
 
 @given(recipes(CAPABILITIES))
-def test_every_parameter_but_the_unused_and_frozen_is_trained(recipe):
-    assume("unused" not in recipe.layers and "frozen" not in recipe.layers)
+def test_every_parameter_but_those_of_some_layers_is_trained(recipe):
+    assume({"unused", "frozen", "thawed"}.isdisjoint(recipe.layers))
     workload = workload_of(recipe)
     model, batch = workload.model().train(), workload.dataset(2).batch(range(workload.global_batch_size(2)))
     assume(len(batch["index"]) > 1)
     workload.loss(model(batch), batch).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_layer_thaws_after_the_first_step_however_many_micro_batches_it_has():
+    workload = workload_of(Recipe(layers=("thawed",), accumulate=2, steps_per_epoch=4))
+    model, data = workload.model().train(), workload.dataset(1)
+    optimizer = workload.optimizers(model.parameters())[0]
+    trained = []
+    for number in range(4):
+        batch = data.batch(range(4 * number, 4 * number + 4))
+        workload.loss(model(batch), batch).backward()
+        trained.append(model.layers[0].inner.weight.grad is not None)
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert trained == [False, False, True, True]

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import closing
+import sys
 from pathlib import Path
 
 import pytest
 
+import harness.subjects
 from harness.cli.main import main
+from harness.core.cell import Cell
 from harness.core.exit_codes import USAGE
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.software import Software
+from harness.core.topology import Topology
+from harness.engine.open_subject import open_subject
 from harness.hunt.corpus import Corpus
+from harness.hunt.problem_file import name_of
 from harness.hunt.problems import Drawn
-from harness.hunt.search import Search
-from harness.hunt.subject import cells_of, started
+from harness.hunt.run_program import ProgramRun
+from harness.hunt.search import Failure, Search
+from harness.hunt.subject import cells_of, searches
+from harness.hunt.write_up import write_up
 from harness.planning.declaration import Declaration
 from harness.workloads.generated import Recipe
 
@@ -39,8 +49,8 @@ def train(job):
 
 def test_what_fails_is_shrunk_to_what_it_takes_to_fail(tmp_path):
     (tmp_path / "forgets.py").write_text(WRONG)
-    (search,) = started(str(tmp_path / "forgets.py"), 1, tmp_path)
-    with closing(search.pool):
+    with open_subject(str(tmp_path / "forgets.py")) as (pool, declared):
+        (search,) = searches(pool, declared, 1, tmp_path)
         search.until = math.inf
         found = search.round(0)
     assert found.cause == "steps: short-last-window-dropped"
@@ -83,6 +93,43 @@ def test_a_corpus_is_trained_again(search, tmp_path):
     assert (found.cause, found.drawn) == (failure.cause, failure.drawn)
     assert corpus.causes == {failure.cause}
     assert search.train(found.drawn).cause == found.cause
+
+
+def test_the_page_of_a_trainer_without_a_template_has_what_is_right_and_says_what_to_add(search, tmp_path):
+    failure = search.train(Drawn(Recipe(epochs=2), search.cells[0]))
+    written = write_up(failure, search.declared, MISTAKE, sys.executable, tmp_path)
+    page = written.page.read_text()
+    assert written.shown is None
+    assert failure.finding.message in page
+    assert "**Not confirmed without Plumbline**" in page
+    assert "programs/rolls.py.jinja" in page
+    compile(page.partition("```python\n")[2].partition("```")[0], "page", "exec")
+    assert f"--workload {tmp_path / name_of(failure.drawn.recipe)}.py" in page
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (
+            ProgramRun(1, "differs", "AssertionError", raised_by_comparison=True),
+            "shows the deviation without Plumbline",
+        ),
+        (ProgramRun(0, "the same", "", raised_by_comparison=False), "**Not confirmed without Plumbline**"),
+        (ProgramRun(None, "", "", raised_by_comparison=False), "did not end in time"),
+    ],
+)
+def test_a_page_says_what_its_program_printed_and_whether_it_confirms(tmp_path, monkeypatch, run, said):
+    monkeypatch.setattr("harness.hunt.write_up.run_program", lambda *given: run)
+    cell = Cell("torch", "mlp", "ddp", Topology(1, 2), "32", "cpu")
+    failure = Failure(Drawn(Recipe(), cell), Finding("gradients", Outcome.FAILED, "gradients are doubled", "doubled"))
+    source = (str(Path(harness.subjects.__file__)), 1)
+    declared = Declaration("torch", "torch", ("ddp",), {}, frozenset(), Software("torch", "2.9"), source=source)
+    written = write_up(failure, [declared], "torch", sys.executable, tmp_path)
+    page, program = written.page.read_text(), (tmp_path / f"{name_of(Recipe())}-program.py").read_text()
+    assert said in page
+    assert program in page
+    assert "harness" not in program
+    assert page.startswith("# torch 2.9: gradients: doubled (ddp, 2 ranks)")
 
 
 def test_what_is_known_is_passed_over(search):
@@ -170,8 +217,8 @@ def casts(job):
 
 def test_what_is_wrong_is_named_and_what_is_right_is_not(tmp_path):
     (tmp_path / "wrong.py").write_text(SEVERAL)
-    never_steps, reports_tokens, rolls, casts = started(str(tmp_path / "wrong.py"), 2, tmp_path)
-    with closing(never_steps.pool):
+    with open_subject(str(tmp_path / "wrong.py")) as (pool, declared):
+        never_steps, reports_tokens, rolls, casts = searches(pool, declared, 2, tmp_path)
         failure = never_steps.train(Drawn(Recipe(accumulate=2), never_steps.cells[0]))
         assert failure.finding.cause == "never-stepped"  # and not that each trained alone
         over_tokens = Recipe(inputs="tokens", layers=("batchnorm",), loss="token-mean")

@@ -167,6 +167,20 @@ def test_padding_that_counts_has_a_name_of_its_own(evidence):
     assert (finding.outcome, finding.cause) == (Outcome.FAILED, "repeats-counted")
 
 
+def test_a_batch_that_is_filled_up_and_counts_for_what_is_left_has_a_name_of_its_own(evidence):
+    here = evidence(2)
+    drawn = ((*range(12), *range(24, 29), *range(7)), (*range(12, 24), *range(7, 19)))
+    ranks = [
+        replace(rank, evaluations=tuple(replace(e, samples=own) for e in rank.evaluations))
+        for rank, own in zip(here.trace.ranks, drawn, strict=True)
+    ]
+    here.trace = Trace(tuple(ranks))
+    losses = here.books().each((6, 0), RIGHT[HELD_OUT])
+    last = losses[list(drawn[0][12:])].mean()
+    finding = here.asked(HELD_OUT, {6: float((losses[:24].sum() + 5 * last) / 29)})
+    assert (finding.outcome, finding.cause) == (Outcome.FAILED, "filled-up-batch-counted")
+
+
 class Few(Evaluated):
     """So few training samples that there are more held-out ones."""
 

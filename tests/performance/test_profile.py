@@ -38,7 +38,7 @@ def test_a_trace_has_the_operations_of_a_few_steps(profile, tmp_path):
     assert profile.problems == []
     names = events(tmp_path / "rank-3.trace.json.gz")
     assert names.count("aten::mm") == PROFILED_STEPS
-    assert [name for name in names if name.startswith("step ")] == [f"step {n}" for n in range(PROFILED_STEPS)]
+    assert [name for name in names if name.startswith("step ")] == [f"step {n} begins" for n in range(PROFILED_STEPS)]
 
 
 def test_a_profiler_that_fails_is_a_problem_and_no_error(profile, monkeypatch):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+from test_beside_figures import with_pipeline
 from test_browser import CHROMIUM, WIDE, Browser, on_disk
 from test_diagnosis import RIGHT, SUMMED, cell
 
@@ -42,8 +43,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory, build_measured_run) -> Path:
-    """The page of a run with two causes, pictures, figures, and a trainer that is right."""
+def page(tmp_path_factory: pytest.TempPathFactory, build_measured_run, measured) -> Path:
+    """The page of a run with two causes, pictures, figures, a profiled pipeline, and a trainer that is right."""
     timed_out = Finding("launch", Outcome.TIMED_OUT, "rank 1 never came")
     found = {
         cell(): SUMMED,
@@ -52,10 +53,11 @@ def page(tmp_path_factory: pytest.TempPathFactory, build_measured_run) -> Path:
         cell(subject="right"): RIGHT,
         cell("cnn", subject="right"): RIGHT,
     }
-    measured = build_measured_run()
+    timed = with_pipeline(build_measured_run(), measured)
     header = Header.of(found, command=["pytest"], options={}, fingerprint=Fingerprint(), simulated=True)
     results = tuple(Result.of(one, finding, f"pytest -k {one.id}", 0.1) for one, finding in found.items())
-    run = Run(header, results, Footer.of(results, 1), measured.path, False, measured.measurements)
+    results += tuple(result for result in timed.results if result.profile)
+    run = Run(header, results, Footer.of(results, 1), timed.path, False, timed.measurements)
     return on_disk(run, tmp_path_factory.mktemp("runs"))
 
 

@@ -50,7 +50,11 @@ def chunks() -> tuple[TimelineChunk, ...]:
 @pytest.fixture
 def run(build_measured_run: Callable[..., Run], measured: Callable[..., Measurement]) -> Run:
     """A run with a pipeline that was measured and profiled."""
-    whole = build_measured_run()
+    return with_pipeline(build_measured_run(), measured)
+
+
+def with_pipeline(whole: Run, measured: Callable[..., Measurement]) -> Run:
+    """Return the run with a pipeline that was measured and profiled."""
     figures = [
         measured(CELL, "throughput", 100.0),
         measured(CELL, "pipeline_bubble", 0.4, unit="share", timeline=chunks(), formula="1 - busy / <all>"),

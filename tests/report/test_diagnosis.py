@@ -137,6 +137,10 @@ def test_a_picture_is_as_wide_as_what_ranks_received():
     assert narrow.width < wide.width
 
 
+def test_a_picture_of_more_weights_than_ranks_is_drawn():
+    assert rank_paths(RankShares(0, (), ((0.5, 0.5, 1.0),))) is not None
+
+
 def test_a_heat_map_writes_its_values_and_where_the_error_begins(run_of):
     run = run_of({cell(): SUMMED})
     picture = heat_map(run.results[0], wrong=True)

@@ -130,9 +130,10 @@ def test_an_infinite_number_is_a_word_for_a_program(realistic_run: Run, cells: l
 
 def test_what_programs_read_is_as_its_schema_says(realistic_run: Run, build_measured_run: Callable[..., Run]) -> None:
     Draft202012Validator.check_schema(REPORT.schema)
-    for run in (realistic_run, build_measured_run(wrong=("dp",)), build_measured_run(accelerator="cuda")):
-        REPORT.validate(json.loads(as_json(run)))
-    told = json.loads(as_json(realistic_run))
+    REPORT.validate(json.loads(as_json(build_measured_run(wrong=("dp",)))))
+    told = json.loads(as_json(dataclasses.replace(realistic_run, results=realistic_run.results[-20:])))
+    told["cells"] = told["cells"][-20:]
+    REPORT.validate(told)
     assert not REPORT.is_valid({name: value for name, value in told.items() if name != "verdict"})
     assert not REPORT.is_valid({**told, "version": 2})
     assert not REPORT.is_valid({**told, "cells": [{**told["cells"][0], "outcome": "great"}]})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 import subprocess
 import sys
 
@@ -30,15 +32,18 @@ ray.shutdown()
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory):
-    """Return the address of a cluster of one node, which ends with this module's tests."""
+    """Return the address of a cluster of one node, which ends with this module's tests; this process has its token."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("aiohttp") is None:
         pytest.skip("needs ray[default]")
     command = [sys.executable, "-c", CLUSTER, str(tmp_path_factory.mktemp("ray"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
-        lines = iter(head.stdout.readline, "")
-        yield next(line.strip() for line in lines if line.startswith("http"))
-        head.stdin.close()
-        head.stdout.read()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_AUTH_MODE", "token")
+        environment.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as head:
+            lines = iter(head.stdout.readline, "")
+            yield next(line.strip() for line in lines if line.startswith("http"))
+            head.stdin.close()
+            head.stdout.read()
 
 
 @pytest.mark.nightly
@@ -57,6 +62,18 @@ def test_two_jobs_of_a_cluster_make_one_run(address, tmp_path, launcher):
     states = engine.states(submission, submission.jobs())
     assert {state.name for state in states.values()} == {"SUCCEEDED"}
     assert engine.states(submission, {0: "nobody"}).get(0, FORGOTTEN) is FORGOTTEN
+
+
+@pytest.mark.nightly
+def test_who_has_another_token_is_told_in_ray_s_words(address):
+    asking = (
+        "import sys; from harness.submit.engines.ray import RayEngine; RayEngine(sys.argv[1]).states(None, {0: ''})"
+    )
+    # Another process: Ray reads its token once.
+    command = [sys.executable, "-c", asking, address]
+    environment = {**os.environ, "RAY_AUTH_TOKEN": "0" * 64}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert f"EngineError: Ray's cluster at {address}: Authentication failed" in done.stderr
 
 
 def test_a_cluster_that_cannot_be_asked_is_said():

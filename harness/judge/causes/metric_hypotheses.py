@@ -76,6 +76,15 @@ def _repeats_counted(case: MetricCase) -> Values:
             yield from _of_ranks(window)
 
 
+def _filled_up_batch(case: MetricCase) -> Values:
+    """Predict that of losses, one for each sample but a batch's mean, so many are kept as there are samples."""
+    for window in case.windows if case.held_out else ():
+        kept = len({i for share in window for i in share.samples})
+        losses = [share.loss for share in window for _ in share.samples]
+        if kept < len(losses):
+            yield plain_mean(losses[:kept])
+
+
 def _part_of_the_samples(case: MetricCase) -> Values:
     """Predict that the last held-out samples are missing: not evaluated, or not counted."""
     losses = case.losses.each(case.report.place, RIGHT[HELD_OUT]) if case.held_out else None
@@ -231,6 +240,9 @@ HYPOTHESES = (
     MetricHypothesis("repeats-counted", "metrics", _repeats_counted,
         "samples that pad the ranks to equal shares count as often as they were drawn",
         "leave padding out of the mean, or do not pad", 200),
+    MetricHypothesis("filled-up-batch-counted", "metrics", _filled_up_batch,
+        "the last batch is filled up with samples that were used already, and its mean counts for those that are left",
+        "leave the last batch short, or keep a loss for each sample", 198),
     MetricHypothesis("part-of-the-samples", "metrics", _part_of_the_samples,
         "some held-out samples are missing from the mean",
         "is the last batch dropped, or the samples that do not fill every rank's share?", 195),

@@ -97,6 +97,7 @@ def _page(
 
 def _headline(cells: Sequence[CellHistory], wrong: Sequence[CellHistory], worse: int) -> str:
     ends = [cell.now.end.outcome for cell in cells if is_examined(cell)]
+    verb = "was" if len(ends) == 1 else "were"
     newest = f"in {'its' if len(ends) == 1 else 'their'} newest run"
     known = f", {ends.count(KNOWN)} of them as known failures" if KNOWN in ends else ""
     first = (
@@ -104,9 +105,9 @@ def _headline(cells: Sequence[CellHistory], wrong: Sequence[CellHistory], worse:
         if wrong
         else f"{counted(len(ends), 'cell')} ended as expected {newest}{known}"
         if known
-        else f"All {len(ends)} cells were right {newest}"
-        if len(ends) > 1
-        else "Nothing is wrong"
+        else f"{'All ' if len(ends) > 1 else ''}{counted(len(ends), 'cell')} {verb} right {newest}"
+        if ends
+        else "No cell was examined"
     )
     second = f"; {counted(worse, 'figure')} became worse" if worse else ""
     return f"{first}{second}."

@@ -100,7 +100,8 @@ def rank_paths(shares: RankShares | None) -> RankPaths | None:
     """Return how ranks' gradients came together, None where that is not known."""
     if shares is None or not shares.received:
         return None
-    heights = [NODE_DISTANCE * (place + 0.5) for place in range(max(len(shares.right), len(shares.received)))]
+    ranks = max(len(shares.right), len(shares.received), *map(len, shares.received))
+    heights = [NODE_DISTANCE * (place + 0.5) for place in range(ranks)]
     largest = max([abs(weight) for row in shares.received for weight in row], default=0.0) or 1.0
     links = tuple(
         Link(heights[own], heights[rank], round(7 * abs(weight) / largest, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,7 +41,7 @@ def pipeline_timelines(cells: Iterable[MeasuredCell]) -> Iterator[PipelineTimeli
 def _drawn(title: str, chunks: tuple[TimelineChunk, ...]) -> str:
     ranks = sorted({chunk.rank for chunk in chunks})
     stages = {rank: sorted({chunk.stage for chunk in chunks if chunk.rank == rank}) for rank in ranks}
-    several = any(len(own) > 1 for own in stages.values())
+    several = _have_several({(chunk.rank, chunk.stage) for chunk in chunks})
     boxes = [
         Box(
             ranks.index(chunk.rank),
@@ -57,6 +57,11 @@ def _drawn(title: str, chunks: tuple[TimelineChunk, ...]) -> str:
     return timeline(title, [_row(rank, own) for rank, own in stages.items()], boxes)
 
 
+def _have_several(places: Set[tuple[int, int]]) -> bool:
+    """Return whether a rank has several stages; places are ranks and stages."""
+    return len(places) > len({rank for rank, _ in places})
+
+
 def _row(rank: int, stages: list[int]) -> str:
     return f"rank {rank}, stage{'s' if len(stages) > 1 else ''} {' and '.join(map(str, stages))}"
 
@@ -70,5 +75,8 @@ def _sentence(chunks: tuple[TimelineChunk, ...]) -> str:
         f"rank {rank} {in_words(seconds / (span or 1.0), 'share')}" for rank, seconds in sorted(busy.items())
     )
     stages = len({chunk.stage for chunk in chunks})
+    labels = (
+        " Boxes are labelled stage:micro-batch." if _have_several({(one.rank, one.stage) for one in chunks}) else ""
+    )
     number = counted(1 + max(chunk.micro_batch for chunk in chunks), "micro-batch").replace("batchs", "batches")
-    return f"{counted(stages, 'stage')}, {number}, {duration(span)}; computing: {shares}."
+    return f"{counted(stages, 'stage')}, {number}, {duration(span)}; computing: {shares}.{labels}"

@@ -11,6 +11,7 @@ from typing import Final
 
 from harness.core.finding import UNEXPLAINED, in_reading_order, is_unexplained
 from harness.core.outcome import Outcome
+from harness.report.tables.cells import cached_per_run
 from harness.report.text import compact, counted, listed, printable, shortened
 from harness.results.records import UNEXPECTED_PASS, Expected, Result, by_cell
 from harness.results.run import Run
@@ -45,11 +46,13 @@ def is_wrong(result: Result) -> bool:
     return result.is_unexpectedly_good or (result.outcome.is_bad and not result.is_known)
 
 
+@cached_per_run
 def wrong_cells(run: Run) -> list[list[Result]]:
     """Return the findings that need action, cell by cell, the one that explains the others first."""
     return [in_reading_order(results) for results in by_cell(filter(is_wrong, run.results)).values()]
 
 
+@cached_per_run
 def failures(run: Run) -> list[FailureGroup]:
     """Return what went wrong in ``run``, one group a subject, cause and mechanism, the largest group first."""
     groups: dict[tuple[str, str, str | None, str], list[Result]] = {}

@@ -89,10 +89,11 @@ class RayEngine(Engine):
     def _client(self) -> Iterator[Any]:
         """Yield a client of the cluster, whose errors become ``EngineError``."""
         try:
+            from ray.exceptions import RayError
             from ray.job_submission import JobSubmissionClient
         except ImportError as error:
             raise PlanError("--engine ray sends jobs with Ray: pip install 'ray[default]'") from error
         try:
             yield JobSubmissionClient(self.address)
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, RayError) as error:
             raise EngineError(f"Ray's cluster at {self.address or 'its default address'}: {error}") from error

@@ -131,8 +131,8 @@ class Stopwatch(StepHooks):
             self._chunks.end_step()
         if self._steps == self._boundaries[0]:
             self._at_boundary(optimizer)
-        elif self._collectives.looks:
-            self._collectives.data_begins()
+        else:
+            self._look_for_batch()
 
     def _begin_warmup(self) -> None:
         self._clock.rest()
@@ -170,7 +170,12 @@ class Stopwatch(StepHooks):
             begin_on_core(self._rank + len(self._rounds))  # ranks that take turns begin on the same core
         self._clock.rest()
         self._begun = self._clock.mark()
-        if self._collectives.looks:
+        self._look_for_batch()
+
+    def _look_for_batch(self) -> None:
+        """Note for the shares of a step that this rank waits for a batch now, if it is one that gets batches."""
+        calls_model = any(forwards for _, forwards, _ in self._rounds)  # a stage of a pipeline may never do so
+        if self._collectives.looks and calls_model:
             self._collectives.data_begins()
 
     def _report(self) -> None:

@@ -1,0 +1,220 @@
+"""What a program without Plumbline promises: it is short, readable, and shows a deviation only where there is one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import harness.subjects
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.hunt.problems import recipes
+from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
+from harness.hunt.run_program import Shown, command_of, run_program
+from harness.subjects.declare import CAPABILITIES
+from harness.workloads.generated import Recipe
+
+SUBJECTS = Path(harness.subjects.__file__).parent
+TEMPLATES = sorted(file.name.partition(".")[0] for file in (SUBJECTS / "programs").glob("*.py.jinja"))
+WINDOWS = Recipe(steps_per_epoch=3, accumulate=2)
+SMALL = [
+    Recipe(),
+    Recipe(epochs=2, steps_per_epoch=2),
+    WINDOWS,
+    replace(WINDOWS, epochs=2, clip_norm=0.05),
+    replace(WINDOWS, inputs="tokens"),
+    Recipe(inputs="sparse-tokens"),
+    Recipe(inputs="images"),
+    Recipe(layers=("batchnorm", "tanh"), optimizer="adam"),
+    Recipe(layers=("frozen",), optimizer="momentum"),
+    Recipe(layers=("unused",), optimizer="adamw"),
+    Recipe(layers=("tied",)),
+    Recipe(loss="squares", layers=("layernorm", "linear-5")),
+    Recipe(loss="in-batch"),
+    Recipe(steps_per_epoch=2, left_out=3),
+]
+"""Problems such as searches shrink failures to: what every template writes a program for."""
+
+VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
+SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
+GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
+
+
+def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
+    backend = "ddp" if ranks > 1 else "none"
+    return PlainTorch(recipe, Cell(subject, "mlp", backend, Topology(1, ranks), precision, "cpu"), finding)
+
+
+def text_of(problem):
+    return program(problem, SUBJECTS, "A program.", "1e-06")
+
+
+@given(recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]))
+def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision):
+    for made in (replace(recipe, shuffle=False, interrupt_after=None), recipe):
+        for write in (text_of, lambda problem: one_device(problem, "A program.")):
+            try:
+                text = write(problem_of(made, subject, ranks, precision))
+            except NotExpressedError:
+                continue
+            lines = text.splitlines()
+            assert len(lines) <= MOST_LINES
+            assert max(map(len, lines)) <= WIDEST
+            assert "harness" not in text
+            compile(text, "program", "exec")
+
+
+def test_small_problems_have_programs_that_are_formatted(tmp_path):
+    unwritten = []
+    for subject in TEMPLATES:
+        shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
+        # Of these two the loaders are made while they train, or by hand.
+        drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
+        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), *drawn]):
+            try:
+                text = text_of(problem_of(recipe, subject, finding=finding))
+            except NotExpressedError as error:
+                unwritten.append((subject, recipe, str(error)))
+                continue
+            (tmp_path / f"{subject}_{number}.py").write_text(text)
+    assert not unwritten
+    config = str(Path(__file__).parents[2] / "pyproject.toml")
+    for words in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *words, "--no-cache", "--config", config, str(tmp_path)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "finding", "said"),
+    [
+        (Recipe(shuffle=True), GRADIENTS, "order is the trainer's own"),
+        (Recipe(epochs=2, interrupt_after=1), GRADIENTS, "an interruption"),
+        (Recipe(layers=("dropout",)), GRADIENTS, "a layer of kind dropout"),
+        (Recipe(), Finding("buffers", Outcome.FAILED, ""), "buffers"),
+        (Recipe(validate_every=1, loss="in-batch"), VALIDATED, "no mean over samples"),
+    ],
+)
+def test_what_no_program_expresses_is_said(recipe, finding, said):
+    with pytest.raises(NotExpressedError, match=said):
+        text_of(problem_of(recipe, "accelerate", finding=finding))
+
+
+def test_a_subject_without_a_template_is_told_where_to_write_one(tmp_path):
+    with pytest.raises(NoTemplateError) as raised:
+        program(problem_of(Recipe(), "mine"), tmp_path, "A program.", "1e-06")
+    assert str(tmp_path / "programs" / "mine.py.jinja") in raised.value.advice
+
+
+def test_a_template_of_the_user_s_own_stands_beside_the_adapter(tmp_path):
+    (tmp_path / "programs").mkdir()
+    mine = '{% extends "program.py.jinja" %}{% block training %}\nmine.fit(model)\n{% endblock %}'
+    (tmp_path / "programs" / "mine.py.jinja").write_text(mine + '{% block version %}"mine"{% endblock %}')
+    assert "\nmine.fit(model)\n" in program(problem_of(Recipe(), "mine"), tmp_path, "A program.", "1e-06")
+
+
+COMPARISON = """
+import types
+
+def assert_close(one, other):
+    if one != other:
+        raise AssertionError("Scalars are not close!")
+
+torch = types.SimpleNamespace(testing=types.SimpleNamespace(assert_close=assert_close))
+print("compared")
+"""
+
+
+@pytest.mark.parametrize(
+    ("statement", "expected_error", "shown"),
+    [
+        ("torch.testing.assert_close(1, 2)", None, Shown.YES),
+        ("torch.testing.assert_close(1, 1)", None, Shown.NO),
+        ("raise ValueError('of its own')", None, Shown.BROKE),
+        ("raise ValueError('of its own')", "rank 0 raised ValueError: of its own", Shown.YES),
+        ("assert False", None, Shown.BROKE),
+        ("import time; time.sleep(600)", None, Shown.BROKE),
+    ],
+)
+def test_only_the_comparison_or_the_error_that_was_found_shows_a_deviation(tmp_path, statement, expected_error, shown):
+    (tmp_path / "program.py").write_text(f"{COMPARISON}{statement}\n")
+    run = run_program(tmp_path / "program.py", 1, sys.executable, time_limit=1.0 if "sleep" in statement else 60.0)
+    assert run.shows(expected_error) is shown
+    assert (run.exit_code is None) == ("sleep" in statement)
+
+
+def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(capsys):
+    """The one that runs by default: torch alone, on one rank; what is wrong is a learning rate."""
+    text = text_of(problem_of(WINDOWS, "torch", ranks=1))
+    wrong = text.replace("SGD(wrapped.parameters(), lr=0.1)", "SGD(wrapped.parameters(), lr=0.2)")
+    with torch.random.fork_rng():
+        exec(compile(text, "right", "exec"), {})
+        with pytest.raises(AssertionError, match="not close"):
+            exec(compile(wrong, "wrong", "exec"), {})
+    assert capsys.readouterr().out.count("relative difference") == 2
+
+
+LIBRARIES = {
+    "accelerate": "accelerate",
+    "deepspeed": "deepspeed",
+    "fabric": "lightning",
+    "ignite": "ignite",
+    "lightning": "lightning",
+    "torch": "torch",
+    "transformers": "transformers",
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "recipe",
+    [SMALL[1], SMALL[5], SMALL[6], SMALL[9], SMALL[10], SMALL[12], replace(WINDOWS, steps_per_epoch=2)],
+    ids=lambda recipe: f"{recipe.inputs}-{'-'.join(recipe.layers)}-{recipe.loss}-{recipe.accumulate}",
+)
+@pytest.mark.parametrize("subject", TEMPLATES)
+def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, recipe):
+    pytest.importorskip(LIBRARIES[subject])
+    if subject in ("deepspeed", "transformers") and recipe.inputs == "sparse-tokens":
+        pytest.skip("it trains no sparse gradients")
+    (tmp_path / "program.py").write_text(program(problem_of(recipe, subject), SUBJECTS, "Right.", "1e-05"))
+    run = run_program(tmp_path / "program.py", 2, sys.executable)
+    assert run.shows(None) is Shown.NO, run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("subject", "recipe", "finding"),
+    [
+        ("accelerate", WINDOWS, GRADIENTS),
+        ("accelerate", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
+        ("lightning", WINDOWS, GRADIENTS),
+        ("ignite", WINDOWS, Finding("steps", Outcome.FAILED, "")),
+        ("deepspeed", WINDOWS, Finding("steps", Outcome.FAILED, "")),
+        ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
+    ],
+)
+def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
+    pytest.importorskip(LIBRARIES[subject])
+    problem = problem_of(recipe, subject, finding=finding)
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
+    run = run_program(tmp_path / "program.py", 2, sys.executable)
+    assert run.shows(None) is Shown.YES, run
+
+
+def test_the_command_is_one_that_readers_have():
+    assert command_of(Path("p.py"), 2) == ["torchrun", "--standalone", "--nproc_per_node", "2", "p.py"]
+    assert command_of(Path("p.py"), 1) == ["python", "p.py"]
