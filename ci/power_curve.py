@@ -42,7 +42,8 @@ CONFIGURATIONS = (("power-small", 2), ("power-medium", 1), ("power-medium", 2), 
 
 PART = re.compile(r"(?<=<!-- measured -->\n).*?(?=<!-- end -->)", re.DOTALL)
 RUNS, TRAININGS = 100, 5
-COLOURS = ("#3b6fb6", "#7fa8d8", "#b65f3b", "#d89c7f", "#5b8f5b")
+LINES = (("#3b6fb6", ""), ("#3b6fb6", "6 4"), ("#b65f3b", ""), ("#b65f3b", "6 4"), ("#5b8f5b", "2 3"))
+"""The colour and the dashes of each kind: whatever all tensors have in common is a whole line."""
 
 
 def main() -> int:
@@ -138,22 +139,26 @@ def picture(rows: list[dict[str, Any]]) -> str:
         )
         for size in sizes:
             parts.append(f'<text x="{x(panel, size):.1f}" y="{height + 48}" text-anchor="middle">{size:,}</text>')
-        for kind, colour in zip(KINDS, COLOURS, strict=True):
+        for kind, (colour, dashes) in zip(KINDS, LINES, strict=True):
             points = [
                 f"{x(panel, row['parameters']):.1f},{y(row[kind]):.1f}"
                 for row in sorted(shown, key=lambda row: row["parameters"])
                 if row["precision"] == precision and row[kind]
             ]
-            parts.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            stroke = f'fill="none" stroke="{colour}" stroke-width="2" stroke-dasharray="{dashes}"'
+            parts.append(f'<polyline points="{" ".join(points)}" {stroke}/>')
             parts += [
                 f'<circle cx="{point.split(",")[0]}" cy="{point.split(",")[1]}" r="3" fill="{colour}"/>'
                 for point in points
             ]
-    for number, (kind, colour) in enumerate(zip(KINDS, COLOURS, strict=True)):
-        left, base = 60 + (number % 3) * 260, height + 78 + 20 * (number // 3)
-        parts.append(f'<rect x="{left}" y="{base - 5}" width="20" height="3" fill="{colour}"/>')
-        parts.append(f'<text x="{left + 26}" y="{base}">{kind}</text>')
-    box = f'viewBox="0 0 {60 + max(len(precisions), 4) * (width + 20)} {height + 110}"'
+    middle = 60 + (len(precisions) * (width + 20) - 20) / 2
+    parts.append(f'<text x="{middle}" y="{height + 66}" text-anchor="middle">parameters of the model, two ranks</text>')
+    for number, (kind, (colour, dashes)) in enumerate(zip(KINDS, LINES, strict=True)):
+        left, base = 60 + (number % 3) * 260, height + 92 + 20 * (number // 3)
+        stroke = f'stroke="{colour}" stroke-width="3" stroke-dasharray="{dashes}"'
+        parts.append(f'<line x1="{left}" x2="{left + 30}" y1="{base - 4}" y2="{base - 4}" {stroke}/>')
+        parts.append(f'<text x="{left + 36}" y="{base}">{kind}</text>')
+    box = f'viewBox="0 0 {60 + max(len(precisions), 4) * (width + 20)} {height + 124}"'
     style = "<style>text{font:12px sans-serif;fill:#777}</style>"
     title = (
         "<title>The smallest relative error that is caught in 99 of 100 runs, over the parameters of a model</title>"

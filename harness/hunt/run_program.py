@@ -71,8 +71,8 @@ def run_program(program: Path, ranks: int, python: str, time_limit: float = TIME
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     # Unbuffered, ranks would write a line in two pieces, and into each other's.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    environment |= {"OMP_NUM_THREADS": "1", TAG: tag}
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+        environment |= {"OMP_NUM_THREADS": "1", TAG: tag, "TMPDIR": folder}  # torchrun leaves logs there
         process = subprocess.Popen(
             [python, *torchrun, str(program.resolve())],
             cwd=folder, env=environment, text=True, start_new_session=True,

@@ -13,7 +13,7 @@ from harness.judge.causes.combinations import common_factor, factor_between
 from harness.judge.causes.counterfactuals import Counterfactuals, Parts
 from harness.judge.causes.hypothesis import Hypothesis
 from harness.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
-from harness.judge.oracle.noise import distance, length
+from harness.judge.oracle.noise import distance, length, norm
 from harness.judge.oracle.oracle import clipped
 from harness.judge.trace_analysis import ExpectedGradients, same
 
@@ -157,6 +157,13 @@ class GradientCase:
         }
         if 0 < len(nearer) < len(right):
             yield clipped({**right, **nearer}, self.clip_norm)
+
+    def if_wrong(self, predicted: Tensors) -> Iterator[Tensors]:
+        """Yield a prediction that is not right: what changes nothing would fit every step that is right."""
+        right = self.expected.contract
+        # Both are float64: what is not one part in 10⁹ away is the same.
+        if any(distance(predicted.get(name, 0 * value), value) > 1e-9 * norm(value) for name, value in right.items()):
+            yield predicted
 
     @property
     def is_finite(self) -> bool:

@@ -93,7 +93,7 @@ def _rounded_inputs(case: GradientCase) -> Gradients:
     for name, column in counterfactuals.analysis.oracle.data.columns.items():
         for dtype in (torch.bfloat16, torch.float16) if column.is_floating_point() else ():
             rounded = column.to(dtype).to(column.dtype)
-            yield clipped(counterfactuals.with_column(case.index, name, rounded), case.clip_norm)
+            yield from case.if_wrong(clipped(counterfactuals.with_column(case.index, name, rounded), case.clip_norm))
 
 
 def _lower_precision(case: GradientCase) -> Gradients:

@@ -48,7 +48,7 @@ def _of_other_samples(case: GradientCase) -> Gradients:
             for name in columns.keys() - {"index"} if own != found else ():
                 column = columns[name].clone()
                 column[own] = columns[name][found]
-                yield clipped(counterfactuals.with_column(index, name, column), case.clip_norm)
+                yield from case.if_wrong(clipped(counterfactuals.with_column(index, name, column), case.clip_norm))
 
 
 Batch = Sequence[Sequence[int]]
