@@ -38,8 +38,8 @@ def test_a_hypothesis_has_a_name_a_known_family_and_two_texts(kind, hypothesis):
     assert hypothesis.hint
     if kind is GradientCase:
         shown = (
-            "world", "micro_batches", "scale", "rank", "factor", "batch_parts", "norm_rank", "tied", "tied_holder",
-            "tied_factor", "stages", "wrong_ranks", "held", "stage_factors",
+            "world", "micro_batches", "scale", "rank", "factor", "odd_factor", "batch_parts", "norm_rank", "tied",
+            "tied_holder", "tied_factor", "stages", "wrong_ranks", "held", "stage_factors",
         )  # fmt: skip
         figures = dict.fromkeys(shown, 2)
         assert hypothesis.description.format(**figures)

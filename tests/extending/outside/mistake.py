@@ -1,4 +1,4 @@
-"""A trainer with a mistake that nobody has thought of: the first gradient is one row too far down."""
+"""A trainer with a mistake that nobody has thought of: each row of the first gradient is in reverse order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from harness import subject
 
 
-@subject(name="rolls", backends=["none"], precisions=["32"])
+@subject(name="mirrors", backends=["none"], precisions=["32"])
 def train(job):
     model = job.model()
     optimizer = job.optimizer(model.parameters())
@@ -16,5 +16,5 @@ def train(job):
             optimizer.zero_grad()
             job.loss(model(batch), batch).backward()
             first = next(model.parameters())
-            first.grad = first.grad.roll(1, 0)
+            first.grad = first.grad.flip(-1)
             optimizer.step()
