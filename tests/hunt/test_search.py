@@ -82,7 +82,7 @@ def test_of_several_subjects_each_is_searched_and_has_a_folder(tmp_path, capsys)
 def search(warm_pool, tmp_path):
     """A search among problems of a trainer that is wrong on all of them."""
     pool = warm_pool(MISTAKE)
-    declared = [Declaration.of(MISTAKE, one) for one in pool.subjects if one["name"] == "rolls"]
+    declared = [Declaration.of(MISTAKE, one) for one in pool.subjects if one["name"] == "mirrors"]
     return Search(pool, declared, cells_of(declared, 1, "cpu"), tmp_path)
 
 
@@ -103,7 +103,7 @@ def test_the_page_of_a_trainer_without_a_template_has_what_is_right_and_says_wha
     assert written.shown is None
     assert failure.finding.message in page
     assert "**Not confirmed without Plumbline**" in page
-    assert "programs/rolls.py.jinja" in page
+    assert "programs/mirrors.py.jinja" in page
     compile(page.partition("```python\n")[2].partition("```")[0], "page", "exec")
     assert f"--workload {tmp_path / name_of(failure.drawn.recipe)}.py" in page
 
