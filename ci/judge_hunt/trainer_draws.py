@@ -94,6 +94,8 @@ def draws(draw: st.DrawFn) -> Draw:
 def _problems(draw: st.DrawFn, ranks: int) -> Recipe:
     """Draw a recipe that takes well under a second to train: at most 12 samples a step and 8 batches."""
     recipe = draw(recipes(CAPABILITIES - NEVER_DRAWN))
+    # The drawn trainers are not written for parameters that are used in some steps and not in others.
+    recipe = replace(recipe, layers=tuple(one for one in recipe.layers if one not in ("thawed", "experts")))
     size = max(recipe.batch_size % 12, 2 * ranks)
     left_out = 0 if "batchnorm" in recipe.layers else recipe.left_out  # a device needs two samples to normalise
     return replace(recipe, batch_size=size, left_out=left_out)
