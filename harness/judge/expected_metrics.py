@@ -108,6 +108,8 @@ class LossTable:
     def _is_judgeable(self, name: str, place: Position) -> bool:
         if place[0] > len(self.analysis.steps) or name not in self.means_over_samples:
             return False
+        if not self.noise[name].runs:
+            return False  # every forward of one device overflows in this precision
         if name == TRAINING:
             # Optimizers that take turns have one loss each.
             return place > (0, 0) and not any(global_step.ranks[0].turns for global_step in self.analysis.steps)
@@ -270,16 +272,17 @@ class LossTable:
     def error(self, report: ReportedValue, value: float) -> float:
         """Return how far a report is from a value, in × noise; infinite for NaN."""
         error = abs(report.value - value)
-        return in_noise(error if math.isfinite(error) else math.inf, self.noise.at(report.name, self.unit(value)))
+        noise = self.noise[report.name].at(report.name, self.unit(value))
+        return in_noise(error if math.isfinite(error) else math.inf, noise)
 
     @cached_property
-    def noise(self) -> NoiseScale:
-        """Noise of both means, about the weights of each step: the cell's precision on one device, in several orders.
+    def noise(self) -> dict[str, NoiseScale]:
+        """Noise of each mean, by its name: the cell's precision on one device, about the weights of each step.
 
         Under autocast a sample's own loss is rounded alike in every order, and by luck hardly at all: each order has
         weights of its own, less than a rounding away.
         """
-        noise = NoiseScale()
+        noise = {name: NoiseScale() for name in RIGHT}  # one of them may overflow in float16, and not the other
         oracle, cell_oracle, rng = self.oracle, self.analysis.cell_oracle, random.Random(self.workload.seed)
         generator = torch.Generator().manual_seed(self.workload.seed)
         held_out = self.workload.val_dataset(self.analysis.devices, cell_oracle.dtype)
@@ -302,7 +305,8 @@ class LossTable:
                     TRAINING: _mean(cell_oracle, shuffled(layout, rng)),
                     HELD_OUT: cell_oracle.evaluation_loss(held_out, order, first.buffers, training=False),
                 }
-                noise.add(measured, exact, {name: self.unit(float(value)) for name, value in exact.items()})
+                for name, value in exact.items():
+                    noise[name].add({name: measured[name]}, {name: value}, {name: self.unit(float(value))})
         return noise
 
     def unit(self, value: float) -> float:
@@ -312,7 +316,7 @@ class LossTable:
     @cached_property
     def limit(self) -> float:
         """The limit for a correct value, in × noise."""
-        return self.noise.limit
+        return max(scale.limit for scale in self.noise.values() if scale.runs)
 
 
 def mean(shares: Sequence[BatchShare]) -> float:

@@ -22,10 +22,14 @@ def evaluations_due(analysis: TraceAnalysis) -> Iterator[tuple[Position, ...]]:
 
 
 def position_of(analysis: TraceAnalysis, step: int, micro_batches: int, rank: int) -> Position:
-    """Return a recorded position in the workload's micro-batches; a loss for each device records more of them."""
+    """Return a recorded position in the workload's micro-batches.
+
+    More are recorded where there is a loss for each device, and where optimizers alternate, with a pass for each.
+    """
     if not micro_batches or step >= len(analysis.steps):
         return step, micro_batches
-    recorded = len(analysis.steps[step].ranks[rank].micro_batches)
+    own = analysis.steps[step].ranks[rank]
+    recorded = len(own.micro_batches) * (len(own.turns) if own.alternate else 1)
     return step, -(-micro_batches * len(rank_layout(analysis, step, rank)) // max(recorded, 1))
 
 

@@ -25,7 +25,7 @@ def search(warm_pool, tmp_path):
     "recipe",
     [
         replace(TURNS, accumulate=2),
-        replace(TURNS, accumulate=3, clip_norm=0.05),
+        replace(TURNS, accumulate=3, clip_norm=0.05, validate_every=1),
         replace(TURNS, inputs="tokens", layers=("batchnorm", "linear-5"), accumulate=2, epochs=2, schedule="warm-up"),
         replace(TURNS, layers=("batchnorm",), clip_norm=0.05),
         Recipe(batch_size=2, steps_per_epoch=2, epochs=2, shuffle=True, seed=56),
@@ -52,6 +52,11 @@ def test_the_loss_of_each_order_is_rounded_in_16_bits_and_not_one_loss_alike_in_
     recipe = Recipe(layers=("linear-1", "linear-1"), loss="squares", validate_every=1, metrics=True, seed=11)
     recipe = replace(recipe, batch_size=6)
     assert search.train(Drawn(recipe, cell_among(search.cells, "none", "1x1", "bf16"))) is None
+
+
+def test_a_loss_has_a_noise_also_where_that_of_the_held_out_samples_overflows(search):
+    recipe = Recipe(layers=("attention",) * 3, returns="nested", batch_size=8, steps_per_epoch=2, left_out=2, seed=632)
+    assert search.train(Drawn(recipe, cell_among(search.cells, "ddp", "1x2", "16"))) is None
 
 
 def test_buffers_are_resumed_that_the_next_forward_would_have_begun_with(warm_pool, tmp_path):
