@@ -85,6 +85,7 @@ class Generated(Workload):
         """Take the numbers over from the recipe, and name what a trainer must be able to do."""
         made = cls.recipe
         cls.needs = frozenset(_needs(made))
+        cls.blocks = _blocks(made.layers)
         cls.unused_parameters = not {"unused", "thawed"}.isdisjoint(made.layers)
         cls.mean_over_labels = made.loss == LABELS
         cls.batch_size, cls.steps_per_epoch, cls.epochs = made.batch_size, made.steps_per_epoch, made.epochs
@@ -163,6 +164,14 @@ def _needs(recipe: Recipe) -> Iterator[str]:
         "sparse-gradients": recipe.inputs == "sparse-tokens",
     }
     return (capability for capability, needed in asked.items() if needed)
+
+
+def _blocks(layers: tuple[str, ...]) -> int:
+    """Return how many modules can be computed one after the other, where values choose what follows as one."""
+    if "thawed" in layers:
+        return 2
+    plain = layers.index("experts") if "experts" in layers else len(layers)
+    return plain + 2
 
 
 def _rate(step: int) -> float:
