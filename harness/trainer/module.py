@@ -94,7 +94,7 @@ class Module(nn.Module):
         return None
 
     def while_planning(self) -> AbstractContextManager[Any]:
-        """Return a context in which balanced tries the step on the first batch, before it trains; by default none."""
+        """Return a context in which balanced tries steps on their first batches, before it trains; by default none."""
         return nullcontext()
 
     def while_staged(self, held: frozenset[str]) -> AbstractContextManager[Any]:

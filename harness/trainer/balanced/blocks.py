@@ -52,10 +52,10 @@ def same_random_numbers() -> Iterator[None]:
 
 
 @contextmanager
-def in_training(module: nn.Module) -> Iterator[None]:
-    """Set the training mode, and give each module below its own mode back."""
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set the mode of training or evaluation, and give each module below its own mode back."""
     modes = [(layer, layer.training) for layer in module.modules()]
-    module.train()
+    module.train(training)
     try:
         yield
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -19,6 +18,7 @@ from harness.trainer.balanced.flow_recorder import record_data_flow
 from harness.trainer.balanced.hidden_flow import find_obstacles
 from harness.trainer.balanced.interception import Interception
 from harness.trainer.balanced.labels import Carried, Label, Part
+from harness.trainer.balanced.undisturbed import undisturbed
 from harness.trainer.errors import MisconfigurationError
 
 Step = Callable[[], Any]
@@ -82,26 +82,31 @@ def find_chain(
     device: torch.device,
     declared: Sequence[nn.Module] | None = None,
     least: int | None = None,
+    validation: Step | None = None,
 ) -> Chain:
-    """Run ``step`` and return its blocks.
+    """Run ``step``, and ``validation`` where there is one, and return their blocks.
 
     Blocks are calls of modules: those ``declared``, or else the largest ones of which none has more than a device's
-    share of the weights. Calls between which the step cannot be cut become one, see ``flow_recorder.py``. Parameters
-    and buffers are not changed, and random numbers are drawn as if nothing had run.
+    share of the weights. Calls between which a step cannot be cut become one, see ``flow_recorder.py``. The module is
+    not changed, and random numbers are drawn as if nothing had run.
 
     Raises:
         MisconfigurationError: There are fewer blocks than ``least``; None: than devices.
 
     """
-    with undisturbed(module, device), torch.no_grad():
-        calls = record_calls(module, step)
-        if declared is not None:
-            calls = calls_of(calls, declared)
-        else:
-            calls = open_up(calls, sum(parameter.numel() for parameter in module.parameters()) / devices)
-        flow = record_data_flow(module, calls, step) if calls else DataFlow(())
-        named, drawn = [(call.name, call.module) for call in calls], frozenset(flow.drawn)
-        find_obstacles(flow, Interception(named, device, drawn, remember=False), step)
+    tried = partial(_undisturbed, module, device)
+    calls = tried(record_calls, module, step)
+    if declared is not None:
+        calls = calls_of(calls, declared)
+    else:
+        calls = open_up(calls, sum(parameter.numel() for parameter in module.parameters()) / devices)
+    flow = tried(record_data_flow, module, calls, step) if calls else DataFlow(())
+    tried(find_obstacles, flow, _trial(calls, flow, device), step)
+    if validation is not None and calls:
+        evaluated = tried(record_data_flow, module, calls, validation, all_calls=False)
+        tried(find_obstacles, evaluated, _trial(calls, evaluated, device), validation)
+        flow.agree_with(evaluated)
+    flow.keep_changed_together()
     _keep_buffers_together(flow, calls)
     starts = flow.cuts() if calls else []
     if len(starts) < (devices if least is None else least):
@@ -111,7 +116,16 @@ def find_chain(
             f"{devices} devices{f': {reasons}' if reasons else ''}. Use fewer gpus, or return from configure_blocks "
             "modules that every step calls one after the other."
         )
-    return Chain(tuple(flow.calls), tuple(_blocks(module, starts, calls, flow)), drawn)
+    return Chain(tuple(flow.calls), tuple(_blocks(module, starts, calls, flow)), frozenset(flow.drawn))
+
+
+def _undisturbed(module: nn.Module, device: torch.device, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with undisturbed(module, device), torch.no_grad():
+        return run(*args, **kwargs)
+
+
+def _trial(calls: Sequence[ModuleCall], flow: DataFlow, device: torch.device) -> Interception:
+    return Interception([(call.name, call.module) for call in calls], device, frozenset(flow.drawn), trial=True)
 
 
 def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
@@ -125,12 +139,13 @@ def _keep_buffers_together(flow: DataFlow, calls: Sequence[ModuleCall]) -> None:
 
 def _blocks(module: nn.Module, starts: list[int], calls: list[ModuleCall], flow: DataFlow) -> Iterator[CallRange]:
     tensors = held_tensors(module)
-    in_calls = {id(tensor) for call in calls for tensor in held_tensors(call.module).values()}
+    placed = {id(tensor) for call in calls for tensor in held_tensors(call.module).values()}
+    placed |= {id(tensors[name]) for name in flow.changes}
     for first, last in pairwise((*starts, flow.end)):
         own = _calls_at(calls, first, last)
         needed = {id(tensor) for call in own for tensor in held_tensors(call.module).values()}
-        needed = needed.union(*flow.weights[first:last])
-        names = {name for name, tensor in tensors.items() if id(tensor) in needed or id(tensor) not in in_calls}
+        names = {name for name, tensor in tensors.items() if id(tensor) in needed or id(tensor) not in placed}
+        names = names.union(*flow.weights[first:last])
         yield CallRange(" + ".join(call.name for call in own), first, flow.live(first), frozenset(names))
 
 
@@ -145,16 +160,3 @@ def _names(starts: list[int], calls: list[ModuleCall]) -> str:
         ", ".join(" + ".join(call.name or "the module itself" for call in group) for group in groups)
         or "it calls no module"
     )
-
-
-@contextmanager
-def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Run something and leave the module's buffers and torch's random numbers as they were."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)

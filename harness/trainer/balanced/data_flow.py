@@ -21,14 +21,19 @@ class CarriedTensor:
 class DataFlow:
     """The tensors of a step between calls, by label, and why it cannot be cut before a place, by its number.
 
-    ``weights`` has for each place the ids of parameters and buffers that are used there; ``drawn`` labels what
-    operations between calls draw at random. ``labels.Position`` tells what places are.
+    ``weights`` has for each place the names of parameters and buffers that are used there, and ``uses`` for each of
+    them the first and the last place; ``changes`` has where they are changed, with the place up to which each stage has
+    to make the change itself, None: one stage makes it. ``drawn`` labels what operations between calls draw at random,
+    ``called`` has the numbers of the calls that are made. ``labels.Position`` tells what places are.
     """
 
     calls: Sequence[str]
     tensors: dict[Label, CarriedTensor] = field(default_factory=dict)
-    weights: list[set[int]] = field(default_factory=list)
+    weights: list[set[str]] = field(default_factory=list)
+    uses: dict[str, tuple[int, int]] = field(default_factory=dict)
+    changes: dict[str, list[tuple[int, int | None]]] = field(default_factory=dict)
     drawn: set[Label] = field(default_factory=set)
+    called: set[int] = field(default_factory=set)
     obstacles: dict[int, str] = field(default_factory=dict)
 
     def live(self, cut: int) -> tuple[Carried, ...]:
@@ -62,6 +67,41 @@ class DataFlow:
         """Note that the step cannot be cut after place ``first``, up to before place ``last``."""
         for cut in range(max(first + 1, 1), min(last + 1, self.end)):
             self.obstacles.setdefault(cut, reason)
+
+    def use(self, name: str, *, here_only: bool, place: int) -> None:
+        """Note that a parameter or buffer is used, at a place only or by each stage that runs the code there."""
+        for weights in self.weights[place : place + 1 if here_only else None]:
+            weights.add(name)
+        self._extend_use(name, place, place if here_only else self.end)
+
+    def _extend_use(self, name: str, first: int, last: int) -> None:
+        known_first, known_last = self.uses.get(name, (first, last))
+        self.uses[name] = (min(first, known_first), max(last, known_last))
+
+    def agree_with(self, other: DataFlow) -> None:
+        """Forbid the cuts that another step cannot have, the one of validation: it makes calls of these, no others."""
+        for cut, reason in other.obstacles.items():
+            self.obstacles.setdefault(cut, f"in validation, {reason}")
+        self.drawn |= other.drawn
+        for mine, theirs in zip(self.weights, other.weights, strict=True):
+            mine |= theirs
+        for name, (first, last) in other.uses.items():
+            self._extend_use(name, first, last)
+        for name, changes in other.changes.items():
+            self.changes.setdefault(name, []).extend(changes)
+        for cut in range(1, self.end - 1):
+            crossing, needed = ({carried.label for carried in flow.live(cut)} for flow in (self, other))
+            if cut // 2 not in other.called or not needed <= crossing <= other.tensors.keys():
+                reason = f"validation_step does not compute what training_step does before {self.calls[(cut + 1) // 2]}"
+                self.obstacles.setdefault(cut, reason)
+
+    def keep_changed_together(self) -> None:
+        """Forbid the cuts between where a parameter or buffer is changed and where it is used."""
+        for name, changes in self.changes.items():
+            first, last = self.uses[name]
+            for place, until in changes:
+                reason = f"{self.after(place // 2)} changes {name} in place"
+                self.forbid(first, last if until is None else until, reason)
 
     def after(self, call: int) -> str:
         """Return what a message calls a call together with the code that follows it."""

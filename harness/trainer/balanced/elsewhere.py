@@ -15,6 +15,10 @@ DEVICE = torch.Tensor.device.__get__
 MOVES = (Tensor.cpu, Tensor.cuda)
 
 
+class NoValuesError(RuntimeError):
+    """An operation needs the values of a tensor that are on another stage."""
+
+
 class Elsewhere(Tensor):
     """Stands for the output of a block of another stage, and for all that is computed from it.
 
@@ -53,14 +57,31 @@ class Elsewhere(Tensor):
         if func in MOVES:
             return given[0]
         same = {id(tensor.meta): tensor for tensor in given}
-        with torch.no_grad():
-            outputs = func(*map_tensors(_shape_only, _on_meta(func, args)), **map_tensors(_shape_only, _named(kwargs)))
+        try:
+            with torch.no_grad():
+                outputs = func(
+                    *map_tensors(_shape_only, _on_meta(func, args)), **map_tensors(_shape_only, _named(kwargs))
+                )
+        except (RuntimeError, TypeError) as error:
+            if "meta" not in str(error).lower():
+                raise  # it is wrong with values too
+            raise NoValuesError(takes_values_by(func)) from error
         return map_tensors(lambda tensor: same[id(tensor)] if id(tensor) in same else cls.like(tensor, at), outputs)
 
 
 def is_missing(tensor: Tensor) -> bool:
     """Return whether the tensor's values are on another stage."""
     return isinstance(tensor, Elsewhere)
+
+
+def takes_values(func: Any, args: Any, kwargs: Any, outputs: Any) -> bool:
+    """Return whether ``outputs`` of an operation are no tensors, and follow from more than shapes and dtypes."""
+    return outputs is not None and not tensors_in(outputs) and not runs_without_values(func, args, kwargs)
+
+
+def takes_values_by(func: Any) -> str:
+    """Return what a message says of such an operation."""
+    return f"takes values out of a tensor ({getattr(func, '__name__', 'a function')})"
 
 
 def runs_without_values(func: Any, args: Any, kwargs: Any) -> bool:

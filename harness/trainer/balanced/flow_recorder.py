@@ -15,20 +15,23 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from harness.trainer.balanced.blocks import bytes_of, held_tensors, tensors_in
 from harness.trainer.balanced.calls import ModuleCall, replaced_forwards
 from harness.trainer.balanced.data_flow import CarriedTensor, DataFlow
-from harness.trainer.balanced.elsewhere import runs_without_values
+from harness.trainer.balanced.elsewhere import takes_values, takes_values_by
+from harness.trainer.balanced.interception import ADVICE
 from harness.trainer.balanced.labels import Label, Position
 from harness.trainer.errors import MisconfigurationError
 
 
-def record_data_flow(module: nn.Module, calls: Sequence[ModuleCall], step: Callable[[], Any]) -> DataFlow:
+def record_data_flow(
+    module: nn.Module, calls: Sequence[ModuleCall], step: Callable[[], Any], *, all_calls: bool = True
+) -> DataFlow:
     """Run ``step`` and return how its tensors go from call to call.
 
     Raises:
-        MisconfigurationError: It makes other calls.
+        MisconfigurationError: It makes other calls than ``calls``, or leaves some out; unless ``all_calls`` it may.
 
     """
     flow = DataFlow([call.name for call in calls], weights=[set() for _ in range(2 * len(calls))])
-    recorder = FlowRecorder(flow, module, calls)
+    recorder = FlowRecorder(flow, module, calls, all_calls=all_calls)
     with replaced_forwards([call.module for call in calls], recorder.standing_in), recorder:
         outputs = step()
     recorder.leave(outputs)
@@ -50,11 +53,12 @@ class FlowRecorder(TorchFunctionMode):
     are computed from the batch alone, are computed by each stage.
     """
 
-    def __init__(self, flow: DataFlow, module: nn.Module, calls: Sequence[ModuleCall]) -> None:
+    def __init__(self, flow: DataFlow, module: nn.Module, calls: Sequence[ModuleCall], *, all_calls: bool) -> None:
         super().__init__()
-        self.flow, self.calls = flow, calls
+        self.flow, self.calls, self.all_calls = flow, calls, all_calls
         self.held = {id(tensor): name for name, tensor in held_tensors(module).items()}
-        self.first_use: dict[int, int] = {}
+        self.buffers = registered_buffers(module)
+        self.kept: list[Tensor] = []
         self.position = Position()
         self.labels: Any = WeakTensorKeyDictionary()
         self.from_weights: Any = WeakTensorKeyDictionary()
@@ -70,19 +74,22 @@ class FlowRecorder(TorchFunctionMode):
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             if self.position.inside:
                 return forward(*args, **kwargs)
-            number = self.position.call + 1
-            if number == len(self.calls) or self.calls[number].module is not module:
-                raise MisconfigurationError(
-                    "The step calls other modules when it runs once more: balanced needs the same calls each time."
-                )
-            self.position.enter(number)
+            number = self._count(module)
             with torch._C.DisableTorchFunction():
+                self._note_assigned()
+                self.position.enter(number)
+                self.flow.called.add(number)
                 given = tensors_in((args, kwargs))
                 before = versions(given)
                 self._use(given)
+                buffers = [(buffer, buffer.clone()) for buffer in module.buffers() if id(buffer) in self.held]
             outputs = forward(*args, **kwargs)
             with torch._C.DisableTorchFunction():
                 self._note_changes(given, before, returning=True)
+                self._note_assigned()
+                for buffer, previous in buffers:  # operations as batch_norm change some without telling
+                    if buffer.layout is torch.strided and not torch.equal(buffer, previous):
+                        self._note_change(self.held[id(buffer)])
                 trains = next(module.parameters(), None) is not None
                 self._label(tensors_in(outputs), trains or any(map(self._differentiable, given)))
             self.position.leave()
@@ -99,8 +106,8 @@ class FlowRecorder(TorchFunctionMode):
         before, random_before = versions(given), [] if self.position.inside else random_state()
         outputs = func(*args, **kwargs)
         made = tensors_in(outputs)
-        needs_values = bool(made) or outputs is None or not runs_without_values(func, args, kwargs)
-        if needs_values:
+        takes = takes_values(func, args, kwargs, outputs)
+        if takes or made or outputs is None:
             self._use(given)
         if self.position.inside:
             self._note_changes(given, before)
@@ -108,9 +115,8 @@ class FlowRecorder(TorchFunctionMode):
         self.position.pass_operation(func)
         labelled = any(tensor in self.labels for tensor in given)
         drawn = not labelled and not all(map(torch.equal, random_before, random_state()))
-        if needs_values and not made and outputs is not None and labelled:
-            name = getattr(func, "__name__", "a function")
-            reason = f"{self.flow.after(self.position.call)} takes values out of a tensor ({name})"
+        if takes and labelled:
+            reason = f"{self.flow.after(self.position.call)} {takes_values_by(func)}"
             self.flow.forbid(self.position.place, self.flow.end, reason)
         differentiable = any(map(self._differentiable, given))
         if labelled or drawn:
@@ -120,6 +126,9 @@ class FlowRecorder(TorchFunctionMode):
         else:
             spoiled = [self.spoiled[key] for key in map(self._memory, given) if key in self.spoiled]
             changed = [tensor for tensor, version in zip(given, before, strict=True) if version != version_of(tensor)]
+            for tensor in changed:
+                if id(tensor) in self.held:
+                    self._note_change(self.held[id(tensor)], everywhere=True)
             for tensor in (*made, *changed):
                 if spoiled:
                     self.spoiled[self._memory(tensor)] = min(spoiled)
@@ -129,7 +138,19 @@ class FlowRecorder(TorchFunctionMode):
 
     def leave(self, outputs: Any) -> None:
         """Note that the step returns ``outputs``."""
+        self._note_assigned()
         self._use(tensors_in(outputs))
+
+    def _count(self, module: nn.Module) -> int:
+        """Return the number of this call."""
+        following = range(self.position.call + 1, len(self.calls))
+        number = next((number for number in following if self.calls[number].module is module), None)
+        if number is None or (self.all_calls and number != following[0]):
+            raise MisconfigurationError(
+                "The step calls other modules when it runs once more, or in validation: balanced needs the same calls "
+                f"each time. {ADVICE}"
+            )
+        return number
 
     def _differentiable(self, tensor: Tensor) -> bool:
         label = self.labels.get(tensor)
@@ -153,9 +174,7 @@ class FlowRecorder(TorchFunctionMode):
             if label is not None:
                 self.flow.tensors[label].last_use = place
             if id(tensor) in self.held:
-                self.first_use.setdefault(id(tensor), place)
-                for weights in self.flow.weights[place : place + 1 if here_only else None]:
-                    weights.add(id(tensor))
+                self.flow.use(self.held[id(tensor)], here_only=here_only, place=place)
             self._use_changed(tensor, label)
 
     def _use_changed(self, tensor: Tensor, label: Label | None) -> None:
@@ -185,13 +204,32 @@ class FlowRecorder(TorchFunctionMode):
                 sharing = [one for one in self.labels if differentiable and self._memory(one) == memory]
                 for label in map(self.labels.__getitem__, sharing):
                     self.flow.tensors[label].differentiable = tensor.is_floating_point() or tensor.is_complex()
+            elif id(tensor) in self.held:
+                self._note_change(self.held[id(tensor)])
             elif self.position.inside and not returning:
                 pass  # nothing but what a block has made itself: its arguments are compared when it returns
-            elif id(tensor) in self.held:
-                reason = f"{self.flow.after(self.position.call)} changes {self.held[id(tensor)]} in place"
-                self.flow.forbid(self.first_use.get(id(tensor), 0), self.flow.end, reason)
             else:
                 self.spoiled.setdefault(memory, place)
+
+    def _note_change(self, name: str, *, everywhere: bool = False) -> None:
+        """Note that a parameter or buffer is changed here, ``everywhere``: by each stage that runs this code."""
+        place = self.position.place
+        if everywhere:
+            until: int | None = place
+        else:
+            until = None if self.position.inside else self.flow.end
+        self.flow.use(name, here_only=not everywhere, place=max(place, 0))
+        self.flow.changes.setdefault(name, []).append((place, until))
+
+    def _note_assigned(self) -> None:
+        """Note which buffers have been replaced by other tensors, by an assignment to the module's attribute."""
+        for slot, (buffers, key, previous) in enumerate(self.buffers):
+            tensor = buffers.get(key)
+            if tensor is not None and tensor is not previous:
+                name = self.held[id(tensor)] = self.held[id(previous)]
+                self.buffers[slot] = (buffers, key, tensor)
+                self.kept.append(previous)  # so that no other tensor gets its id
+                self._note_change(name, everywhere=not self.position.inside and tensor not in self.labels)
 
     def _memory(self, tensor: Tensor) -> int:
         """Return what is equal for tensors that share memory."""
@@ -205,6 +243,16 @@ class FlowRecorder(TorchFunctionMode):
             for known_of in (self.changes, self.since, self.spoiled):
                 known_of.pop(key, None)
         return key
+
+
+def registered_buffers(module: nn.Module) -> list[tuple[dict[str, Tensor | None], str, Tensor]]:
+    """Return where each buffer of a module is registered: the dict, its name in it, and itself."""
+    return [
+        (part._buffers, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
 
 
 def versions(tensors: list[Tensor]) -> list[int]:

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from harness.trainer.balanced.blocks import tensors_in
 from harness.trainer.balanced.data_flow import DataFlow
-from harness.trainer.balanced.elsewhere import Elsewhere
+from harness.trainer.balanced.elsewhere import Elsewhere, NoValuesError
 from harness.trainer.balanced.interception import Interception
 from harness.trainer.balanced.labels import Part
 
@@ -23,8 +23,10 @@ def find_obstacles(flow: DataFlow, interception: Interception, step: Callable[[]
                 outputs = interception.run(Part(flow.end, flow.end), [], step)
             hidden.use(tensors_in(outputs))
         except Exception as error:
-            position = interception.position
-            reason = f"{flow.after(position.call)} does not run without values: {type(error).__name__}: {error}"
+            position, why = interception.position, f"does not run without values: {type(error).__name__}: {error}"
+            if isinstance(error.__cause__, NoValuesError):
+                why = str(error.__cause__)
+            reason = f"{flow.after(position.call)} {why}"
             flow.forbid(position.place, flow.end, reason)
 
 

@@ -13,8 +13,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from harness.trainer.balanced.blocks import tensors_in
 from harness.trainer.balanced.calls import replaced_forwards
-from harness.trainer.balanced.elsewhere import Elsewhere
+from harness.trainer.balanced.elsewhere import Elsewhere, NoValuesError
 from harness.trainer.balanced.labels import Carried, Label, Part, Position
+from harness.trainer.balanced.skipped_call import run_without_values
 from harness.trainer.errors import MisconfigurationError
 from harness.trainer.precision_plugins import map_tensors
 
@@ -44,7 +45,8 @@ class Interception:
         calls: The name and module of each call of the step, in order.
         device: Where the tensors of skipped calls are said to be.
         drawn: Labels of what operations between calls draw at random, on one stage.
-        remember: Whether to keep the shapes of skipped calls' outputs.
+        trial: Whether the step is tried: then what is skipped is not remembered, and a call that returns numbers which
+            follow from values raises ``NoValuesError``.
 
     """
 
@@ -54,10 +56,10 @@ class Interception:
         device: torch.device,
         drawn: frozenset[Label] = frozenset(),
         *,
-        remember: bool = True,
+        trial: bool = False,
     ) -> None:
         self.calls, self.device, self.drawn = list(calls), device, drawn
-        self.remembered: dict[Any, Skipped] | None = {} if remember else None
+        self.remembered: dict[Any, Skipped] | None = None if trial else {}
         self.part = Part(0, 2 * len(self.calls))
         self.inputs: Sequence[Tensor] = ()
         self.wanted: set[Label] = set()
@@ -91,6 +93,12 @@ class Interception:
                 outputs = step()
         except StageOver as over:
             return over.departing
+        except NoValuesError as error:
+            raise MisconfigurationError(
+                f"{self._named(self.position.call)}, or the code after it, {error}, which another stage has computed: "
+                "balanced needs the same data flow for every batch, in training and validation. Use operations on "
+                "tensors instead, as torch.where, or the same code in each step."
+            ) from error
         finally:
             self.active, self.inputs, self.tensors = False, (), {}
         end = 2 * len(self.calls)
@@ -181,7 +189,9 @@ class Interception:
             self.skipping = True
             try:
                 args, kwargs = map_tensors(lambda tensor: copies[id(tensor)], (args, kwargs))
-                outputs = forward(*args, **kwargs)
+                outputs = run_without_values(
+                    self.calls[number][1], forward, args, kwargs, trial=self.remembered is None
+                )
             finally:
                 self.skipping = False
             numbers = {id(copies[id(tensor)]): place for place, tensor in enumerate(given)}
@@ -218,12 +228,14 @@ class Interception:
         return [self.tensors[carried.label] for carried in self.part.departing]
 
     def _changed(self, carried: Carried) -> str:
-        call = carried.label.call
         return (
-            f"What later blocks use of {self.calls[call][0] if call >= 0 else 'the begin of the step'}, or of the code "
-            "after it, is not computed as it was when the blocks were found: balanced needs the same data flow for "
-            "every batch, in training and validation."
+            f"What later blocks use of {self._named(carried.label.call)}, or of the code after it, is not computed as "
+            "it was when the blocks were found: balanced needs the same data flow for every batch, in training and "
+            "validation."
         )
+
+    def _named(self, call: int) -> str:
+        return self.calls[call][0] if call >= 0 else "the begin of the step"
 
 
 class OperationsBetween(TorchFunctionMode):

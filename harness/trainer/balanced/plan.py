@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from harness.trainer.balanced.batches import divisors
-from harness.trainer.balanced.blocks import in_training
-from harness.trainer.balanced.chain import Chain, find_chain, undisturbed
+from harness.trainer.balanced.blocks import in_mode
+from harness.trainer.balanced.chain import Chain, find_chain
 from harness.trainer.balanced.optimizer_state import optimizer_state_bytes
 from harness.trainer.balanced.partition import DoesNotFitError, StageCosts, partition
 from harness.trainer.balanced.pipeline import split
 from harness.trainer.balanced.profile import profile
 from harness.trainer.balanced.stages import Prediction, Profile, Stage, StagePlan
+from harness.trainer.balanced.undisturbed import undisturbed
 from harness.trainer.data_sharding import batch_length
 from harness.trainer.errors import MisconfigurationError
 
@@ -68,7 +69,7 @@ def plan(
         device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     run = step or module
     declare = getattr(module, "configure_blocks", None)
-    with in_training(module):
+    with in_mode(module, training=True):
         first = split(batch, counts[0])[0]
         chain = find_chain(module, lambda: run(first), devices, device, declare() if callable(declare) else None)
     return best_plan(

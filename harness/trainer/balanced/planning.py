@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.trainer.balanced.batches import divisors, first_batch, possible_micro_batches
+from harness.trainer.balanced.blocks import in_mode
 from harness.trainer.balanced.chain import Chain, find_chain
 from harness.trainer.balanced.measured import Balance
 from harness.trainer.balanced.partition import DoesNotFitError
@@ -25,6 +26,9 @@ from harness.trainer.module import Module
 from harness.trainer.optimizers import parse_optimizers
 from harness.trainer.precision_plugins import map_tensors
 from harness.trainer.step import StepModule, loss_function
+
+Trial = tuple[Callable[[Any], Any], Any]
+"""A step, that of training or that of validation, and the batch on which it is tried."""
 
 MOST_DEVICES = 64
 """How many devices are tried to name a number that would do."""
@@ -44,17 +48,20 @@ def plan_without_training(trainer: Any, module: Module, device: torch.device) ->
     state = TrainingState(copied, precision)
     state.optimizers, state.schedules = parse_optimizers(copied.configure_optimizers(), copied)
     loader = rank_loader(trainer, copied.train_dataloader(), training=True)
+    val_loader = rank_loader(trainer, copied.val_dataloader(), training=False)
     threads = torch.get_num_threads()
     try:
         if device.type == "cpu":
             torch.set_num_threads(1)  # as ranks have it
-        return Balance(make_plan(trainer, state, loader, device)[1])
+        return Balance(make_plan(trainer, state, loader, val_loader, device)[1])
     finally:
         torch.set_num_threads(threads)
 
 
-def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.device) -> tuple[Chain, StagePlan]:
-    """Find the module's blocks on the first batch, measure them, and return them with the fastest plan.
+def make_plan(
+    trainer: Any, state: TrainingState, loader: Any, val_loader: Any, device: torch.device
+) -> tuple[Chain, StagePlan]:
+    """Find the module's blocks on the first batches, measure them, and return them with the fastest plan.
 
     Raises:
         MisconfigurationError: The module has too few blocks, the batches do not divide, or the memory does not suffice.
@@ -71,13 +78,20 @@ def make_plan(trainer: Any, state: TrainingState, loader: Any, device: torch.dev
         return loss_of(step("training_step", inputs, 0, *first_turn), inputs)
 
     stages = possible_stages(plan)
-    micro_batch = split(batch, counts[0])[0]
+
+    def evaluate(inputs: Any) -> Any:
+        with in_mode(module, training=False):
+            return step("validation_step", inputs, 0)
+
+    tried: list[Trial] = [(run, split(batch, counts[0])[0])]
+    if val_loader is not None:
+        tried.append((evaluate, first_batch(val_loader, trainer.current_epoch)))
 
     def find(devices: int, least: int) -> Chain:
         try:
-            return blocks_on(device, trainer, module, run, micro_batch, devices, least)
+            return blocks_on(device, trainer, module, tried, devices, least)
         except torch.cuda.OutOfMemoryError:  # only the stages will fit, and blocks are measured one by one
-            return blocks_on(torch.device("cpu"), trainer, module, run, micro_batch, devices, least)
+            return blocks_on(torch.device("cpu"), trainer, module, tried, devices, least)
 
     chain = find(devices, min(stages))
     batch = map_tensors(lambda tensor: tensor.to(device), batch)
@@ -131,17 +145,16 @@ def blocks_on(
     device: torch.device,
     trainer: Any,
     module: Module,
-    run: Callable[[Any], Any],
-    inputs: Any,
+    tried: Sequence[Trial],
     devices: int,
     least: int,
 ) -> Chain:
-    """Return the blocks, ``least`` or more, found on a device; the module stays there."""
+    """Return the blocks, ``least`` or more, found on a device by the steps ``tried``; the module stays there."""
     module.to(device)
-    inputs = map_tensors(lambda tensor: tensor.to(device), inputs)
+    steps = [partial(run, map_tensors(lambda tensor: tensor.to(device), inputs)) for run, inputs in tried]
     training_device, trainer.device = trainer.device, device  # what the user's step asks for
     try:
-        return find_chain(module, lambda: run(inputs), devices, device, module.configure_blocks(), least)
+        return find_chain(module, steps[0], devices, device, module.configure_blocks(), least, *steps[1:])
     finally:
         trainer.device = training_device
 

@@ -16,7 +16,7 @@ from harness.trainer.balanced.blocks import (
     Holder,
     bytes_of,
     held_tensors,
-    in_training,
+    in_mode,
     same_random_numbers,
     tensors_in,
 )
@@ -106,7 +106,7 @@ def profile(
     inputs = map_tensors(lambda tensor: tensor.detach().to(device), inputs)
     batch = {address(tensor) for tensor in tensors_in(inputs)}
     value, journeys, costs = (), Journeys(), []
-    with same_random_numbers(), in_training(module):
+    with same_random_numbers(), in_mode(module, training=True):
         for index, block in enumerate(blocks):
             copies = {name: _copy(held[name], device) for name in block.holds}
             ours = batch | {address(tensor) for tensor in copies.values()}

@@ -56,7 +56,7 @@ def train_stage(trainer: Any, module: Module, device: torch.device, ckpt_path: A
     box: list[Any] = [None]
     if rank == 0:
         with module.while_planning():
-            box = [make_plan(trainer, state, train_loader, device)]
+            box = [make_plan(trainer, state, train_loader, val_loader, device)]
     dist.broadcast_object_list(box, 0, control)
     chain, balance = box[0]
     trainer.balance = Balance(balance)
@@ -171,7 +171,7 @@ class RunningStage:
     replicas: StageReplicas
 
     def __post_init__(self) -> None:
-        self.buffers = [buffer for name, buffer in self.module.named_buffers() if name in self.state.held]
+        self.buffers = [name for name, _ in self.module.named_buffers() if name in self.state.held]
         self.takes_loss = self.pipeline.place.is_last
         self.loss_of = loss_function(self.module, self.state.precision, False)
 
@@ -207,7 +207,8 @@ class RunningStage:
     def share_buffers(self) -> None:
         """Give all replicas of the stage the first one's buffers."""
         with self.state.waiting("the first replica's buffers"):
-            self.replicas.share_buffers(self.buffers)
+            # By name: a step may put other tensors in their places.
+            self.replicas.share_buffers([self.module.get_buffer(name) for name in self.buffers])
 
     def _part(self, optimizer: Optimizer) -> Any:
         return next(p for one, p in zip(self.state.optimizers, self.state.parts, strict=True) if one is optimizer)
