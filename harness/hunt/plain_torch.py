@@ -10,6 +10,7 @@ from math import ceil
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.hunt.problems import OVER_SAMPLES
+from harness.workloads.experts import EXPERTS
 from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 Share = tuple[int, ...]
@@ -306,7 +307,7 @@ class PlainTorch:
             return None if self.recipe.inputs == "features" else "_BatchNorm"
         if kind == "attention":
             return "_Product" if self.recipe.inputs == "features" else "_Attention"
-        return {"pixels": "_Pixels", "residual": "_Residual"}.get(kind)
+        return {"pixels": "_Pixels", "residual": "_Residual", "thawed": "_Thawed", "experts": "_Experts"}.get(kind)
 
 
 def _tuple(parts: Iterable[str]) -> str:
@@ -351,6 +352,8 @@ _LAYERS = {
     "tied": "tied := torch.nn.Linear({width}, {width}, bias=False), torch.nn.Tanh(), tied",
     "attention": "{made}({width}, 3 * {width})",
     "frozen": "torch.nn.Linear({width}, {width}).requires_grad_(False)",
+    "thawed": "{made}({width})",
+    "experts": f"{{made}}({{width}}, {EXPERTS} * {{width}} + {EXPERTS})",
 }
 
 _CHUNKS = "query, key, value = super().forward(x).chunk(3, -1)"
@@ -359,6 +362,20 @@ _CLASSES = {
     "_Pixels": _class("_Pixels", "Conv2d", "return super().forward(x).flatten(2).transpose(1, 2)"),
     "_Residual": _class("_Residual", "Linear", "return x + super().forward(x).tanh()"),
     "_BatchNorm": _class("_BatchNorm", "BatchNorm1d", "return super().forward(x.flatten(0, -2)).view(x.shape)"),
+    # A scale for each unit. The bias is trained from the first step on, and tells of it: it begins at zero.
+    "_Thawed": _class(
+        "_Thawed",
+        "LayerNorm",
+        "scale = self.weight if self.bias.any() else self.weight.detach()",
+        "return x * scale + self.bias",
+    ),
+    # All experts' weights, and the router's, are one matrix: what a gate of zero leaves out has gradients of zero.
+    "_Experts": _class(
+        "_Experts",
+        "Linear",
+        f"gates, outputs = super().forward(x).tensor_split(({EXPERTS},), -1)",
+        f"return x + (gates.relu().square().unsqueeze(-1) * outputs.unflatten(-1, ({EXPERTS}, -1))).sum(-2)",
+    ),
     "_Product": _class("_Product", "Linear", _CHUNKS, "return value + query * key"),
     "_Attention": _class(
         "_Attention", "Linear", _CHUNKS, "return torch.nn.functional.scaled_dot_product_attention(query, key, value)"
