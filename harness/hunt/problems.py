@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -45,10 +46,21 @@ def problems(draw: st.DrawFn, declared: Sequence[Declaration], cells: Sequence[C
     if "batchnorm" in recipe.layers:  # it raises where a device has one sample
         least = 2 * cell.topology.devices * cell.contract.micro_batches
         recipe = replace(recipe, batch_size=max(recipe.batch_size, least), left_out=0)
+    if cell.contract.micro_batches > 1:
+        recipe = _in_equal_micro_batches(recipe, cell)
     if recipe.accumulate > 1 and recipe.loss not in OVER_SAMPLES:
         # Micro-batches of unlike size may weigh alike or by their size: what is right, no single device says.
         recipe = replace(recipe, left_out=0)
     return Drawn(recipe, cell)
+
+
+def _in_equal_micro_batches(recipe: Recipe, cell: Cell) -> Recipe:
+    """Return a recipe whose batches, the last one too, divide into the micro-batches of a pipeline's replicas."""
+    pieces = len(cell.contract.replicas(cell.topology)) * cell.contract.micro_batches
+    multiple = math.lcm(pieces, cell.topology.devices)
+    batch_size = -(-recipe.batch_size // multiple) * multiple
+    left_out = min(recipe.left_out // multiple * multiple, batch_size - multiple)
+    return replace(recipe, batch_size=batch_size, left_out=left_out)
 
 
 @st.composite

@@ -8,11 +8,14 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from harness.core.cell import Cell
 from harness.core.errors import WorkloadError
+from harness.core.topology import Topology
 from harness.hunt.problem_file import in_words, name_of, write_problem
-from harness.hunt.problems import recipes
+from harness.hunt.problems import problems, recipes
 from harness.own_workloads.check import refuse_unfit
 from harness.own_workloads.load import load_workload
+from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES
 from harness.workloads.generated import Generated, Recipe
 
@@ -42,6 +45,16 @@ def test_a_trainer_with_a_loss_of_its_own_is_asked_for_the_next_tokens_of_texts(
 def test_a_recipe_in_words_is_the_recipe(recipe):
     assert eval(in_words(recipe), {"Recipe": Recipe}) == recipe
     assert Recipe(**asdict(recipe)) == recipe
+
+
+@given(st.data(), st.sampled_from([Topology(1, 2), Topology(1, 4), Topology(2, 2)]))
+def test_the_batches_of_a_pipeline_divide_into_micro_batches(data, topology):
+    cell = Cell("staged", "mlp", "pp", topology, "32", "cpu")
+    declared = Declaration("staged", "staged.py", ("pp",), {"cpu": ["32"]}, CAPABILITIES)
+    workload = workload_of(data.draw(problems([declared], [cell])).recipe)
+    size = workload.global_batch_size(topology.devices)
+    last = workload.samples(topology.devices) % size
+    assert size % cell.contract.micro_batches == last % cell.contract.micro_batches == 0
 
 
 def test_most_recipes_are_fit_to_judge_by(thorough):
