@@ -24,7 +24,7 @@ from harness.judge.oracle.layout import (
     single_batch_layout,
     with_unique_draws,
 )
-from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged
+from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged, within_a_rounding
 from harness.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
 from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
@@ -76,7 +76,7 @@ class TraceAnalysis:
     """One trace under analysis. Everything expensive is computed once, and only if a check needs it."""
 
     def __init__(self, trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> None:
-        self.cell = cell
+        self.whole_trace, self.cell = trace, cell
         contract, topology = cell.contract, cell.topology
         self.replicas = contract.replicas(topology)
         self.recorded = with_empty_steps(trace, self.replicas)
@@ -260,25 +260,47 @@ class TraceAnalysis:
     def noise(self) -> NoiseScale:
         """Noise of the gradient: the contract in the cell's precision on one device, in several orders.
 
-        Float64 is measured against itself. Then nothing shows what rounding does inside a layer, whose sums a trainer
-        may divide or order otherwise; so the weights are nudged by one rounding.
+        Few samples have few orders, and each may happen to be rounded hardly at all: every second run is repeated at
+        weights that are less than a rounding away, and compared with float64 at the same ones. Float64 is compared with
+        itself: there the weights of each run are nudged on one side alone, and the sums in a layer differ as they do in
+        another order.
         """
         noise = NoiseScale()
         generator = torch.Generator().manual_seed(self.workload.seed)
         rng = random.Random(self.workload.seed)
         orders = -(-NOISE_RUNS // max(len(self.steps_taken), 1))
+        is_double = self.cell_oracle.dtype is torch.float64
         for step in self.steps_taken:
-            expected = self.expected[step.index]
+            expected, layout, before = self.expected[step.index], self.layouts[step.index], step.ranks[0].before
             scale = step.ranks[0].scale or 1.0
+            left = partial(without_held_back, held_back=step.held_back, clip_norm=self.workload.clip_norm)
+            self.load_step(self.oracle, step)
             self.load_step(self.cell_oracle, step)
             noise.add_rounding(expected.contract, expected.units, expected.largest_units)
-            for _ in range(orders):
-                if self.cell_oracle.dtype is torch.float64:
-                    self.cell_oracle.load(nudged(step.ranks[0].before, generator))
-                measured = self.cell_oracle.gradient(shuffled(self.layouts[step.index], rng), scale)
-                measured = without_held_back(measured, step.held_back, self.workload.clip_norm)
+            for number in range(orders):
+                self.cell_oracle.load(nudged(before, generator) if is_double else before)
+                measured = left(self.cell_oracle.gradient(shuffled(layout, rng), scale))
                 noise.add(measured, expected.contract, expected.units)
+                if not is_double and number % 2 == 0:
+                    self.cell_oracle.load(within_a_rounding(before, generator, self.compute_epsilon))
+                    self.oracle.load(self.cell_oracle.weights())
+                    measured = left(self.cell_oracle.gradient(shuffled(layout, rng), scale))
+                    noise.add(measured, left(self.oracle.gradient(layout)), expected.units, repeated=True)
         return noise
+
+    @cached_property
+    def diverged_at(self) -> int | None:
+        """The first step at which the gradient of one device, at the subject's own weights, is not finite either.
+
+        None where there is none. A loss that is scaled overflows by the scale, and its steps are skipped.
+        """
+        for step in self.steps_taken:
+            if step.ranks[0].scale or not _is_finite(step.ranks[0].before):
+                break
+            self.load_step(self.cell_oracle, step)
+            if not _is_finite(self.cell_oracle.gradient(self.layouts[step.index])):
+                return step.index
+        return None
 
     @property
     def limit(self) -> float:
@@ -326,6 +348,10 @@ def same(left: Tensors, right: Tensors) -> bool:
         or (bool(left[name].isnan().any()) and torch.equal(left[name].nan_to_num(), right[name].nan_to_num()))
         for name in left
     )
+
+
+def _is_finite(tensors: Tensors) -> bool:
+    return all(bool(value.isfinite().all()) for value in tensors.values())
 
 
 def _shares(parts: Sequence[Sequence[Tensors]], name: str) -> Iterable[Tensor]:

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.checks.gradients import compare_gradients
 from harness.judge.oracle.noise import (
     FALSE_ALARM,
     NoiseScale,
@@ -117,6 +119,40 @@ def test_in_float64_another_order_inside_a_layer_is_noise(cell_of):
     error = distance(gradient[name], exact.contract[name])
     assert error > 20 * exact.units[name]
     assert error < analysis.limit * analysis.noise.at(name, exact.units[name])
+
+
+class TwoSamples(Generated):
+    """Attention and a BatchNorm over two samples: one of their two orders is hardly rounded at all, the other is."""
+
+    name = "two-samples"
+    recipe = Recipe(inputs="images", layers=("linear-3", "attention", "batchnorm"), batch_size=2, seed=85)
+
+
+@pytest.mark.parametrize("tried", [(0, 1), (1, 0)])
+def test_few_samples_are_no_accusation_whichever_of_their_orders_is_tried(cell_of, monkeypatch, tried):
+    """Without weights of their own all runs have the same rounding, and one order has 77 times the other's."""
+    workload, cell = TwoSamples(), cell_of("two-samples", "none", "1x1", "32")
+    trainer = Oracle(workload, 1, cell.arithmetic)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    monkeypatch.setattr("harness.judge.trace_analysis.shuffled", lambda layout, rng: (((tried,),),))
+    for order in ((0, 1), (1, 0)):
+        step = Step((MicroBatch((order,), order),), before, trainer.gradient((((order,),),)), before, (0.1,))
+        analysis = TraceAnalysis(Trace((RankTrace(0, 1, (step,)),)), workload, cell)
+        finding = compare_gradients(analysis)
+        assert finding.outcome is Outcome.PASSED, finding.message
+
+
+def test_a_repeated_run_raises_the_noise_and_not_the_number_of_runs():
+    noise = NoiseScale()
+    noise.add({"weight": torch.tensor([1.5])}, {"weight": torch.ones(1)}, {"weight": 0.1}, repeated=True)
+    assert noise.runs == 0
+    assert noise.at("weight", 0.1) == pytest.approx(0.5)
+
+
+def test_a_run_that_takes_other_experts_is_compared_in_what_both_have():
+    noise = NoiseScale()
+    noise.add({"weight": torch.ones(1), "new": torch.ones(1)}, {"weight": torch.ones(1)}, {"weight": 0.1})
+    assert noise.runs == 1
 
 
 class BehindOneAnother(Generated):

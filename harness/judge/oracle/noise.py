@@ -151,12 +151,17 @@ class NoiseScale:
         self._measured: dict[str, float] = {}
         self.runs = 0
 
-    def add(self, measured: Tensors, exact: Tensors, units: dict[str, float]) -> None:
-        """Take one run in the cell's precision, ``measured``, against the same in float64, ``exact``."""
-        errors = {name: distance(measured[name], exact[name]) for name in measured}
+    def add(self, measured: Tensors, exact: Tensors, units: dict[str, float], *, repeated: bool = False) -> None:
+        """Take one run in the cell's precision, ``measured``, against the same in float64, ``exact``.
+
+        One that is ``repeated`` may raise the noise, and does not count as a run, which would lower the limit.
+        """
+        # Which experts a sample takes may turn with the weights of a run.
+        shared = measured.keys() & exact.keys() & units.keys()
+        errors = {name: distance(measured[name], exact[name]) for name in measured if name in shared}
         if not all(math.isfinite(error) for error in errors.values()):
             return  # float16 overflowed, which measures no rounding
-        self.runs += 1
+        self.runs += not repeated
         for name, error in errors.items():
             self._take(name, error, units[name])
             if units[name] > 0:
