@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -22,6 +23,9 @@ from harness.judge.findings import Vacuous
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import Problem
 
+BY_STEP, OVER_ALL = ("gradients", "update", "training"), ("buffers", "metrics", "checkpoint")
+"""The checks that have nothing to compare once numbers are out of range; those by step are judged until then."""
+
 
 def judge(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavior = ORDINARY) -> tuple[Finding, ...]:
     """Run every check on the trace of a subject that declared ``behavior``.
@@ -40,6 +44,8 @@ def judge(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavio
         torch.manual_seed(workload.seed)
         analysis = TraceAnalysis(trace, workload, cell, behavior)
         answers = [_run(name, check, analysis) for name, check in CHECKS.items()]
+        if any(_is_of_numbers(one) for one in answers) and analysis.diverged_at is not None:
+            answers = _of_a_divergence(answers, analysis, analysis.diverged_at)
     findings = tuple(finding for finding in answers if finding is not None)
     return in_order(with_hung_ranks(findings, trace) if trace.hung else findings)
 
@@ -52,6 +58,33 @@ def _run(name: str, check: Check, analysis: TraceAnalysis) -> Finding | None:
     except Exception as error:
         # A check that raises has no verdict.
         return Finding(name, Outcome.ERRORED, f"the check itself raised {_raised(error)}")
+
+
+def _is_of_numbers(finding: Finding | None) -> bool:
+    """Return whether a finding accuses numbers that one device may not be able to hold either."""
+    return finding is not None and finding.check in (*BY_STEP, *OVER_ALL) and finding.outcome.is_bad
+
+
+def _of_a_divergence(answers: Sequence[Finding | None], analysis: TraceAnalysis, step: int) -> list[Finding | None]:
+    """Return the findings of a training that is out of range from a step on: numbers are judged before it alone."""
+    until = TraceAnalysis(_until(analysis.whole_trace, step), analysis.workload, analysis.cell, analysis.behavior)
+    vacuous = (
+        f"vacuous: the training diverges: at step {step} the gradient of one device is not finite in precision "
+        f"{analysis.cell.precision} either; lower the learning rate, or clip"
+    )
+    judged: list[Finding | None] = []
+    for finding in answers:
+        if finding is not None and _is_of_numbers(finding):
+            earlier = _run(finding.check, CHECKS[finding.check], until) if finding.check in BY_STEP else None
+            if earlier is None or earlier.outcome is not Outcome.FAILED:
+                earlier = Finding(finding.check, Outcome.ERRORED, vacuous, step=step)
+            finding = earlier
+        judged.append(finding)
+    return judged
+
+
+def _until(trace: Trace, step: int) -> Trace:
+    return replace(trace, ranks=tuple(replace(rank, steps=rank.steps[:step]) for rank in trace.ranks))
 
 
 def _raised(error: Exception) -> str:
