@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
+from harness.judge.buffer_replay import buffer_errors, buffers_after
 from harness.judge.checks.gradients import compare_gradients
 from harness.judge.oracle.noise import (
     FALSE_ALARM,
@@ -153,6 +154,32 @@ def test_a_run_that_takes_other_experts_is_compared_in_what_both_have():
     noise = NoiseScale()
     noise.add({"weight": torch.ones(1), "new": torch.ones(1)}, {"weight": torch.ones(1)}, {"weight": 0.1})
     assert noise.runs == 1
+
+
+class Centred(Generated):
+    """A BatchNorm behind another one: the mean of what it gets is zero but for rounding."""
+
+    name = "centred"
+    recipe = Recipe(layers=("layernorm", "batchnorm", "batchnorm"), batch_size=8, epochs=2)
+
+
+def test_in_float64_statistics_of_what_is_centred_already_are_noise(cell_of):
+    workload, cell = Centred(), cell_of("centred", "none", "1x1", "64")
+    trainer, share = Oracle(workload, 1), tuple(range(8))
+    before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    start = {name: buffer.clone() for name, buffer in trainer.buffers.items()}
+    trainer.load(nudged(before, torch.Generator().manual_seed(1)))
+    then = trainer.buffers_after(start, [share])
+    steps = tuple(
+        Step((MicroBatch((share,), share),), before, {}, before, (0.1,), buffers=buffers) for buffers in (start, then)
+    )
+    analysis = TraceAnalysis(Trace((RankTrace(0, 1, steps),)), workload, cell)
+    errors = [one for _, one in buffer_errors(analysis, *analysis.steps, 0)]
+    assert errors
+    assert max(one.x_noise for one in errors) <= limit()
+    exact = buffers_after(analysis.oracle, steps[0], [share])["layers.2.norm.running_mean"]
+    off = distance(then["layers.2.norm.running_mean"], exact)
+    assert off > limit() * rounding_unit([exact], analysis.epsilon)
 
 
 class BehindOneAnother(Generated):
