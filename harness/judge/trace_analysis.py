@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -173,16 +174,23 @@ class TraceAnalysis:
         """The number of optimizer steps that the training should have."""
         return self.workload.steps(self.devices)
 
-    def moves_schedule(self, step: GlobalStep) -> bool:
-        """Return whether schedules move on after a step that was taken.
+    def standing_schedules(self, step: GlobalStep) -> frozenset[int]:
+        """Return the numbers of the optimizers whose schedules do not move on after a step that was taken.
 
-        After one in which an optimizer was held back they may or may not: the rates of the next step tell.
+        After one in which an optimizer was held back each of them may move or not: the rates of the next step tell.
         """
         place = self.steps_taken.index(step)
-        return (
-            not step.held_back
-            or place + 1 == len(self.steps_taken)
-            or self.steps_taken[place + 1].ranks[0].learning_rates != step.ranks[0].learning_rates
+        if not step.held_back or place + 1 == len(self.steps_taken):
+            return frozenset()
+        now, then = (self.steps_taken[one].ranks[0].learning_rates for one in (place, place + 1))
+        groups = [len(one.param_groups) for one in self.oracle.optimizer().every]
+        if not len(now) == len(then) == sum(groups):
+            return frozenset(range(len(groups))) if now == then else frozenset()
+        ends = list(accumulate(groups))
+        return frozenset(
+            number
+            for number, (end, count) in enumerate(zip(ends, groups, strict=True))
+            if now[end - count : end] == then[end - count : end]
         )
 
     @property

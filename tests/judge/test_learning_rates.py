@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from harness.core.outcome import Outcome
+from harness.evidence.trace import Trace
 from harness.workloads import WORKLOADS
+from harness.workloads.generated import Generated, Recipe
 
 PLAIN = WORKLOADS["mlp"]
 
@@ -42,3 +44,37 @@ def test_a_rate_that_is_no_number_is_wrong(judged, cell_of):
 
 def test_a_rate_that_went_through_a_few_roundings_is_right(judged, cell_of):
     assert judged(1 + 1e-15, cell_of("mlp", "none", "1x1", "16")).outcome is Outcome.PASSED
+
+
+class TwoSchedules(Generated):
+    """SGD for one weight and Adam for the others, each with a warm-up."""
+
+    name = "two-schedules"
+    recipe = Recipe(optimizer="several", schedule="warm-up", steps_per_epoch=2)
+
+
+@pytest.mark.parametrize("moved", [(True, True), (False, True), (True, False), (False, False)])
+def test_each_schedule_may_wait_for_an_optimizer_that_was_held_back(simulation, cell_of, moved):
+    assert _held_back(simulation, cell_of, moved).outcome is Outcome.PASSED
+
+
+def test_a_rate_that_is_neither_the_old_nor_the_next_one_is_wrong(simulation, cell_of):
+    assert _held_back(simulation, cell_of, (0.5, True)).outcome is Outcome.FAILED
+
+
+def _held_back(simulation, cell_of, moved):
+    """Judge two steps of which the first held one optimizer back; ``moved``: the part of the way each rate went."""
+    workload, cell = TwoSchedules(), cell_of("two-schedules", "none", "1x1", "32")
+    (rank,) = simulation.right_trace(workload, cell).ranks
+    optimizers = workload.optimizers(workload.model().parameters())
+    schedules = [workload.scheduler(one) for one in optimizers]
+    old = [one.get_last_lr()[0] for one in schedules]
+    for optimizer, schedule in zip(optimizers, schedules, strict=True):
+        optimizer.step()
+        schedule.step()
+    new = [one.get_last_lr()[0] for one in schedules]
+    rates = tuple(a + part * (b - a) for a, b, part in zip(old, new, moved, strict=True))
+    name = next(iter(rank.steps[0].before))
+    first = replace(rank.steps[0], learning_rates=tuple(old), held_back={name: rank.steps[0].gradients[name]})
+    steps = (first, replace(rank.steps[1], learning_rates=rates))
+    return simulation.judge(Trace((replace(rank, steps=steps),)), workload, cell)["learning-rate"]

@@ -46,8 +46,7 @@ def learning_rate(analysis: TraceAnalysis) -> Finding:
                 return explain(finding, LearningRateCase(analysis, rank))
         analysis.oracle.set_gradients({})
         optimizer.step()  # without gradients it changes nothing; a schedule requires it
-        if analysis.moves_schedule(global_step):
-            schedule()
+        schedule(analysis.standing_schedules(global_step))
     return passed("learning-rate", "every step used the workload's learning rate")
 
 

@@ -53,8 +53,8 @@ class TracedTraining(Protocol):
     def cell_oracle(self) -> Oracle:
         """The cell's own precision, one device."""
 
-    def moves_schedule(self, step: Any) -> bool:
-        """Return whether schedules move on after a step that was taken."""
+    def standing_schedules(self, step: Any) -> frozenset[int]:
+        """Return the numbers of the optimizers whose schedules do not move on after a step that was taken."""
 
     def one_device(self, layout: Layout) -> Layout:
         """Return the same samples as one device takes them, each batch at once."""
@@ -146,6 +146,5 @@ class FullTraining:
                 oracle.set_gradients({name: gradient[name] for name in names if name in gradient})
                 with nullcontext() if parts is None else PartialSums(parts):
                     optimizer.step()
-            if self._recorded.moves_schedule(step):
-                schedule()
+            schedule(self._recorded.standing_schedules(step))
         return oracle.weights()
