@@ -30,11 +30,12 @@ def buffer_errors(
     micro_batches = zip_longest(*(step.micro_batches for step in global_step.ranks))
     everybody = [tuple(i for micro in micros if micro for i in micro.samples) for micros in micro_batches]
     for way, shares in (("first device", own_shares(start)), ("one device", everybody)):
-        exact, *replays = [buffers_after(analysis.oracle, start, shares), *_replays(analysis, start, shares)]
+        right = buffers_after(analysis.oracle, start, shares, analysis.cell.contract.micro_batches)
+        replays = list(_replays(analysis, start, shares))
         for name, value in found.items():
-            if name not in exact:
+            if name not in right:
                 continue  # the subject's own addition to the model: not the job's, so not judged
-            error = min(buffer_error(value, exact[name], replayed[name], analysis) for replayed in replays)
+            error = min(buffer_error(value, right[name], replayed[name], analysis) for replayed in replays)
             yield way, Deviation(error, following.index, name, rank)
 
 
@@ -44,13 +45,14 @@ def _replays(analysis: TraceAnalysis, step: Step, shares: list[Share]) -> Iterat
     Float64 is compared with itself, so its weights are nudged: a statistic of what is centred already, as behind
     another BatchNorm, is nothing but the rounding inside the layers before it.
     """
-    if analysis.cell_oracle.dtype is not torch.float64:
-        yield buffers_after(analysis.cell_oracle, step, shares)
+    oracle, micro_batches = analysis.cell_oracle, analysis.cell.contract.micro_batches
+    if oracle.dtype is not torch.float64:
+        yield buffers_after(oracle, step, shares, micro_batches)
         return
     generator = torch.Generator().manual_seed(analysis.workload.seed)
     for _ in range(NUDGED):
         weights = nudged(step.before, generator)
-        yield buffers_after(analysis.cell_oracle, replace(step, before=weights), shares)
+        yield buffers_after(oracle, replace(step, before=weights), shares, micro_batches)
 
 
 def buffer_error(value: torch.Tensor, exact: torch.Tensor, replayed: torch.Tensor, analysis: TraceAnalysis) -> float:
@@ -63,13 +65,19 @@ def own_shares(step: Step) -> list[Share]:
     return [micro.forwards[0] for micro in step.micro_batches if micro.forwards]
 
 
-def buffers_after(oracle: Oracle, step: Step, shares: list[Share]) -> Tensors:
-    """Return what forwards over ``shares`` make of the buffers that a step began with; each turn makes its own."""
-    buffers, last = step.buffers, shares[-1:] if step.alternate else shares
+def buffers_after(oracle: Oracle, step: Step, shares: list[Share], micro_batches: int) -> Tensors:
+    """Return what forwards over ``shares`` make of the buffers that a step began with; each turn makes its own.
+
+    A batch has so many ``micro_batches``, each with a share; optimizers alternate between batches.
+    """
+    buffers, last, before = step.buffers, shares, list[Share]()
+    if step.alternate:
+        batches = [shares[first : first + micro_batches] for first in range(0, len(shares), micro_batches)]
+        last = batches[-1] if batches else []
+        before = [share for batch in batches[:-1] for _ in step.turns for share in batch]
     for turn, weights in enumerate((step.before, *(left for _, left in turns_of(step)))):
         oracle.load(weights)
-        before = [share for share in shares[:-1] for _ in step.turns] if step.alternate and not turn else []
-        buffers = oracle.buffers_after(buffers, [*before, *last])
+        buffers = oracle.buffers_after(buffers, last if turn else [*before, *last])
     return buffers
 
 

@@ -26,7 +26,7 @@ from harness.judge.oracle.layout import (
     with_unique_draws,
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged, within_a_rounding
-from harness.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
+from harness.judge.oracle.oracle import Oracle, batches_between, mean_gradient, without_held_back
 from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
 
@@ -198,11 +198,15 @@ class TraceAnalysis:
         """Whether samples should be in another order in each epoch."""
         return self.behavior.shuffles(self.workload.shuffle)
 
+    def batches_between(self, step: GlobalStep) -> int:
+        """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
+        return batches_between(step.ranks[0], self.cell.contract.micro_batches)
+
     def load_step(self, oracle: Oracle, step: GlobalStep) -> None:
         """Give an oracle the state that the subject had before a step."""
         oracle.load(step.ranks[0].before)
         self.load_inputs(oracle, step)
-        oracle.set_turns(step.ranks[0])
+        oracle.set_turns(step.ranks[0], self.cell.contract.micro_batches)
 
     def load_inputs(self, oracle: Oracle, step: GlobalStep) -> None:
         """Give an oracle what a step's forwards depend on besides the weights."""

@@ -177,7 +177,7 @@ def test_in_float64_statistics_of_what_is_centred_already_are_noise(cell_of):
     errors = [one for _, one in buffer_errors(analysis, *analysis.steps, 0)]
     assert errors
     assert max(one.x_noise for one in errors) <= limit()
-    exact = buffers_after(analysis.oracle, steps[0], [share])["layers.2.norm.running_mean"]
+    exact = buffers_after(analysis.oracle, steps[0], [share], 1)["layers.2.norm.running_mean"]
     off = distance(then["layers.2.norm.running_mean"], exact)
     assert off > limit() * rounding_unit([exact], analysis.epsilon)
 

@@ -62,8 +62,9 @@ def _recomputed(batch: Sequence[Share], early: int) -> list[Share]:
 def _fitting(analysis: TraceAnalysis, index: int, shares: list[Share], ahead: list[Share]) -> set[str]:
     """Return the buffers that these forwards of a step, and then of the next one, explain."""
     before, after = (step.ranks[0] for step in analysis.steps[index : index + 2])
+    size = analysis.cell.contract.micro_batches
     exact, rough = (
-        buffers_after(oracle, replace(after, buffers=buffers_after(oracle, before, shares)), ahead)
+        buffers_after(oracle, replace(after, buffers=buffers_after(oracle, before, shares, size)), ahead, size)
         for oracle in (analysis.oracle, analysis.cell_oracle)
     )
     found = after.buffers

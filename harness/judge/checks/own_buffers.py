@@ -84,8 +84,9 @@ COMBINATIONS: tuple[tuple[str, str, Combination], ...] = (
 def _explained(worst: Deviation, analysis: TraceAnalysis) -> Finding:
     """Return the failure at the first step that is wrong, with the combination of the ranks' own buffers that fits."""
     global_step, following, rank = _first_wrong(analysis)
+    micro_batches = analysis.cell.contract.micro_batches
     exact, replayed = (
-        [buffers_after(oracle, step, own_shares(step)) for step in global_step.ranks]
+        [buffers_after(oracle, step, own_shares(step), micro_batches) for step in global_step.ranks]
         for oracle in (analysis.oracle, analysis.cell_oracle)
     )
     found = following.ranks[rank].buffers

@@ -53,6 +53,9 @@ class TracedTraining(Protocol):
     def cell_oracle(self) -> Oracle:
         """The cell's own precision, one device."""
 
+    def batches_between(self, step: Any) -> int:
+        """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
+
     def standing_schedules(self, step: Any) -> frozenset[int]:
         """Return the numbers of the optimizers whose schedules do not move on after a step that was taken."""
 
@@ -139,7 +142,7 @@ class FullTraining:
                 at = begun if step.ranks[0].turns else now
                 oracle.load(at if nudges is None else nudged(at, nudges))
                 if step.ranks[0].turns:
-                    oracle.set_turn(names, now, alternate=step.ranks[0].alternate)
+                    oracle.set_turn(names, now, batches_between=self._recorded.batches_between(step))
                 gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)
                 gradient = without_held_back(gradient, step.held_back, self._recorded.workload.clip_norm)
                 oracle.load(now)

@@ -66,7 +66,7 @@ class Oracle:
         self._row_of: dict[int, int] = {}
         self._drawn: Tensors = {}
         self._turns: list[tuple[tuple[str, ...], Tensors]] = []
-        self._alternate = False
+        self._batches_between = 0
 
     def load(self, weights: Tensors) -> None:
         """Set the weights, a value for every parameter, cast to this precision."""
@@ -100,16 +100,17 @@ class Oracle:
                     table[[self._row_of[sample] for sample in micro.samples]] = micro.drawn[name].to(table.dtype)
             self._drawn[name] = table.to(self.dtype)
 
-    def set_turns(self, step: Step) -> None:
+    def set_turns(self, step: Step, micro_batches: int = 1) -> None:
         """Compute each optimizer's part of the gradient at the weights that the optimizers before it left.
 
-        Where they alternate, that holds for its part of the last micro-batch's.
+        Where they alternate, that holds for its part of the last batch's, which passes in so many ``micro_batches``.
         """
-        self._alternate, self._turns = step.alternate, turns_of(step)
+        self._batches_between = batches_between(step, micro_batches)
+        self._turns = turns_of(step)
 
-    def set_turn(self, names: tuple[str, ...], weights: Tensors, *, alternate: bool) -> None:
-        """Compute the gradient of these parameters at ``weights``; where turns alternate, the last micro-batch's."""
-        self._alternate, self._turns = alternate, [(names, weights)]
+    def set_turn(self, names: tuple[str, ...], weights: Tensors, *, batches_between: int) -> None:
+        """Compute the gradient of these parameters at ``weights``; where turns alternate, the last batch's."""
+        self._batches_between, self._turns = batches_between, [(names, weights)]
 
     def forward(self, share: Share) -> Any:
         """Return the model's outputs for samples, as a device computes them at the start of the step."""
@@ -138,7 +139,9 @@ class Oracle:
         begun = self._copies() if self._turns else {}
         for _, weights in self._turns:
             self.load(weights)
-            earlier = made[0][:-1] if self._alternate else []
+            # One device takes each batch at once, and a pipeline in parts.
+            parts = max(1, len(layout) // self._batches_between) if self._batches_between else len(layout)
+            earlier = made[0][: len(layout) - parts]
             made.append([*earlier, *self._one_pass(layout[len(earlier) :], scale)])
         if begun:
             self.load(begun)
@@ -289,6 +292,11 @@ def without_held_back(gradient: Tensors, held_back: Collection[str], clip_norm: 
         return gradient
     left = 1.0 if clip_norm is None else 0.0
     return {name: value * left for name, value in gradient.items() if name not in held_back}
+
+
+def batches_between(step: Step, micro_batches: int) -> int:
+    """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
+    return max(1, len(step.micro_batches) // micro_batches) if step.alternate else 0
 
 
 def turns_of(step: Step) -> list[tuple[tuple[str, ...], Tensors]]:

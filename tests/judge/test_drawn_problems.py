@@ -1,0 +1,51 @@
+"""Problems that searches drew, shrunk: on each the judge once accused a trainer that is right. A regression suite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.core.topology import Topology
+from harness.engine.examine import examine
+from harness.hunt.problem_file import trained_on, write_problem
+from harness.launch.settings import Settings
+from harness.own_workloads.find import workload_of
+from harness.workloads import WORKLOADS
+from harness.workloads.generated import Recipe
+
+ALTERNATING = Recipe(optimizer="several", accumulate=2, steps_per_epoch=2)
+CENTRED = Recipe(layers=("layernorm", "batchnorm", "batchnorm"), batch_size=8, epochs=2)
+
+PROBLEMS = {
+    "the last batch of a window passes in micro-batches": ("reference", "balanced", (1, 2), "32", ALTERNATING),
+    "statistics between alternating optimizers": (
+        "reference", "balanced", (1, 2), "32",
+        replace(ALTERNATING, layers=("linear-5", "batchnorm"), batch_size=16, steps_per_epoch=3, epochs=2),
+    ),
+    "an evaluation between alternating optimizers": (
+        "reference", "none", (1, 1), "32", replace(ALTERNATING, batch_size=1, validate_every=1),
+    ),
+    "a schedule that waits for its optimizer": (
+        "reference", "ddp", (2, 1), "16",
+        Recipe(optimizer="several", schedule="warm-up", batch_size=1, steps_per_epoch=3, returns="nested", seed=9),
+    ),
+    "a held-out loss that overflows": (
+        "reference", "ddp2", (2, 2), "16",
+        Recipe(layers=("attention",) * 3, batch_size=5, steps_per_epoch=2, left_out=2, returns="nested", seed=632),
+    ),
+    "statistics of what is centred already": ("torch", "tp", (2, 2), "64", CENTRED),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_a_right_trainer_is_not_accused_any_more(warm_pool, cell_of, tmp_path, problem):
+    subject, backend, topology, precision, recipe = PROBLEMS[problem]
+    plain = cell_of("mlp", backend, str(Topology(*topology)), precision, subject=subject)
+    cell = trained_on(plain, recipe, write_problem(recipe, tmp_path))
+    try:
+        workload_of(cell)
+        findings = examine(warm_pool(subject), cell, tmp_path / "trace", Settings(60.0)).findings
+    finally:
+        WORKLOADS.pop(cell.workload, None)
+    assert not [one for one in findings if one.outcome.is_bad], findings
