@@ -44,8 +44,8 @@ def judge(trace: Trace, workload: Problem, cell: Cell, behavior: TrainingBehavio
         torch.manual_seed(workload.seed)
         analysis = TraceAnalysis(trace, workload, cell, behavior)
         answers = [_run(name, check, analysis) for name, check in CHECKS.items()]
-        if any(_is_of_numbers(one) for one in answers) and analysis.diverged_at is not None:
-            answers = _of_a_divergence(answers, analysis, analysis.diverged_at)
+        if any(map(_is_of_numbers, answers)) and (step := _diverged_at(analysis)) is not None:
+            answers = _of_a_divergence(answers, analysis, step)
     findings = tuple(finding for finding in answers if finding is not None)
     return in_order(with_hung_ranks(findings, trace) if trace.hung else findings)
 
@@ -63,6 +63,14 @@ def _run(name: str, check: Check, analysis: TraceAnalysis) -> Finding | None:
 def _is_of_numbers(finding: Finding | None) -> bool:
     """Return whether a finding accuses numbers that one device may not be able to hold either."""
     return finding is not None and finding.check in (*BY_STEP, *OVER_ALL) and finding.outcome.is_bad
+
+
+def _diverged_at(analysis: TraceAnalysis) -> int | None:
+    """Return the step from which on numbers are out of range, None where there is none or the evidence cannot tell."""
+    try:
+        return analysis.diverged_at
+    except Exception:  # evidence with which nothing can be computed: the checks have said so
+        return None
 
 
 def _of_a_divergence(answers: Sequence[Finding | None], analysis: TraceAnalysis, step: int) -> list[Finding | None]:

@@ -81,7 +81,7 @@ def rates_at(positions: Sequence[int], analysis: TraceAnalysis) -> list[Rates]:
     for _ in range(max(positions, default=0) + 1):
         rates.append(tuple(float(group["lr"]) for group in optimizer.param_groups))
         optimizer.step()  # without gradients it changes nothing; a schedule requires it
-        schedule(())
+        schedule()
     return [rates[position] for position in positions]
 
 

@@ -255,14 +255,14 @@ class Oracle:
         """Return the workload's optimizers over this oracle's parameters, as one."""
         return Optimizers(self.workload.optimizers(self.model.parameters()))
 
-    def schedule(self, optimizers: Optimizers) -> Callable[[Collection[int]], None]:
+    def schedule(self, optimizers: Optimizers) -> Callable[..., None]:
         """Return the step function of the workload's schedules, which does nothing where there are none.
 
-        It takes the numbers of the optimizers whose schedules stand still.
+        It may be given the numbers of the optimizers whose schedules stand still.
         """
         schedulers = [self.workload.scheduler(optimizer) for optimizer in optimizers.every]
 
-        def step(standing: Collection[int]) -> None:
+        def step(standing: Collection[int] = ()) -> None:
             for number, scheduler in enumerate(schedulers):
                 if scheduler is not None and number not in standing:
                     scheduler.step()
