@@ -26,7 +26,7 @@ from harness.judge.oracle.layout import (
     with_unique_draws,
 )
 from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged, within_a_rounding
-from harness.judge.oracle.oracle import Oracle, batches_between, mean_gradient, without_held_back
+from harness.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
 from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
 
@@ -200,13 +200,14 @@ class TraceAnalysis:
 
     def batches_between(self, step: GlobalStep) -> int:
         """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
-        return batches_between(step.ranks[0], self.cell.contract.micro_batches)
+        first = step.ranks[0]
+        return max(1, len(first.micro_batches) // self.cell.contract.micro_batches) if first.alternate else 0
 
     def load_step(self, oracle: Oracle, step: GlobalStep) -> None:
         """Give an oracle the state that the subject had before a step."""
         oracle.load(step.ranks[0].before)
         self.load_inputs(oracle, step)
-        oracle.set_turns(step.ranks[0], self.cell.contract.micro_batches)
+        oracle.set_turns(step.ranks[0], self.batches_between(step))
 
     def load_inputs(self, oracle: Oracle, step: GlobalStep) -> None:
         """Give an oracle what a step's forwards depend on besides the weights."""

@@ -100,13 +100,12 @@ class Oracle:
                     table[[self._row_of[sample] for sample in micro.samples]] = micro.drawn[name].to(table.dtype)
             self._drawn[name] = table.to(self.dtype)
 
-    def set_turns(self, step: Step, micro_batches: int = 1) -> None:
+    def set_turns(self, step: Step, batches_between: int) -> None:
         """Compute each optimizer's part of the gradient at the weights that the optimizers before it left.
 
-        Where they alternate, that holds for its part of the last batch's, which passes in so many ``micro_batches``.
+        Where they alternate between so many batches, that holds for its part of the last batch's; 0: they do not.
         """
-        self._batches_between = batches_between(step, micro_batches)
-        self._turns = turns_of(step)
+        self._batches_between, self._turns = batches_between, turns_of(step)
 
     def set_turn(self, names: tuple[str, ...], weights: Tensors, *, batches_between: int) -> None:
         """Compute the gradient of these parameters at ``weights``; where turns alternate, the last batch's."""
@@ -292,11 +291,6 @@ def without_held_back(gradient: Tensors, held_back: Collection[str], clip_norm: 
         return gradient
     left = 1.0 if clip_norm is None else 0.0
     return {name: value * left for name, value in gradient.items() if name not in held_back}
-
-
-def batches_between(step: Step, micro_batches: int) -> int:
-    """Return the number of batches of a step between which its optimizers alternate; 0: they do not."""
-    return max(1, len(step.micro_batches) // micro_batches) if step.alternate else 0
 
 
 def turns_of(step: Step) -> list[tuple[tuple[str, ...], Tensors]]:
