@@ -94,21 +94,21 @@ def _environment(folder: Path) -> Environment:
 
 def _shortest(template: Template, title: str, **values: object) -> str:
     """Return what a template renders, as readable as fits into the lines that a program may have."""
-    reason = ""
-    for tight, short in product((False, True), repeat=2):
+    reason, fewest = "a statement that is too wide", sys.maxsize
+    for tight, whole, short in product((False, True), repeat=3):
         text = template.render(tight=tight, **values)
         if short:
             text = "from torch import nn\n" + text.replace("torch.nn.", "nn.")
-        if tight:
+        if whole:
             text = _with_whole_names(text)
         try:
             lines = list(_composed(text, title))
         except _TooWideError:
-            reason = "a statement that is too wide"
             continue
         if len(lines) <= MOST_LINES:
             return "\n".join(lines) + "\n"
-        reason = f"so much that the program would have {len(lines)} lines"
+        if len(lines) < fewest:
+            reason, fewest = f"so much that the program would have {len(lines)} lines", len(lines)
     raise NotExpressedError(reason)
 
 
