@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from harness.core.backend import declared_for
 from harness.core.invocation import suite_command
 from harness.core.outcome import Outcome
+from harness.hunt.kinds import COMPARES_WEIGHTS
 from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problem_file import name_of
 from harness.hunt.program import MOST_LINES, NoTemplateError, one_device, program
@@ -112,13 +113,20 @@ def in_phrases(recipe: Recipe) -> Iterator[str]:
 
 def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
     """Return the program of a failure, called ``name``."""
+    command = shlex.join(command_of(Path(name), problem.cell.processes))
+    title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
+    folder = Path(declaration.source[0]).parent if declaration.source else Path()
+    return program(problem, folder, title, _tolerance(problem))
+
+
+def _tolerance(problem: PlainTorch) -> str:
+    """Return by how much rounding alone may move a weight; nothing where no weights are compared."""
+    if problem.kind not in COMPARES_WEIGHTS:
+        return ""
     recipe, cell = problem.recipe, problem.cell
     workload = type("Problem", (Generated,), {"name": "drawn", "recipe": recipe})()
     moved = tolerance(workload, cell.arithmetic, cell.topology.devices, recipe.epochs * problem.windows_of(True))
-    command = shlex.join(command_of(Path(name), cell.processes))
-    title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
-    folder = Path(declaration.source[0]).parent if declaration.source else Path()
-    return program(problem, folder, title, f"{moved:.0e}")
+    return f"{moved:.0e}"
 
 
 def _one_device(problem: PlainTorch) -> str | None:

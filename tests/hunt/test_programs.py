@@ -61,7 +61,7 @@ def text_of(problem):
 
 @given(recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]))
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision):
-    for made in (replace(recipe, shuffle=False, interrupt_after=None), recipe):
+    for made in (replace(recipe, shuffle=False), recipe):
         for write in (text_of, lambda problem: one_device(problem, "A program.")):
             try:
                 text = write(problem_of(made, subject, ranks, precision))
@@ -101,7 +101,7 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     ("recipe", "finding", "said"),
     [
         (Recipe(shuffle=True), GRADIENTS, "order is the trainer's own"),
-        (Recipe(epochs=2, interrupt_after=1), GRADIENTS, "an interruption"),
+        (Recipe(epochs=2, interrupt_after=1), Finding("checkpoint", Outcome.FAILED, ""), "an interruption"),
         (Recipe(layers=("dropout",)), GRADIENTS, "a layer of kind dropout"),
         (Recipe(), Finding("buffers", Outcome.FAILED, ""), "buffers"),
         (Recipe(validate_every=1, loss="in-batch"), VALIDATED, "no mean over samples"),
