@@ -9,6 +9,7 @@ from math import ceil
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
+from harness.hunt.interruption import Interruption
 from harness.hunt.kinds import COMPARES_WEIGHTS, IN_WORDS, kind_of
 from harness.hunt.problems import OVER_SAMPLES
 from harness.workloads.experts import EXPERTS
@@ -71,6 +72,11 @@ class PlainTorch:
         return self.cell.backend
 
     @property
+    def broke(self) -> bool:
+        """Whether an exception is what was found, which a program has to show."""
+        return self.check == "launch" or self.finding.cause == "interruption-broke"
+
+    @property
     def find_unused(self) -> bool:
         """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
         return self.ranks > 1 and not {"unused", "thawed"}.isdisjoint(self.recipe.layers)
@@ -79,6 +85,11 @@ class PlainTorch:
     def epoch_loop(self) -> str:
         """The head of the loop over epochs."""
         return f"for _ in range({self.recipe.epochs}):"
+
+    @property
+    def interruption(self) -> Interruption:
+        """Where training is interrupted."""
+        return Interruption(self.recipe, self.names)
 
     @property
     def ranks(self) -> int:

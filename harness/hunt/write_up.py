@@ -74,7 +74,7 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     try:
         file.write_text(_program(problem, declaration, file.name), "utf-8")
         run = run_program(file, cell.processes, python)
-        shown = _shown(run, failure)
+        shown = _shown(run, problem)
         values |= {
             "program": file.read_text("utf-8"),
             "command": shlex.join(command_of(Path(file.name), cell.processes)),
@@ -137,11 +137,10 @@ def _one_device(problem: PlainTorch) -> str | None:
         return None
 
 
-def _shown(run: ProgramRun, failure: Failure) -> Shown:
-    finding = failure.finding
-    if run.exit_code is None and finding.outcome is Outcome.TIMED_OUT:
+def _shown(run: ProgramRun, problem: PlainTorch) -> Shown:
+    if run.exit_code is None and problem.finding.outcome is Outcome.TIMED_OUT:
         return Shown.YES
-    return run.shows(finding.message if finding.check == "launch" else None)
+    return run.shows(problem.finding.message if problem.broke else None)
 
 
 def _verdict(run: ProgramRun, shown: Shown, omitted: str | None) -> str:
