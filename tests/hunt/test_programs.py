@@ -48,6 +48,7 @@ SMALL = [
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
+RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
 
 
 def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
@@ -80,7 +81,7 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
         # Of these two the loaders are made while they train, or by hand.
         drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
-        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), *drawn]):
+        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
             except NotExpressedError as error:
@@ -205,6 +206,7 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
         ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("lightning", Recipe(validate_every=2), RAISED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
@@ -212,7 +214,7 @@ def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, reci
     problem = problem_of(recipe, subject, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
     run = run_program(tmp_path / "program.py", 2, sys.executable)
-    assert run.shows(None) is Shown.YES, run
+    assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
 
 
 def test_the_command_is_one_that_readers_have():
