@@ -20,7 +20,9 @@ IN_WORDS = {
 
 
 def kind_of(recipe: Recipe, finding: Finding) -> str:
-    """Return ``val_loss``, ``samples``, ``weights``, or a key of ``IN_WORDS``."""
+    """Return ``val_loss``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
+    if finding.check == "launch" and finding.cause == "raised":
+        return "raised"
     if finding.check == "metrics":
         return "val_loss" if finding.message.startswith("val_loss") else "loss"
     if finding.check == "checkpoint":

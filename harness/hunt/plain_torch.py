@@ -30,11 +30,15 @@ class NotExpressedError(Exception):
 
 @dataclass(frozen=True)
 class PlainTorch:
-    """A recipe on a cell, and what was found, as the templates of programs use it."""
+    """A recipe on a cell, and what was found, as the templates of programs use it.
+
+    ``changed`` says, each in words after "it", what is not as it was found.
+    """
 
     recipe: Recipe
     cell: Cell
     finding: Finding
+    changed: tuple[str, ...] = ()
 
     @property
     def check(self) -> str:
@@ -47,14 +51,19 @@ class PlainTorch:
         return kind_of(self.recipe, self.finding)
 
     @property
-    def omitted(self) -> str | None:
-        """What of the recipe a program leaves out, because it should change nothing of what is compared."""
+    def differences(self) -> str:
+        """What a program does not do as the problem that was found, in words after "it"; empty: nothing.
+
+        What should change nothing of what is compared is left out.
+        """
         left_out = []
         if self.recipe.validate_every is not None and self.kind in COMPARES_WEIGHTS:
             left_out.append("evaluations")
         if self.recipe.interrupt_after is not None and self.kind != "resumed":
             left_out.append("the interruption")
-        return " and ".join(left_out) or None
+        if self.recipe.shuffle and self.kind == "raised":
+            left_out.append("shuffling")
+        return ", ".join(["leaves out " + " and ".join(left_out)] * bool(left_out) + [*self.changed])
 
     @property
     def kind_in_words(self) -> str:

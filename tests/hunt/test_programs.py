@@ -51,6 +51,7 @@ VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
+RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
 
 
 def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
@@ -90,7 +91,7 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
         drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
         if subject != "torch":  # what it resumes is the user's own loop
             drawn.append((INTERRUPTED, RESUMED))
-        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), *drawn]):
+        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
             except NotExpressedError as error:
@@ -226,6 +227,7 @@ def test_a_released_trainer_that_resumes_as_it_should_is_not_accused(tmp_path, s
         ("ignite", Recipe(steps_per_epoch=4, accumulate=2, interrupt_after=1, shuffle=True), RESUMED),
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("lightning", Recipe(validate_every=2), RAISED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
@@ -234,7 +236,7 @@ def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, reci
     problem = problem_of(recipe, subject, ranks, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
     run = run_program(tmp_path / "program.py", ranks, sys.executable)
-    assert run.shows(None) is Shown.YES, run
+    assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
 
 
 def test_the_command_is_one_that_readers_have():

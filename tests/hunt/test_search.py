@@ -112,7 +112,7 @@ def test_the_page_of_a_trainer_without_a_template_has_what_is_right_and_says_wha
 def written_up(name, finding, folder):
     failure = Failure(Drawn(Recipe(), Cell(name, "mlp", "ddp", Topology(1, 2), "32", "cpu")), finding)
     source = (str(Path(harness.subjects.__file__)), 1)
-    declared = Declaration(name, name, ("ddp",), {}, frozenset(), Software(name, "2.9"), source=source)
+    declared = Declaration(name, name, ("ddp",), {"cpu": ["32"]}, frozenset(), Software(name, "2.9"), source=source)
     return write_up(failure, [declared], name, sys.executable, folder)
 
 
