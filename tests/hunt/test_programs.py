@@ -45,9 +45,13 @@ SMALL = [
 ]
 """Problems such as searches shrink failures to: what every template writes a program for."""
 
+INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
+
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
+RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
+RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
 
 
 def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
@@ -59,12 +63,17 @@ def text_of(problem):
     return program(problem, SUBJECTS, "A program.", "1e-06")
 
 
-@given(recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]))
-def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision):
-    for made in (replace(recipe, shuffle=False, interrupt_after=None), recipe):
+@given(
+    recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
+    st.sampled_from([GRADIENTS, VALIDATED, RESUMED, SAMPLES]),
+)  # fmt: skip
+def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
+    if finding is RESUMED:
+        recipe = replace(recipe, interrupt_after=1)
+    for made in (replace(recipe, shuffle=False), recipe):
         for write in (text_of, lambda problem: one_device(problem, "A program.")):
             try:
-                text = write(problem_of(made, subject, ranks, precision))
+                text = write(problem_of(made, subject, ranks, precision, finding))
             except NotExpressedError:
                 continue
             lines = text.splitlines()
@@ -80,7 +89,9 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
         # Of these two the loaders are made while they train, or by hand.
         drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
-        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), *drawn]):
+        if subject != "torch":  # what it resumes is the user's own loop
+            drawn.append((INTERRUPTED, RESUMED))
+        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
             except NotExpressedError as error:
@@ -101,7 +112,6 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     ("recipe", "finding", "said"),
     [
         (Recipe(shuffle=True), GRADIENTS, "order is the trainer's own"),
-        (Recipe(epochs=2, interrupt_after=1), GRADIENTS, "an interruption"),
         (Recipe(layers=("dropout",)), GRADIENTS, "a layer of kind dropout"),
         (Recipe(), Finding("buffers", Outcome.FAILED, ""), "buffers"),
         (Recipe(validate_every=1, loss="in-batch"), VALIDATED, "no mean over samples"),
@@ -194,6 +204,15 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("subject", [one for one in TEMPLATES if one != "torch"])
+def test_a_released_trainer_that_resumes_as_it_should_is_not_accused(tmp_path, subject):
+    pytest.importorskip(LIBRARIES[subject])
+    (tmp_path / "program.py").write_text(program(problem_of(INTERRUPTED, subject, finding=RESUMED), SUBJECTS, "", "0"))
+    run = run_program(tmp_path / "program.py", 2, sys.executable)
+    assert run.shows(None) is Shown.NO, run
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
     [
@@ -203,16 +222,21 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
         ("ignite", WINDOWS, Finding("steps", Outcome.FAILED, "")),
         ("deepspeed", WINDOWS, Finding("steps", Outcome.FAILED, "")),
         ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("accelerate", replace(INTERRUPTED, shuffle=True), RESUMED),
+        ("lightning", replace(INTERRUPTED, shuffle=True), RESUMED),
+        ("ignite", Recipe(steps_per_epoch=4, accumulate=2, interrupt_after=1, shuffle=True), RESUMED),
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("lightning", Recipe(validate_every=2), RAISED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
     pytest.importorskip(LIBRARIES[subject])
-    problem = problem_of(recipe, subject, finding=finding)
+    ranks = 1 if finding is RESUMED else 2  # of several, Accelerate and Ignite draw the same order again
+    problem = problem_of(recipe, subject, ranks, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
-    run = run_program(tmp_path / "program.py", 2, sys.executable)
-    assert run.shows(None) is Shown.YES, run
+    run = run_program(tmp_path / "program.py", ranks, sys.executable)
+    assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
 
 
 def test_the_command_is_one_that_readers_have():
