@@ -9,6 +9,8 @@ from math import ceil
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
+from harness.hunt.interruption import Interruption
+from harness.hunt.kinds import COMPARES_WEIGHTS, IN_WORDS, kind_of
 from harness.hunt.problems import OVER_SAMPLES
 from harness.workloads.experts import EXPERTS
 from harness.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
@@ -30,12 +32,14 @@ class NotExpressedError(Exception):
 class PlainTorch:
     """A recipe on a cell, and what was found, as the templates of programs use it.
 
-    ``by_samples``: micro-batches of unlike size weigh by their samples, and not alike; a trainer may do either.
+    ``changed`` says, each in words after "it", what is not as it was found. ``by_samples``: micro-batches of unlike
+    size weigh by their samples, and not alike; a trainer may do either.
     """
 
     recipe: Recipe
     cell: Cell
     finding: Finding
+    changed: tuple[str, ...] = ()
     by_samples: bool = False
 
     @property
@@ -50,29 +54,28 @@ class PlainTorch:
 
     @property
     def kind(self) -> str:
-        """What a program has to show: ``val_loss``, ``samples``, ``weights``, or something that no template does."""
-        if self.check == "metrics":
-            return "val_loss" if self.finding.message.startswith("val_loss") else "loss"
-        if self.check == "validation" and "were not evaluated" in self.finding.message:
-            return "val_loss"
-        drawn_at_once = self.recipe.accumulate == 1 or self.recipe.shuffle  # shuffled, no weights can be compared
-        if self.check == "samples" and drawn_at_once and self.recipe.interrupt_after is None:
-            return "samples"
-        if self.recipe.interrupt_after is not None:
-            return "resumed"
-        return self.check if self.check in _OTHERWISE else "weights"
+        """What a program has to show, of ``kinds``."""
+        return kind_of(self.recipe, self.finding)
 
     @property
-    def omitted(self) -> str | None:
-        """What of the recipe a program leaves out, because it should change no weight."""
-        if self.kind != "weights" or self.recipe.validate_every is None:
-            return None
-        return "evaluations"
+    def differences(self) -> str:
+        """What a program does not do as the problem that was found, in words after "it"; empty: nothing.
+
+        What should change nothing of what is compared is left out.
+        """
+        left_out = []
+        if self.recipe.validate_every is not None and self.kind in COMPARES_WEIGHTS:
+            left_out.append("evaluations")
+        if self.recipe.interrupt_after is not None and self.kind != "resumed":
+            left_out.append("the interruption")
+        if self.recipe.shuffle and self.kind == "raised":
+            left_out.append("shuffling")
+        return ", ".join(["leaves out " + " and ".join(left_out)] * bool(left_out) + [*self.changed])
 
     @property
     def kind_in_words(self) -> str:
         """The same, as what a program would need."""
-        return _OTHERWISE[self.kind]
+        return IN_WORDS[self.kind]
 
     @property
     def precision(self) -> str:
@@ -85,6 +88,11 @@ class PlainTorch:
         return self.cell.backend
 
     @property
+    def broke(self) -> bool:
+        """Whether an exception is what was found, which a program has to show."""
+        return self.check == "launch" or self.finding.cause == "interruption-broke"
+
+    @property
     def find_unused(self) -> bool:
         """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
         return self.ranks > 1 and not {"unused", "thawed"}.isdisjoint(self.recipe.layers)
@@ -93,6 +101,11 @@ class PlainTorch:
     def epoch_loop(self) -> str:
         """The head of the loop over epochs."""
         return f"for _ in range({self.recipe.epochs}):"
+
+    @property
+    def interruption(self) -> Interruption:
+        """Where training is interrupted."""
+        return Interruption(self.recipe, self.names)
 
     @property
     def ranks(self) -> int:
@@ -106,14 +119,19 @@ class PlainTorch:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch; where a validation loss is shown, of the held-out data."""
+        """Samples of an epoch."""
         size = self.batch * self.cell.topology.devices
-        if self.kind == "val_loss":
-            if self.recipe.loss not in OVER_SAMPLES:
-                raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
-            return size + 5  # a multiple of nothing, as of every workload
         most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
         return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
+
+    @property
+    def rows(self) -> int:
+        """Samples of ``data``: those of an epoch; where a validation loss is shown, the held-out ones."""
+        if self.kind != "val_loss":
+            return self.samples
+        if self.recipe.loss not in OVER_SAMPLES:
+            raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
+        return self.batch * self.cell.topology.devices + 5  # a multiple of nothing, as of every workload
 
     @property
     def draws(self) -> int:
@@ -133,7 +151,7 @@ class PlainTorch:
     @property
     def data(self) -> str:
         """The columns of all samples, as arguments of ``TensorDataset``."""
-        columns = [self._inputs(), *_TARGETS[self.recipe.loss](self.samples)]
+        columns = [self._inputs(), *_TARGETS[self.recipe.loss](self.rows)]
         return ", ".join(_double(one) if self.cell.precision == "64" and "randn" in one else one for one in columns)
 
     @cached_property
@@ -273,7 +291,7 @@ class PlainTorch:
         return [[share for shares in window for share in shares] for window in windows]
 
     def _inputs(self) -> str:
-        count = self.samples
+        count = self.rows
         if self.recipe.inputs == "features":
             return f"torch.randn({count}, 1).exp() * torch.randn({count}, {FEATURES})"
         if self.recipe.inputs == "images":
@@ -345,16 +363,6 @@ def _double(expression: str) -> str:
 def _class(name: str, base: str, *lines: str) -> str:
     return f"class {name}(torch.nn.{base}):\n    def forward(self, x):\n" + "\n".join(f"        {one}" for one in lines)
 
-
-_OTHERWISE = {
-    "loss": "a training loss that is reported",
-    "resumed": "an interruption, after which new processes go on",
-    "buffers": "buffers, which are no weights",
-    "precision": "a precision that is not used",
-    "validation": "evaluations, which leave no weights",
-    "rng": "random numbers of several ranks",
-}
-"""What programs that compare final weights do not show, by kind."""
 
 _LAYERS = {
     "linear": "torch.nn.Linear({width}, {size})",

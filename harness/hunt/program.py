@@ -95,11 +95,11 @@ def _environment(folder: Path) -> Environment:
 def _shortest(template: Template, title: str, **values: object) -> str:
     """Return what a template renders, as readable as fits into the lines that a program may have."""
     reason, fewest = "a statement that is too wide", sys.maxsize
-    for tight, whole, short in product((False, True), repeat=3):
+    for tight, whole_names, short in product((False, True), repeat=3):
         text = template.render(tight=tight, **values)
         if short:
             text = "from torch import nn\n" + text.replace("torch.nn.", "nn.")
-        if whole:
+        if whole_names:
             text = _with_whole_names(text)
         try:
             lines = list(_composed(text, title))
@@ -116,7 +116,7 @@ def under(body: str, header: str, when: bool = True) -> str:
     """Return ``body`` as the block of a statement; as it is where the statement is not needed."""
     if not when:
         return body
-    return "\n".join([header, *(INDENT + line if line else line for line in body.splitlines())])
+    return "\n".join([header, *(INDENT + line for line in body.splitlines() if line.strip())])
 
 
 def remark(statements: str, words: str) -> str:

@@ -73,12 +73,19 @@ NOT_ASKED = {
 }
 """Words of recipes that searches ask no such trainer for."""
 
+NEVER_RESUMED = ("composer", "sentence-transformers", "sentence-transformers-gather", "torch")
+"""Templates without an interruption. What torch resumes is the user's own loop."""
+
+INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
 FILLED_UP = Recipe(inputs="text", loss="labels", batch_size=3, steps_per_epoch=2, left_out=2)
+
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
 LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 0 of 1")
 STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps where the workload has 2 on rank 0")
+RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
+RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
 
 
 def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
@@ -106,16 +113,16 @@ def text_of(problem):
 
 
 @given(
-    st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)),
-    st.sampled_from(TEMPLATES),
-    st.integers(1, 3),
-    st.sampled_from(["64", "32", "bf16"]),
-)
-def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision):
-    for made in (replace(recipe, shuffle=False, interrupt_after=None), recipe):
+    st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)), st.sampled_from(TEMPLATES),
+    st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]), st.sampled_from([GRADIENTS, VALIDATED, RESUMED, SAMPLES]),
+)  # fmt: skip
+def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
+    if finding is RESUMED:
+        recipe = replace(recipe, interrupt_after=1)
+    for made in (replace(recipe, shuffle=False), recipe):
         for write in (text_of, lambda problem: one_device(problem, "A program.")):
             try:
-                text = write(problem_of(made, subject, ranks, precision))
+                text = write(problem_of(made, subject, ranks, precision, finding))
             except NotExpressedError:
                 continue
             lines = text.splitlines()
@@ -130,9 +137,12 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
         # Of these two the loaders are made while they train, or by hand.
-        drawn = [] if subject in ("lightning", "deepspeed") else [(asked_of(subject, shuffled), SAMPLES)]
-        asked = filter(None, (asked_of(subject, one) for one in SMALL))
-        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in asked), *drawn]):
+        drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
+        if subject not in NEVER_RESUMED:
+            drawn.append((INTERRUPTED, RESUMED))
+        every = [*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]
+        asked = [(asked_of(subject, recipe), finding) for recipe, finding in every]
+        for number, (recipe, finding) in enumerate((recipe, finding) for recipe, finding in asked if recipe):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
             except NotExpressedError as error:
@@ -153,7 +163,6 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     ("recipe", "finding", "said"),
     [
         (Recipe(shuffle=True), GRADIENTS, "order is the trainer's own"),
-        (Recipe(epochs=2, interrupt_after=1), GRADIENTS, "an interruption"),
         (Recipe(layers=("dropout",)), GRADIENTS, "a layer of kind dropout"),
         (Recipe(), Finding("buffers", Outcome.FAILED, ""), "buffers"),
         (Recipe(validate_every=1, loss="in-batch"), VALIDATED, "no mean over samples"),
@@ -256,6 +265,15 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("subject", [one for one in TEMPLATES if one not in NEVER_RESUMED])
+def test_a_released_trainer_that_resumes_as_it_should_is_not_accused(tmp_path, subject):
+    problem = problem_of(asked_of(subject, INTERRUPTED), subject, finding=RESUMED)
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "", "0"))
+    run = run_program(tmp_path / "program.py", 2, python_of(subject))
+    assert run.shows(None) is Shown.NO, run
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
     [
@@ -265,6 +283,9 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
         ("ignite", WINDOWS, STEPS),
         ("deepspeed", WINDOWS, STEPS),
         ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("accelerate", replace(INTERRUPTED, shuffle=True), RESUMED),
+        ("lightning", replace(INTERRUPTED, shuffle=True), RESUMED),
+        ("ignite", Recipe(steps_per_epoch=4, accumulate=2, interrupt_after=1, shuffle=True), RESUMED),
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("sentence-transformers", Recipe(batch_size=3, steps_per_epoch=2, left_out=1), STEPS),
@@ -272,13 +293,15 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
         ("sentence-transformers-gather", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
         ("trl", FILLED_UP, SAMPLES),
         ("trl-padding-free", FILLED_UP, SAMPLES),
+        ("lightning", Recipe(validate_every=2), RAISED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
-    problem = problem_of(recipe, subject, finding=finding)
+    ranks = 1 if finding is RESUMED else 2  # of several, Accelerate and Ignite draw the same order again
+    problem = problem_of(recipe, subject, ranks, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
-    run = run_program(tmp_path / "program.py", 2, python_of(subject))
-    assert run.shows(None) is Shown.YES, run
+    run = run_program(tmp_path / "program.py", ranks, python_of(subject))
+    assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
 
 
 @pytest.mark.nightly
