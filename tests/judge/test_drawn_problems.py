@@ -37,6 +37,15 @@ PROBLEMS = {
         Recipe(layers=("attention",) * 3, batch_size=5, steps_per_epoch=2, left_out=2, returns="nested", seed=632),
     ),
     "statistics of what is centred already": ("torch", "tp", (2, 2), "64", CENTRED),
+    "optimizers-of-fabric-clipped-together": (
+        "fabric", "none", (1, 1), "16",
+        replace(ALTERNATING, layers=("residual", "attention"), steps_per_epoch=6, clip_norm=0.05),
+    ),
+    "a stage without parameters has the schedules of the others": (
+        "torch", "pp", (1, 4), "32",
+        Recipe(layers=("tanh", "tanh"), optimizer="momentum", schedule="warm-up", batch_size=16, steps_per_epoch=2,
+               epochs=2, interrupt_after=1),
+    ),
     "optimizers-that-lightning-leaves-to-its-users": (
         "lightning", "none", (1, 1), "32",
         replace(ALTERNATING, steps_per_epoch=3, epochs=2, schedule="warm-up", clip_norm=0.05, validate_every=2,
