@@ -73,7 +73,7 @@ NOT_ASKED = {
 }
 """Words of recipes that searches ask no such trainer for."""
 
-NEVER_RESUMED = ("composer", "sentence-transformers", "sentence-transformers-gather", "torch")
+NEVER_RESUMED = ("sentence-transformers", "sentence-transformers-gather", "torch")
 """Templates without an interruption. What torch resumes is the user's own loop."""
 
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
