@@ -45,9 +45,13 @@ SMALL = [
 ]
 """Problems such as searches shrink failures to: what every template writes a program for."""
 
+REPORTING = ("ignite", "lightning", "transformers")
+"""Libraries that take the mean of a training loss themselves."""
+
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
 
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
+REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
@@ -65,7 +69,7 @@ def text_of(problem):
 
 @given(
     recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
-    st.sampled_from([GRADIENTS, VALIDATED, RESUMED, SAMPLES]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
 )  # fmt: skip
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
     if finding is RESUMED:
@@ -91,6 +95,8 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
         drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
         if subject != "torch":  # what it resumes is the user's own loop
             drawn.append((INTERRUPTED, RESUMED))
+        if subject in REPORTING:
+            drawn.append((Recipe(steps_per_epoch=2), REPORTED))
         for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
@@ -204,10 +210,14 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("subject", [one for one in TEMPLATES if one != "torch"])
-def test_a_released_trainer_that_resumes_as_it_should_is_not_accused(tmp_path, subject):
+@pytest.mark.parametrize(
+    ("subject", "recipe", "finding"),
+    [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one != "torch"]
+    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING],
+)
+def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
     pytest.importorskip(LIBRARIES[subject])
-    (tmp_path / "program.py").write_text(program(problem_of(INTERRUPTED, subject, finding=RESUMED), SUBJECTS, "", "0"))
+    (tmp_path / "program.py").write_text(program(problem_of(recipe, subject, finding=finding), SUBJECTS, "", "0"))
     run = run_program(tmp_path / "program.py", 2, sys.executable)
     assert run.shows(None) is Shown.NO, run
 
@@ -228,6 +238,7 @@ def test_a_released_trainer_that_resumes_as_it_should_is_not_accused(tmp_path, s
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(validate_every=2), RAISED),
+        ("transformers", WINDOWS, REPORTED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
