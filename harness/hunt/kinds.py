@@ -25,7 +25,7 @@ def kind_of(recipe: Recipe, finding: Finding) -> str:
         return "raised"
     if finding.check == "metrics":
         return "val_loss" if finding.message.startswith("val_loss") else "loss"
-    if finding.check == "checkpoint":
+    if finding.check == "checkpoint" and recipe.interrupt_after is not None:
         return "resumed"
     if finding.check == "samples" and recipe.accumulate == 1:
         return "samples"
