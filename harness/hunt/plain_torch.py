@@ -64,7 +64,7 @@ class PlainTorch:
         What should change nothing of what is compared is left out.
         """
         left_out = []
-        if self.recipe.validate_every is not None and self.kind in COMPARES_WEIGHTS:
+        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss"):
             left_out.append("evaluations")
         if self.recipe.interrupt_after is not None and self.kind != "resumed":
             left_out.append("the interruption")

@@ -76,12 +76,16 @@ NOT_ASKED = {
 NEVER_RESUMED = ("sentence-transformers", "sentence-transformers-gather", "torch")
 """Templates without an interruption. What torch resumes is the user's own loop."""
 
+REPORTING = ("ignite", "lightning", "transformers")
+"""Libraries that take the mean of a training loss themselves."""
+
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
 FILLED_UP = Recipe(inputs="text", loss="labels", batch_size=3, steps_per_epoch=2, left_out=2)
 
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
 LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 0 of 1")
 STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps where the workload has 2 on rank 0")
+REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
@@ -114,7 +118,8 @@ def text_of(problem):
 
 @given(
     st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)), st.sampled_from(TEMPLATES),
-    st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]), st.sampled_from([GRADIENTS, VALIDATED, RESUMED, SAMPLES]),
+    st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
 )  # fmt: skip
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
     if finding is RESUMED:
@@ -140,6 +145,8 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
         drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
         if subject not in NEVER_RESUMED:
             drawn.append((INTERRUPTED, RESUMED))
+        if subject in REPORTING:
+            drawn.append((Recipe(steps_per_epoch=2), REPORTED))
         every = [*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]
         asked = [(asked_of(subject, recipe), finding) for recipe, finding in every]
         for number, (recipe, finding) in enumerate((recipe, finding) for recipe, finding in asked if recipe):
@@ -265,9 +272,13 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("subject", [one for one in TEMPLATES if one not in NEVER_RESUMED])
-def test_a_released_trainer_that_resumes_as_it_should_is_not_accused(tmp_path, subject):
-    problem = problem_of(asked_of(subject, INTERRUPTED), subject, finding=RESUMED)
+@pytest.mark.parametrize(
+    ("subject", "recipe", "finding"),
+    [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one not in NEVER_RESUMED]
+    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING],
+)
+def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
+    problem = problem_of(asked_of(subject, recipe), subject, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "", "0"))
     run = run_program(tmp_path / "program.py", 2, python_of(subject))
     assert run.shows(None) is Shown.NO, run
@@ -294,6 +305,7 @@ def test_a_released_trainer_that_resumes_as_it_should_is_not_accused(tmp_path, s
         ("trl", FILLED_UP, SAMPLES),
         ("trl-padding-free", FILLED_UP, SAMPLES),
         ("lightning", Recipe(validate_every=2), RAISED),
+        ("transformers", WINDOWS, REPORTED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
