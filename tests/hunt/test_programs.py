@@ -317,6 +317,16 @@ def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, reci
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("subject", OWN_LOSS)
+def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
+    text = program(problem_of(asked_of(subject, SMALL[1]), subject), SUBJECTS, "Wrong.", "1e-05")
+    wrong = text.replace('trl.SFTConfig(".", ', 'trl.SFTConfig(".", average_tokens_across_devices=False, ')
+    (tmp_path / "program.py").write_text(wrong)
+    assert wrong != text
+    assert run_program(tmp_path / "program.py", 2, python_of(subject)).shows(None) is Shown.YES
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(("accumulate", "shown"), [(3, Shown.YES), (2, Shown.NO)])
 def test_a_share_that_float32_does_not_hold_shows_in_float64(tmp_path, accumulate, shown):
     """Composer multiplies the loss by it in float32: a third is rounded, and a half is not."""
