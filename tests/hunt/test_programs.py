@@ -76,7 +76,7 @@ NOT_ASKED = {
 NEVER_RESUMED = ("sentence-transformers", "sentence-transformers-gather", "torch")
 """Templates without an interruption. What torch resumes is the user's own loop."""
 
-REPORTING = ("ignite", "lightning", "transformers")
+REPORTING = ("ignite", "lightning", "transformers", "sentence-transformers", "sentence-transformers-gather")
 """Libraries that take the mean of a training loss themselves."""
 
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
@@ -306,6 +306,7 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("trl-padding-free", FILLED_UP, SAMPLES),
         ("lightning", Recipe(validate_every=2), RAISED),
         ("transformers", WINDOWS, REPORTED),
+        ("sentence-transformers", WINDOWS, REPORTED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
