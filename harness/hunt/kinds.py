@@ -8,6 +8,9 @@ from harness.workloads.generated import Recipe
 COMPARES_WEIGHTS = ("weights", "resumed")
 """Kinds that compare the weights after training."""
 
+OF_WINDOWS = ("short-last-window-dropped", "micro-batches-missing", "batches-of-another-size")
+"""Causes why samples are not used that a loader drew: the weights tell, and not the loader."""
+
 IN_WORDS = {
     "loss": "a training loss that is reported",
     "resumed": "an interruption, after which new processes go on",
@@ -20,13 +23,15 @@ IN_WORDS = {
 
 
 def kind_of(recipe: Recipe, finding: Finding) -> str:
-    """Return ``val_loss``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
+    """Return ``val_loss``, ``held-out``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
     if finding.check == "launch" and finding.cause == "raised":
         return "raised"
     if finding.check == "metrics":
         return "val_loss" if finding.message.startswith("val_loss") else "loss"
     if finding.check == "checkpoint" and recipe.interrupt_after is not None:
         return "resumed"
-    if finding.check == "samples" and recipe.accumulate == 1:
+    if finding.check == "validation" and "held-out samples were not evaluated" in finding.message:
+        return "held-out"
+    if finding.check == "samples" and (recipe.accumulate == 1 or finding.cause not in (None, *OF_WINDOWS)):
         return "samples"
     return finding.check if finding.check in IN_WORDS else "weights"

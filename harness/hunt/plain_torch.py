@@ -119,10 +119,10 @@ class PlainTorch:
 
     @property
     def rows(self) -> int:
-        """Samples of ``data``: those of an epoch; where a validation loss is shown, the held-out ones."""
-        if self.kind != "val_loss":
+        """Samples of ``data``: those of an epoch; where an evaluation is shown, the held-out ones."""
+        if self.kind not in ("val_loss", "held-out"):
             return self.samples
-        if self.recipe.loss not in OVER_SAMPLES:
+        if self.kind == "val_loss" and self.recipe.loss not in OVER_SAMPLES:
             raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
         return self.batch * self.cell.topology.devices + 5  # a multiple of nothing, as of every workload
 
@@ -130,6 +130,21 @@ class PlainTorch:
     def draws(self) -> int:
         """How many samples all ranks together have in an epoch, with those that make their shares equal."""
         return ceil(self.samples / self.ranks) * self.ranks
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether what a program trains on is shuffled: one device could not do the same by hand."""
+        return self.recipe.shuffle and self.kind in ("samples", "resumed", "loss")
+
+    @property
+    def in_order(self) -> str:
+        """The samples of each batch of an epoch, over all ranks, where nothing is shuffled, as an expression."""
+        size, draws, samples = self.batch * self.ranks, self.draws, self.samples
+        end = f"first + {size}" if draws % size == 0 else f"min(first + {size}, {draws})"
+        batch = f"[*range(first, {end})]"
+        if draws > samples:  # the first samples fill up the last shares
+            batch = f"sorted(sample % {samples} for sample in range(first, {end}))"
+        return f"[{batch} for first in range(0, {draws}, {size})]"
 
     @property
     def names(self) -> str:

@@ -48,11 +48,15 @@ SMALL = [
 REPORTING = ("ignite", "lightning", "transformers")
 """Libraries that take the mean of a training loss themselves."""
 
+BY_HAND = ("deepspeed", "torch")
+"""Libraries that leave evaluations to their user."""
+
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
 
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
 REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
+HELD_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 0 of 1")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
 RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
@@ -69,7 +73,7 @@ def text_of(problem):
 
 @given(
     recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
-    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES, HELD_OUT]),
 )  # fmt: skip
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
     if finding is RESUMED:
@@ -91,8 +95,9 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     unwritten = []
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
-        # Of these two the loaders are made while they train, or by hand.
-        drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
+        drawn = [(shuffled, SAMPLES), (replace(shuffled, shuffle=False), SAMPLES)]
+        if subject not in BY_HAND:
+            drawn.append((Recipe(validate_every=1), HELD_OUT))
         if subject != "torch":  # what it resumes is the user's own loop
             drawn.append((INTERRUPTED, RESUMED))
         if subject in REPORTING:
@@ -213,7 +218,9 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
     [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one != "torch"]
-    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING],
+    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING]
+    + [(one, Recipe(validate_every=1), HELD_OUT) for one in TEMPLATES if one not in BY_HAND]
+    + [(one, Recipe(steps_per_epoch=2, epochs=2, left_out=1), SAMPLES) for one in ("fabric", "ignite", "torch")],
 )
 def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
     pytest.importorskip(LIBRARIES[subject])
@@ -239,6 +246,7 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(validate_every=2), RAISED),
         ("transformers", WINDOWS, REPORTED),
+        ("lightning", Recipe(steps_per_epoch=2, left_out=1), SAMPLES),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
