@@ -23,15 +23,17 @@ IN_WORDS = {
 
 
 def kind_of(recipe: Recipe, finding: Finding) -> str:
-    """Return ``val_loss``, ``held-out``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
+    """Return ``val_loss``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
     if finding.check == "launch" and finding.cause == "raised":
         return "raised"
     if finding.check == "metrics":
         return "val_loss" if finding.message.startswith("val_loss") else "loss"
     if finding.check == "checkpoint" and recipe.interrupt_after is not None:
         return "resumed"
-    if finding.check == "validation" and "held-out samples were not evaluated" in finding.message:
-        return "held-out"
-    if finding.check == "samples" and (recipe.accumulate == 1 or finding.cause not in (None, *OF_WINDOWS)):
+    if finding.check == "validation" and "were not evaluated" in finding.message:
+        return "val_loss"
+    # Where they are shuffled, no weights can be compared.
+    of_a_loader = recipe.accumulate == 1 or finding.cause not in (None, *OF_WINDOWS)
+    if finding.check == "samples" and (of_a_loader or recipe.shuffle):
         return "samples"
     return finding.check if finding.check in IN_WORDS else "weights"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
@@ -13,7 +13,7 @@ from harness.hunt.interruption import Interruption
 from harness.hunt.kinds import COMPARES_WEIGHTS, IN_WORDS, kind_of
 from harness.hunt.problems import OVER_SAMPLES
 from harness.workloads.experts import EXPERTS
-from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
+from harness.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 Share = tuple[int, ...]
 """The samples of one micro-batch of one rank."""
@@ -32,13 +32,20 @@ class NotExpressedError(Exception):
 class PlainTorch:
     """A recipe on a cell, and what was found, as the templates of programs use it.
 
-    ``changed`` says, each in words after "it", what is not as it was found.
+    ``changed`` says, each in words after "it", what is not as it was found. ``by_samples``: micro-batches of unlike
+    size weigh by their samples, and not alike; a trainer may do either.
     """
 
     recipe: Recipe
     cell: Cell
     finding: Finding
     changed: tuple[str, ...] = ()
+    by_samples: bool = False
+
+    @property
+    def weighed_by_samples(self) -> PlainTorch:
+        """The same, for a trainer whose micro-batches weigh by their samples."""
+        return replace(self, by_samples=True)
 
     @property
     def check(self) -> str:
@@ -119,10 +126,10 @@ class PlainTorch:
 
     @property
     def rows(self) -> int:
-        """Samples of ``data``: those of an epoch; where an evaluation is shown, the held-out ones."""
-        if self.kind not in ("val_loss", "held-out"):
+        """Samples of ``data``: those of an epoch; where a validation loss is shown, the held-out ones."""
+        if self.kind != "val_loss":
             return self.samples
-        if self.kind == "val_loss" and self.recipe.loss not in OVER_SAMPLES:
+        if self.recipe.loss not in OVER_SAMPLES:
             raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
         return self.batch * self.cell.topology.devices + 5  # a multiple of nothing, as of every workload
 
@@ -267,11 +274,13 @@ class PlainTorch:
 
     @property
     def joined(self) -> bool:
-        """Whether all samples of a step can be one batch: its loss is the mean over them, and shares are equal."""
+        """Whether all samples of a step can be one batch: its loss is the mean over them, or over all their labels."""
+        if self.recipe.inputs == TEXT:
+            return True
         shares = [share for step in self.windows_of(True) for share in step]
         if len(shares) == len(self.windows_of(True)):
             return True
-        alike = self.samples % (self.batch * self.ranks) == 0
+        alike = self.by_samples or self.samples % (self.batch * self.ranks) == 0
         return alike and self.recipe.loss in OVER_SAMPLES and "batchnorm" not in self.recipe.layers
 
     def windows_of(self, interleaved: bool) -> list[list[Share]]:
@@ -302,12 +311,12 @@ class PlainTorch:
             return f"torch.randn({count}, 1).exp() * torch.randn({count}, {FEATURES})"
         if self.recipe.inputs == "images":
             return f"torch.randn({count}, 2, {SIDE}, {SIDE})"
+        if self.recipe.inputs == TEXT:
+            return f"x := torch.randint({VOCABULARY}, ({count}, {LENGTH + 1}))"
         return f"torch.randint({VOCABULARY}, ({count}, {LENGTH}))"
 
     def _modules(self) -> Iterator[str]:
         inputs = self.recipe.inputs
-        if inputs == TEXT:
-            raise NotExpressedError("text, of which the trainer takes its own loss")
         if inputs == "features":
             yield f"torch.nn.Linear({FEATURES}, {WIDTH})"
         elif inputs == "images":
@@ -324,10 +333,10 @@ class PlainTorch:
         if self._by_channel:
             yield "torch.nn.AdaptiveAvgPool2d(1)"
             yield "torch.nn.Flatten()"
-        elif inputs != "features" and self.recipe.loss != "token-mean":
+        elif inputs != "features" and self.recipe.loss not in ("token-mean", LABELS):
             yield f"torch.nn.AvgPool2d(({LENGTH if inputs != 'images' else SIDE * SIDE}, 1))"  # the mean over tokens
             yield "torch.nn.Flatten()"
-        yield f"torch.nn.Linear({width}, {OUTPUTS})"
+        yield f"torch.nn.Linear({width}, {VOCABULARY if inputs == TEXT else OUTPUTS})"
 
     @property
     def _by_channel(self) -> bool:
@@ -425,6 +434,9 @@ _TARGETS: dict[str, Callable[[int], list[str]]] = {
     ],
     "in-batch": lambda count: [f"torch.randn({count}, {OUTPUTS})"],
     "two": lambda count: [f"torch.randint({OUTPUTS}, ({count},))", f"torch.randn({count}, {OUTPUTS})"],
+    LABELS: lambda count: [
+        f"x.where(torch.arange({LENGTH + 1}) <= torch.randint(1, {LENGTH + 1}, ({count}, 1)), -100)"
+    ],
 }
 
 _LOSSES: dict[str, Callable[[str, str, str, str], str]] = {
@@ -433,6 +445,7 @@ _LOSSES: dict[str, Callable[[str, str, str, str], str]] = {
     "token-mean": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}.transpose(1, 2), {y})",
     "in-batch": lambda first, again, y, target: f"{CROSS_ENTROPY}({first} @ {y}.T, torch.arange(len({y})))",
     "two": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}, {y}) + 0.3 * {MSE}({again}, {target})",
+    LABELS: lambda first, again, y, target: f"{CROSS_ENTROPY}({first}[:, :-1].transpose(1, 2), {y}[:, 1:])",
 }
 """Losses over the expression that computes the outputs, one for their further use, and the columns of the batch."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from harness.hunt.problems import recipes
 from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.run_program import Shown, command_of, run_program
 from harness.subjects.declare import CAPABILITIES
+from harness.subjects.virtual_environments import LIBRARIES, cache_folder
 from harness.workloads.generated import Recipe
 
 SUBJECTS = Path(harness.subjects.__file__).parent
@@ -45,18 +47,46 @@ SMALL = [
 ]
 """Problems such as searches shrink failures to: what every template writes a program for."""
 
+MODULES = {
+    "accelerate": "accelerate",
+    "composer": "composer",
+    "deepspeed": "deepspeed",
+    "fabric": "lightning",
+    "ignite": "ignite",
+    "lightning": "lightning",
+    "sentence-transformers": "sentence_transformers",
+    "sentence-transformers-gather": "sentence_transformers",
+    "torch": "torch",
+    "transformers": "transformers",
+    "trl": "trl",
+    "trl-padding-free": "trl",
+}
+OWN_LOSS = ("trl", "trl-padding-free")
+NOT_ASKED = {
+    "composer": {"unused"},
+    "deepspeed": {"sparse-tokens"},
+    "transformers": {"sparse-tokens"},
+    "sentence-transformers": {"sparse-tokens"},
+    "sentence-transformers-gather": {"sparse-tokens"},
+    "trl": {"batchnorm", "unused"},
+    "trl-padding-free": {"batchnorm", "unused"},
+}
+"""Words of recipes that searches ask no such trainer for."""
+
+NEVER_RESUMED = ("composer", "sentence-transformers", "sentence-transformers-gather", "torch")
+"""Templates without an interruption. What torch resumes is the user's own loop."""
+
 REPORTING = ("ignite", "lightning", "transformers")
 """Libraries that take the mean of a training loss themselves."""
 
-BY_HAND = ("deepspeed", "torch")
-"""Libraries that leave evaluations to their user."""
-
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
+FILLED_UP = Recipe(inputs="text", loss="labels", batch_size=3, steps_per_epoch=2, left_out=2)
 
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
+LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 0 of 1")
+STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps where the workload has 2 on rank 0")
 REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
-HELD_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 0 of 1")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
 RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
@@ -67,13 +97,29 @@ def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
     return PlainTorch(recipe, Cell(subject, "mlp", backend, Topology(1, ranks), precision, "cpu"), finding)
 
 
+def asked_of(subject, recipe):
+    """Return the recipe as a search asks the subject for it, None where it does not."""
+    if subject in OWN_LOSS:
+        recipe = replace(recipe, inputs="text", loss="labels")
+    return recipe if NOT_ASKED.get(subject, set()).isdisjoint((recipe.inputs, *recipe.layers)) else None
+
+
+def python_of(subject):
+    """Return an interpreter that has the subject's library, this one or that of an environment; skip without any."""
+    if find_spec(MODULES[subject]):
+        return sys.executable
+    made = sorted(cache_folder().glob(f"{LIBRARIES[subject]}-*/bin/python"))
+    return str(made[-1]) if made else pytest.skip(f"{LIBRARIES[subject]} is not installed")
+
+
 def text_of(problem):
     return program(problem, SUBJECTS, "A program.", "1e-06")
 
 
 @given(
-    recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
-    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES, HELD_OUT]),
+    st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)), st.sampled_from(TEMPLATES),
+    st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
 )  # fmt: skip
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
     if finding is RESUMED:
@@ -96,13 +142,13 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
         drawn = [(shuffled, SAMPLES), (replace(shuffled, shuffle=False), SAMPLES)]
-        if subject not in BY_HAND:
-            drawn.append((Recipe(validate_every=1), HELD_OUT))
-        if subject != "torch":  # what it resumes is the user's own loop
+        if subject not in NEVER_RESUMED:
             drawn.append((INTERRUPTED, RESUMED))
         if subject in REPORTING:
             drawn.append((Recipe(steps_per_epoch=2), REPORTED))
-        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]):
+        every = [*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]
+        asked = [(asked_of(subject, recipe), finding) for recipe, finding in every]
+        for number, (recipe, finding) in enumerate((recipe, finding) for recipe, finding in asked if recipe):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
             except NotExpressedError as error:
@@ -131,6 +177,27 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
 def test_what_no_program_expresses_is_said(recipe, finding, said):
     with pytest.raises(NotExpressedError, match=said):
         text_of(problem_of(recipe, "accelerate", finding=finding))
+
+
+def test_the_loss_of_texts_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches():
+    uneven = Recipe(inputs="text", loss="labels", steps_per_epoch=2, accumulate=2, left_out=2)
+    assert problem_of(uneven, "trl").steps(True) == "(data[0:6],)"
+    assert "cross_entropy(right(x)[:, :-1].transpose(1, 2), y[:, 1:]).backward()" in text_of(problem_of(uneven, "trl"))
+
+
+def test_micro_batches_weigh_alike_or_by_their_samples():
+    uneven = problem_of(Recipe(steps_per_epoch=2, accumulate=2, left_out=2), "composer")
+    assert uneven.steps(True) == "((data[0:3:2], data[1:4:2], data[4:5], data[5:6]),)"
+    assert uneven.weighed_by_samples.steps(True) == "(data[0:6],)"
+
+
+def test_samples_that_are_not_evaluated_show_in_the_loss_that_is_reported():
+    assert "evaluate()" in text_of(problem_of(Recipe(validate_every=1), "sentence-transformers", finding=LEFT_OUT))
+
+
+def test_of_shuffled_samples_the_ranks_shares_are_shown_under_accumulation_too():
+    shuffled = Recipe(steps_per_epoch=3, accumulate=3, left_out=1, shuffle=True)
+    assert "get_train_dataloader()" in text_of(problem_of(shuffled, "transformers", finding=SAMPLES))
 
 
 def test_a_subject_without_a_template_is_told_where_to_write_one(tmp_path):
@@ -187,17 +254,6 @@ def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
             exec(compile(wrong, "wrong", "exec"), {})
 
 
-LIBRARIES = {
-    "accelerate": "accelerate",
-    "deepspeed": "deepspeed",
-    "fabric": "lightning",
-    "ignite": "ignite",
-    "lightning": "lightning",
-    "torch": "torch",
-    "transformers": "transformers",
-}
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "recipe",
@@ -206,26 +262,25 @@ LIBRARIES = {
 )
 @pytest.mark.parametrize("subject", TEMPLATES)
 def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, recipe):
-    pytest.importorskip(LIBRARIES[subject])
-    if subject in ("deepspeed", "transformers") and recipe.inputs == "sparse-tokens":
-        pytest.skip("it trains no sparse gradients")
-    (tmp_path / "program.py").write_text(program(problem_of(recipe, subject), SUBJECTS, "Right.", "1e-05"))
-    run = run_program(tmp_path / "program.py", 2, sys.executable)
+    python, asked = python_of(subject), asked_of(subject, recipe)
+    if asked is None:
+        pytest.skip("no search asks it for this")
+    (tmp_path / "program.py").write_text(program(problem_of(asked, subject), SUBJECTS, "Right.", "1e-05"))
+    run = run_program(tmp_path / "program.py", 2, python)
     assert run.shows(None) is Shown.NO, run
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
-    [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one != "torch"]
+    [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one not in NEVER_RESUMED]
     + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING]
-    + [(one, Recipe(validate_every=1), HELD_OUT) for one in TEMPLATES if one not in BY_HAND]
     + [(one, Recipe(steps_per_epoch=2, epochs=2, left_out=1), SAMPLES) for one in ("fabric", "ignite", "torch")],
 )
 def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
-    pytest.importorskip(LIBRARIES[subject])
-    (tmp_path / "program.py").write_text(program(problem_of(recipe, subject, finding=finding), SUBJECTS, "", "0"))
-    run = run_program(tmp_path / "program.py", 2, sys.executable)
+    problem = problem_of(asked_of(subject, recipe), subject, finding=finding)
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "", "0"))
+    run = run_program(tmp_path / "program.py", 2, python_of(subject))
     assert run.shows(None) is Shown.NO, run
 
 
@@ -236,26 +291,39 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("accelerate", WINDOWS, GRADIENTS),
         ("accelerate", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
         ("lightning", WINDOWS, GRADIENTS),
-        ("ignite", WINDOWS, Finding("steps", Outcome.FAILED, "")),
-        ("deepspeed", WINDOWS, Finding("steps", Outcome.FAILED, "")),
+        ("ignite", WINDOWS, STEPS),
+        ("deepspeed", WINDOWS, STEPS),
         ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("accelerate", replace(INTERRUPTED, shuffle=True), RESUMED),
         ("lightning", replace(INTERRUPTED, shuffle=True), RESUMED),
         ("ignite", Recipe(steps_per_epoch=4, accumulate=2, interrupt_after=1, shuffle=True), RESUMED),
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("sentence-transformers", Recipe(batch_size=3, steps_per_epoch=2, left_out=1), STEPS),
+        ("sentence-transformers", Recipe(batch_size=1, validate_every=1), LEFT_OUT),
+        ("sentence-transformers-gather", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
+        ("trl", FILLED_UP, SAMPLES),
+        ("trl-padding-free", FILLED_UP, SAMPLES),
         ("lightning", Recipe(validate_every=2), RAISED),
         ("transformers", WINDOWS, REPORTED),
         ("lightning", Recipe(steps_per_epoch=2, left_out=1), SAMPLES),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
-    pytest.importorskip(LIBRARIES[subject])
     ranks = 1 if finding is RESUMED else 2  # of several, Accelerate and Ignite draw the same order again
     problem = problem_of(recipe, subject, ranks, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
-    run = run_program(tmp_path / "program.py", ranks, sys.executable)
+    run = run_program(tmp_path / "program.py", ranks, python_of(subject))
     assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("accumulate", "shown"), [(3, Shown.YES), (2, Shown.NO)])
+def test_a_share_that_float32_does_not_hold_shows_in_float64(tmp_path, accumulate, shown):
+    """Composer multiplies the loss by it in float32: a third is rounded, and a half is not."""
+    problem = problem_of(Recipe(steps_per_epoch=accumulate, accumulate=accumulate), "composer", 1, "64")
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Rounded.", "1e-14"))
+    assert run_program(tmp_path / "program.py", 1, python_of("composer")).shows(None) is shown
 
 
 def test_the_command_is_one_that_readers_have():
