@@ -23,7 +23,7 @@ IN_WORDS = {
 
 
 def kind_of(recipe: Recipe, finding: Finding) -> str:
-    """Return ``val_loss``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
+    """Return ``val_loss``, ``broadcast``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
     if finding.check == "launch" and finding.cause == "raised":
         return "raised"
     if finding.check == "metrics":
@@ -32,6 +32,9 @@ def kind_of(recipe: Recipe, finding: Finding) -> str:
         return "resumed"
     if finding.check == "validation" and "were not evaluated" in finding.message:
         return "val_loss"
+    # Within a window of batches, forwards need not begin alike.
+    if finding.check == "buffers" and finding.cause == "buffers-not-broadcast" and recipe.accumulate == 1:
+        return "broadcast"
     # Where they are shuffled, no weights can be compared.
     of_a_loader = recipe.accumulate == 1 or finding.cause not in (None, *OF_WINDOWS)
     if finding.check == "samples" and (of_a_loader or recipe.shuffle):

@@ -64,7 +64,7 @@ class PlainTorch:
         What should change nothing of what is compared is left out.
         """
         left_out = []
-        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss"):
+        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss", "broadcast"):
             left_out.append("evaluations")
         if self.recipe.interrupt_after is not None and self.kind != "resumed":
             left_out.append("the interruption")
@@ -141,7 +141,7 @@ class PlainTorch:
     @property
     def shuffles(self) -> bool:
         """Whether what a program trains on is shuffled: one device could not do the same by hand."""
-        return self.recipe.shuffle and self.kind in ("samples", "resumed", "loss")
+        return self.recipe.shuffle and self.kind in ("samples", "resumed", "loss", "broadcast")
 
     @property
     def in_order(self) -> str:
