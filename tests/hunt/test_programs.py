@@ -87,6 +87,7 @@ LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were n
 STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps where the workload has 2 on rank 0")
 REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
+SHARED = Finding("buffers", Outcome.FAILED, "buffers are not broadcast", cause="buffers-not-broadcast")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
 RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
@@ -119,7 +120,7 @@ def text_of(problem):
 @given(
     st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)), st.sampled_from(TEMPLATES),
     st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
-    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES, SHARED]),
 )  # fmt: skip
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
     if finding is RESUMED:
@@ -141,8 +142,8 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     unwritten = []
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
-        # Of these two the loaders are made while they train, or by hand.
-        drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
+        normed = Recipe(layers=("batchnorm",), epochs=2)
+        drawn = [(shuffled, SAMPLES), (replace(shuffled, shuffle=False), SAMPLES), (normed, SHARED)]
         if subject not in NEVER_RESUMED:
             drawn.append((INTERRUPTED, RESUMED))
         if subject in REPORTING:
@@ -275,7 +276,9 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
     [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one not in NEVER_RESUMED]
-    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING],
+    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING]
+    + [(one, Recipe(steps_per_epoch=2, epochs=2, left_out=1), SAMPLES) for one in ("fabric", "ignite", "torch")]
+    + [(one, Recipe(layers=("batchnorm",), epochs=2), SHARED) for one in ("accelerate", "fabric", "lightning")],
 )
 def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
     problem = problem_of(asked_of(subject, recipe), subject, finding=finding)
@@ -306,6 +309,8 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("trl-padding-free", FILLED_UP, SAMPLES),
         ("lightning", Recipe(validate_every=2), RAISED),
         ("transformers", WINDOWS, REPORTED),
+        ("lightning", Recipe(steps_per_epoch=2, left_out=1), SAMPLES),
+        ("lightning", Recipe(layers=("batchnorm",), epochs=2, optimizer="several"), SHARED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
