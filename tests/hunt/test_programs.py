@@ -73,10 +73,10 @@ NOT_ASKED = {
 }
 """Words of recipes that searches ask no such trainer for."""
 
-NEVER_RESUMED = ("composer", "sentence-transformers", "sentence-transformers-gather", "torch")
+NEVER_RESUMED = ("sentence-transformers", "sentence-transformers-gather", "torch")
 """Templates without an interruption. What torch resumes is the user's own loop."""
 
-REPORTING = ("ignite", "lightning", "transformers")
+REPORTING = ("ignite", "lightning", "transformers", "sentence-transformers", "sentence-transformers-gather")
 """Libraries that take the mean of a training loss themselves."""
 
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
@@ -311,6 +311,7 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("transformers", WINDOWS, REPORTED),
         ("lightning", Recipe(steps_per_epoch=2, left_out=1), SAMPLES),
         ("lightning", Recipe(layers=("batchnorm",), epochs=2, optimizer="several"), SHARED),
+        ("sentence-transformers", WINDOWS, REPORTED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
@@ -319,6 +320,16 @@ def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, reci
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
     run = run_program(tmp_path / "program.py", ranks, python_of(subject))
     assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject", OWN_LOSS)
+def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
+    text = program(problem_of(asked_of(subject, SMALL[1]), subject), SUBJECTS, "Wrong.", "1e-05")
+    wrong = text.replace('trl.SFTConfig(".", ', 'trl.SFTConfig(".", average_tokens_across_devices=False, ')
+    (tmp_path / "program.py").write_text(wrong)
+    assert wrong != text
+    assert run_program(tmp_path / "program.py", 2, python_of(subject)).shows(None) is Shown.YES
 
 
 @pytest.mark.nightly
