@@ -116,7 +116,7 @@ def under(body: str, header: str, when: bool = True) -> str:
     """Return ``body`` as the block of a statement; as it is where the statement is not needed."""
     if not when:
         return body
-    return "\n".join([header, *(INDENT + line if line else line for line in body.splitlines())])
+    return "\n".join([header, *(INDENT + line for line in body.splitlines() if line.strip())])
 
 
 def remark(statements: str, words: str) -> str:

@@ -72,7 +72,8 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     shown = None
     try:
         file.write_text(_program(problem, declaration, file.name), "utf-8")
-        run = run_program(file, cell.processes, python)
+        modules = _folder(declaration) / "programs" / cell.subject
+        run = run_program(file, cell.processes, python, modules)
         shown = _shown(run, failure)
         values |= {
             "program": file.read_text("utf-8"),
@@ -117,8 +118,12 @@ def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
     moved = tolerance(workload, cell.arithmetic, cell.topology.devices, recipe.epochs * problem.windows_of(True))
     command = shlex.join(command_of(Path(name), cell.processes))
     title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
-    folder = Path(declaration.source[0]).parent if declaration.source else Path()
-    return program(problem, folder, title, f"{moved:.0e}")
+    return program(problem, _folder(declaration), title, f"{moved:.0e}")
+
+
+def _folder(declaration: Declaration) -> Path:
+    """Return the folder of the adapter."""
+    return Path(declaration.source[0]).parent if declaration.source else Path()
 
 
 def _one_device(problem: PlainTorch) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from harness.hunt.problems import recipes
 from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.run_program import Shown, command_of, run_program
 from harness.subjects.declare import CAPABILITIES
+from harness.subjects.virtual_environments import environments
 from harness.workloads.generated import Recipe
 
 SUBJECTS = Path(harness.subjects.__file__).parent
@@ -78,8 +80,8 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     unwritten = []
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
-        # Of these two the loaders are made while they train, or by hand.
-        drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
+        # Of these the loaders are made while they train, or by hand.
+        drawn = [] if subject in ("aitoolbox", "deepspeed", "lightning") else [(shuffled, SAMPLES)]
         for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), *drawn]):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
@@ -155,6 +157,13 @@ def test_only_the_comparison_or_the_error_that_was_found_shows_a_deviation(tmp_p
     assert (run.exit_code is None) == ("sleep" in statement)
 
 
+def test_a_program_is_given_modules_that_its_environment_lacks(tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "lacking.py").write_text("MODULE = 'found'\n")
+    (tmp_path / "program.py").write_text("import lacking\nprint(lacking.MODULE)\n")
+    assert run_program(tmp_path / "program.py", 1, sys.executable, tmp_path / "given").printed == "found"
+
+
 @pytest.mark.parametrize("layers", [(), ("thawed",), ("experts",)], ids="-".join)
 def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
     """The one that runs by default: torch alone, on one rank; what is wrong is a learning rate."""
@@ -168,13 +177,25 @@ def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
 
 LIBRARIES = {
     "accelerate": "accelerate",
+    "aitoolbox": "aitoolbox",
     "deepspeed": "deepspeed",
     "fabric": "lightning",
     "ignite": "ignite",
     "lightning": "lightning",
+    "ray": "ray",
     "torch": "torch",
     "transformers": "transformers",
 }
+
+
+def run_of(program, subject):
+    """Run a program of two ranks where its library is installed, here or in an environment; skip where it is not."""
+    library = LIBRARIES[subject]
+    pythons = [sys.executable] if find_spec(library) else []
+    pythons += [str(python) for name, python in environments() if name.startswith(f"{library}-")]
+    if not pythons:
+        pytest.skip(f"{library} is not installed")
+    return run_program(program, 2, pythons[0], SUBJECTS / "programs" / subject)
 
 
 @pytest.mark.nightly
@@ -185,11 +206,10 @@ LIBRARIES = {
 )
 @pytest.mark.parametrize("subject", TEMPLATES)
 def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, recipe):
-    pytest.importorskip(LIBRARIES[subject])
     if subject in ("deepspeed", "transformers") and recipe.inputs == "sparse-tokens":
         pytest.skip("it trains no sparse gradients")
     (tmp_path / "program.py").write_text(program(problem_of(recipe, subject), SUBJECTS, "Right.", "1e-05"))
-    run = run_program(tmp_path / "program.py", 2, sys.executable)
+    run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.NO, run
 
 
@@ -199,6 +219,7 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
     [
         ("accelerate", WINDOWS, GRADIENTS),
         ("accelerate", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
+        ("aitoolbox", WINDOWS, GRADIENTS),
         ("lightning", WINDOWS, GRADIENTS),
         ("ignite", WINDOWS, Finding("steps", Outcome.FAILED, "")),
         ("deepspeed", WINDOWS, Finding("steps", Outcome.FAILED, "")),
@@ -208,10 +229,9 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
-    pytest.importorskip(LIBRARIES[subject])
     problem = problem_of(recipe, subject, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
-    run = run_program(tmp_path / "program.py", 2, sys.executable)
+    run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.YES, run
 
 
