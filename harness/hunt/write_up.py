@@ -10,6 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from harness.core.backend import declared_for
+from harness.core.cell import Cell
 from harness.core.invocation import suite_command
 from harness.core.outcome import Outcome
 from harness.hunt.plain_torch import NotExpressedError, PlainTorch
@@ -73,11 +74,11 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     try:
         file.write_text(_program(problem, declaration, file.name), "utf-8")
         modules = _folder(declaration) / "programs" / cell.subject
-        run = run_program(file, cell.processes, python, modules)
+        run = run_program(file, processes_of(declaration, cell), python, modules)
         shown = _shown(run, failure)
         values |= {
             "program": file.read_text("utf-8"),
-            "command": shlex.join(command_of(Path(file.name), cell.processes)),
+            "command": shlex.join(command_of(Path(file.name), processes_of(declaration, cell))),
             "verdict": _verdict(run, shown, problem.omitted),
             "output": "\n".join(filter(None, [run.printed, run.error])) or "(nothing)",
         }
@@ -116,7 +117,7 @@ def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
     recipe, cell = problem.recipe, problem.cell
     workload = type("Problem", (Generated,), {"name": "drawn", "recipe": recipe})()
     moved = tolerance(workload, cell.arithmetic, cell.topology.devices, recipe.epochs * problem.windows_of(True))
-    command = shlex.join(command_of(Path(name), cell.processes))
+    command = shlex.join(command_of(Path(name), processes_of(declaration, cell)))
     title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
     return program(problem, _folder(declaration), title, f"{moved:.0e}")
 
@@ -124,6 +125,11 @@ def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
 def _folder(declaration: Declaration) -> Path:
     """Return the folder of the adapter."""
     return Path(declaration.source[0]).parent if declaration.source else Path()
+
+
+def processes_of(declaration: Declaration, cell: Cell) -> int:
+    """Return in how many processes a program begins: one a rank, or one for a node that starts the ranks by itself."""
+    return 1 if declaration.launch == "node" and cell.topology.num_nodes > 1 else cell.processes
 
 
 def _one_device(problem: PlainTorch) -> str | None:

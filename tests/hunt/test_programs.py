@@ -22,6 +22,8 @@ from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problems import recipes
 from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.run_program import Shown, command_of, run_program
+from harness.hunt.write_up import processes_of
+from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES
 from harness.subjects.virtual_environments import environments
 from harness.workloads.generated import Recipe
@@ -188,14 +190,14 @@ LIBRARIES = {
 }
 
 
-def run_of(program, subject):
-    """Run a program of two ranks where its library is installed, here or in an environment; skip where it is not."""
+def run_of(program, subject, processes=2):
+    """Run a program where its library is installed, here or in an environment; skip where it is not."""
     library = LIBRARIES[subject]
     pythons = [sys.executable] if find_spec(library) else []
     pythons += [str(python) for name, python in environments() if name.startswith(f"{library}-")]
     if not pythons:
         pytest.skip(f"{library} is not installed")
-    return run_program(program, 2, pythons[0], SUBJECTS / "programs" / subject)
+    return run_program(program, processes, pythons[0], SUBJECTS / "programs" / subject)
 
 
 @pytest.mark.nightly
@@ -233,6 +235,25 @@ def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, reci
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
     run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.YES, run
+
+
+@pytest.mark.nightly
+def test_what_several_nodes_start_is_shown_by_one(tmp_path):
+    launched = Cell("aitoolbox", "mlp", "ddp", Topology(2, 3), "32", "cpu")
+    problem = PlainTorch(Recipe(), launched, Finding("launch", Outcome.TIMED_OUT, "the launch did not end in time"))
+    (tmp_path / "program.py").write_text(text_of(problem))
+    run = run_of(tmp_path / "program.py", "aitoolbox", 1)
+    assert run.shows(None) is Shown.YES
+    assert "starts: 6" in run.printed
+
+
+@pytest.mark.parametrize(
+    ("launch", "topology", "processes"),
+    [("rank", Topology(2, 2), 4), ("node", Topology(1, 2), 2), ("node", Topology(2, 2), 1)],
+)
+def test_a_program_begins_in_one_process_a_rank_or_on_one_of_several_nodes_that_start_them(launch, topology, processes):
+    declaration = Declaration("mine", "mine.py", ["ddp"], {"cpu": ["32"]}, frozenset(), launch=launch)
+    assert processes_of(declaration, Cell("mine", "mlp", "ddp", topology, "32", "cpu")) == processes
 
 
 def test_the_command_is_one_that_readers_have():
