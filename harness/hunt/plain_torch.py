@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
+from harness.hunt.interruption import Interruption
+from harness.hunt.kinds import COMPARES_WEIGHTS, IN_WORDS, kind_of
 from harness.hunt.problems import OVER_SAMPLES
 from harness.workloads.experts import EXPERTS
-from harness.workloads.generated import FEATURES, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
+from harness.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 Share = tuple[int, ...]
 """The samples of one micro-batch of one rank."""
@@ -28,11 +30,22 @@ class NotExpressedError(Exception):
 
 @dataclass(frozen=True)
 class PlainTorch:
-    """A recipe on a cell, and what was found, as the templates of programs use it."""
+    """A recipe on a cell, and what was found, as the templates of programs use it.
+
+    ``changed`` says, each in words after "it", what is not as it was found. ``by_samples``: micro-batches of unlike
+    size weigh by their samples, and not alike; a trainer may do either.
+    """
 
     recipe: Recipe
     cell: Cell
     finding: Finding
+    changed: tuple[str, ...] = ()
+    by_samples: bool = False
+
+    @property
+    def weighed_by_samples(self) -> PlainTorch:
+        """The same, for a trainer whose micro-batches weigh by their samples."""
+        return replace(self, by_samples=True)
 
     @property
     def check(self) -> str:
@@ -41,26 +54,28 @@ class PlainTorch:
 
     @property
     def kind(self) -> str:
-        """What a program has to show: ``val_loss``, ``samples``, ``weights``, or something that no template does."""
-        if self.check == "metrics":
-            return "val_loss" if self.finding.message.startswith("val_loss") else "loss"
-        if self.check == "samples" and self.recipe.accumulate == 1 and self.recipe.interrupt_after is None:
-            return "samples"
-        if self.recipe.interrupt_after is not None:
-            return "resumed"
-        return self.check if self.check in _OTHERWISE else "weights"
+        """What a program has to show, of ``kinds``."""
+        return kind_of(self.recipe, self.finding)
 
     @property
-    def omitted(self) -> str | None:
-        """What of the recipe a program leaves out, because it should change no weight."""
-        if self.kind != "weights" or self.recipe.validate_every is None:
-            return None
-        return "evaluations"
+    def differences(self) -> str:
+        """What a program does not do as the problem that was found, in words after "it"; empty: nothing.
+
+        What should change nothing of what is compared is left out.
+        """
+        left_out = []
+        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss"):
+            left_out.append("evaluations")
+        if self.recipe.interrupt_after is not None and self.kind != "resumed":
+            left_out.append("the interruption")
+        if self.recipe.shuffle and self.kind == "raised":
+            left_out.append("shuffling")
+        return ", ".join(["leaves out " + " and ".join(left_out)] * bool(left_out) + [*self.changed])
 
     @property
     def kind_in_words(self) -> str:
         """The same, as what a program would need."""
-        return _OTHERWISE[self.kind]
+        return IN_WORDS[self.kind]
 
     @property
     def precision(self) -> str:
@@ -73,6 +88,11 @@ class PlainTorch:
         return self.cell.backend
 
     @property
+    def broke(self) -> bool:
+        """Whether an exception is what was found, which a program has to show."""
+        return self.check == "launch" or self.finding.cause == "interruption-broke"
+
+    @property
     def find_unused(self) -> bool:
         """Whether DistributedDataParallel must look for parameters that a step leaves unused."""
         return self.ranks > 1 and not {"unused", "thawed"}.isdisjoint(self.recipe.layers)
@@ -81,6 +101,11 @@ class PlainTorch:
     def epoch_loop(self) -> str:
         """The head of the loop over epochs."""
         return f"for _ in range({self.recipe.epochs}):"
+
+    @property
+    def interruption(self) -> Interruption:
+        """Where training is interrupted."""
+        return Interruption(self.recipe, self.names)
 
     @property
     def ranks(self) -> int:
@@ -94,14 +119,19 @@ class PlainTorch:
 
     @property
     def samples(self) -> int:
-        """Samples of an epoch; where a validation loss is shown, of the held-out data."""
+        """Samples of an epoch."""
         size = self.batch * self.cell.topology.devices
-        if self.kind == "val_loss":
-            if self.recipe.loss not in OVER_SAMPLES:
-                raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
-            return size + 5  # a multiple of nothing, as of every workload
         most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
         return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
+
+    @property
+    def rows(self) -> int:
+        """Samples of ``data``: those of an epoch; where a validation loss is shown, the held-out ones."""
+        if self.kind != "val_loss":
+            return self.samples
+        if self.recipe.loss not in OVER_SAMPLES:
+            raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
+        return self.batch * self.cell.topology.devices + 5  # a multiple of nothing, as of every workload
 
     @property
     def draws(self) -> int:
@@ -121,7 +151,7 @@ class PlainTorch:
     @property
     def data(self) -> str:
         """The columns of all samples, as arguments of ``TensorDataset``."""
-        columns = [self._inputs(), *_TARGETS[self.recipe.loss](self.samples)]
+        columns = [self._inputs(), *_TARGETS[self.recipe.loss](self.rows)]
         return ", ".join(_double(one) if self.cell.precision == "64" and "randn" in one else one for one in columns)
 
     @cached_property
@@ -229,11 +259,13 @@ class PlainTorch:
 
     @property
     def joined(self) -> bool:
-        """Whether all samples of a step can be one batch: its loss is the mean over them, and shares are equal."""
+        """Whether all samples of a step can be one batch: its loss is the mean over them, or over all their labels."""
+        if self.recipe.inputs == TEXT:
+            return True
         shares = [share for step in self.windows_of(True) for share in step]
         if len(shares) == len(self.windows_of(True)):
             return True
-        alike = self.samples % (self.batch * self.ranks) == 0
+        alike = self.by_samples or self.samples % (self.batch * self.ranks) == 0
         return alike and self.recipe.loss in OVER_SAMPLES and "batchnorm" not in self.recipe.layers
 
     def windows_of(self, interleaved: bool) -> list[list[Share]]:
@@ -259,17 +291,17 @@ class PlainTorch:
         return [[share for shares in window for share in shares] for window in windows]
 
     def _inputs(self) -> str:
-        count = self.samples
+        count = self.rows
         if self.recipe.inputs == "features":
             return f"torch.randn({count}, 1).exp() * torch.randn({count}, {FEATURES})"
         if self.recipe.inputs == "images":
             return f"torch.randn({count}, 2, {SIDE}, {SIDE})"
+        if self.recipe.inputs == TEXT:
+            return f"x := torch.randint({VOCABULARY}, ({count}, {LENGTH + 1}))"
         return f"torch.randint({VOCABULARY}, ({count}, {LENGTH}))"
 
     def _modules(self) -> Iterator[str]:
         inputs = self.recipe.inputs
-        if inputs == TEXT:
-            raise NotExpressedError("text, of which the trainer takes its own loss")
         if inputs == "features":
             yield f"torch.nn.Linear({FEATURES}, {WIDTH})"
         elif inputs == "images":
@@ -286,10 +318,10 @@ class PlainTorch:
         if self._by_channel:
             yield "torch.nn.AdaptiveAvgPool2d(1)"
             yield "torch.nn.Flatten()"
-        elif inputs != "features" and self.recipe.loss != "token-mean":
+        elif inputs != "features" and self.recipe.loss not in ("token-mean", LABELS):
             yield f"torch.nn.AvgPool2d(({LENGTH if inputs != 'images' else SIDE * SIDE}, 1))"  # the mean over tokens
             yield "torch.nn.Flatten()"
-        yield f"torch.nn.Linear({width}, {OUTPUTS})"
+        yield f"torch.nn.Linear({width}, {VOCABULARY if inputs == TEXT else OUTPUTS})"
 
     @property
     def _by_channel(self) -> bool:
@@ -331,16 +363,6 @@ def _double(expression: str) -> str:
 def _class(name: str, base: str, *lines: str) -> str:
     return f"class {name}(torch.nn.{base}):\n    def forward(self, x):\n" + "\n".join(f"        {one}" for one in lines)
 
-
-_OTHERWISE = {
-    "loss": "a training loss that is reported",
-    "resumed": "an interruption, after which new processes go on",
-    "buffers": "buffers, which are no weights",
-    "precision": "a precision that is not used",
-    "validation": "evaluations, which leave no weights",
-    "rng": "random numbers of several ranks",
-}
-"""What programs that compare final weights do not show, by kind."""
 
 _LAYERS = {
     "linear": "torch.nn.Linear({width}, {size})",
@@ -397,6 +419,9 @@ _TARGETS: dict[str, Callable[[int], list[str]]] = {
     ],
     "in-batch": lambda count: [f"torch.randn({count}, {OUTPUTS})"],
     "two": lambda count: [f"torch.randint({OUTPUTS}, ({count},))", f"torch.randn({count}, {OUTPUTS})"],
+    LABELS: lambda count: [
+        f"x.where(torch.arange({LENGTH + 1}) <= torch.randint(1, {LENGTH + 1}, ({count}, 1)), -100)"
+    ],
 }
 
 _LOSSES: dict[str, Callable[[str, str, str, str], str]] = {
@@ -405,6 +430,7 @@ _LOSSES: dict[str, Callable[[str, str, str, str], str]] = {
     "token-mean": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}.transpose(1, 2), {y})",
     "in-batch": lambda first, again, y, target: f"{CROSS_ENTROPY}({first} @ {y}.T, torch.arange(len({y})))",
     "two": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}, {y}) + 0.3 * {MSE}({again}, {target})",
+    LABELS: lambda first, again, y, target: f"{CROSS_ENTROPY}({first}[:, :-1].transpose(1, 2), {y}[:, 1:])",
 }
 """Losses over the expression that computes the outputs, one for their further use, and the columns of the batch."""
 

@@ -94,21 +94,21 @@ def _environment(folder: Path) -> Environment:
 
 def _shortest(template: Template, title: str, **values: object) -> str:
     """Return what a template renders, as readable as fits into the lines that a program may have."""
-    reason = ""
-    for tight, short in product((False, True), repeat=2):
+    reason, fewest = "a statement that is too wide", sys.maxsize
+    for tight, whole_names, short in product((False, True), repeat=3):
         text = template.render(tight=tight, **values)
         if short:
             text = "from torch import nn\n" + text.replace("torch.nn.", "nn.")
-        if tight:
+        if whole_names:
             text = _with_whole_names(text)
         try:
             lines = list(_composed(text, title))
         except _TooWideError:
-            reason = "a statement that is too wide"
             continue
         if len(lines) <= MOST_LINES:
             return "\n".join(lines) + "\n"
-        reason = f"so much that the program would have {len(lines)} lines"
+        if len(lines) < fewest:
+            reason, fewest = f"so much that the program would have {len(lines)} lines", len(lines)
     raise NotExpressedError(reason)
 
 
@@ -205,7 +205,7 @@ def _blocks(definitions: str) -> Iterator[list[str]]:
 
 
 def _fitted(line: str) -> list[str]:
-    """Return a line that is too wide as ruff breaks it: at its last pair of brackets that holds something.
+    """Return a line that is too wide as ruff breaks it: at its last pair of brackets that holds something, and so on.
 
     Raises:
         _TooWideError: a part of it is still too wide.
@@ -218,11 +218,13 @@ def _fitted(line: str) -> list[str]:
     made, loop, over = inside.partition(" for _ in ")
     exploded = [made, (loop + over).strip()] if loop else [f"{one.strip()}," for one in _arguments(inside)]
     at_once = loop or (line[begin] == "(" and line[begin - 1].isalnum())  # a call; a tuple gets a line each
-    for parts in ([inside], exploded) if at_once else (exploded,):
-        lines = [line[: begin + 1], *(indent + INDENT + one for one in parts), indent + line[end:]]
-        if all(len(one) <= WIDEST for one in lines):
-            return lines
-    raise _TooWideError
+    whole = [indent + INDENT + inside]
+    if not at_once or len(whole[0]) > WIDEST:
+        whole = [piece for one in exploded for piece in _fitted(indent + INDENT + one)]
+    lines = [line[: begin + 1], *whole, indent + line[end:]]
+    if any(len(one) > WIDEST for one in lines):
+        raise _TooWideError
+    return lines
 
 
 def _last_brackets(line: str) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -13,12 +14,14 @@ from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.core.invocation import suite_command
 from harness.core.outcome import Outcome
+from harness.hunt.kinds import COMPARES_WEIGHTS
 from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problem_file import name_of
 from harness.hunt.program import MOST_LINES, NoTemplateError, one_device, program
 from harness.hunt.rounding import tolerance
 from harness.hunt.run_program import ProgramRun, Shown, command_of, run_program
 from harness.hunt.search import Failure
+from harness.hunt.visible import visible
 from harness.planning.declaration import Declaration
 from harness.workloads.generated import Generated, Recipe
 
@@ -68,18 +71,18 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         "again": "\n".join(_commands(failure, subject, folder)),
         "refusal": None,
     }
-    problem = PlainTorch(recipe, cell, finding)
+    problem = visible(PlainTorch(recipe, cell, finding), declaration.precisions[cell.accelerator])
     file = folder / f"{name}-program.py"
     shown = None
     try:
         file.write_text(_program(problem, declaration, file.name), "utf-8")
         modules = _folder(declaration) / "programs" / cell.subject
         run = run_program(file, processes_of(declaration, cell), python, modules)
-        shown = _shown(run, failure)
+        shown = _shown(run, problem)
         values |= {
             "program": file.read_text("utf-8"),
             "command": shlex.join(command_of(Path(file.name), processes_of(declaration, cell))),
-            "verdict": _verdict(run, shown, problem.omitted),
+            "verdict": _verdict(run, shown, problem.differences),
             "output": "\n".join(filter(None, [run.printed, run.error])) or "(nothing)",
         }
     except NotExpressedError as error:
@@ -114,12 +117,25 @@ def in_phrases(recipe: Recipe) -> Iterator[str]:
 
 def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
     """Return the program of a failure, called ``name``."""
+    command = shlex.join(command_of(Path(name), processes_of(declaration, problem.cell)))
+    title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
+    return program(problem, _folder(declaration), title, tolerance_of(problem))
+
+
+def tolerance_of(problem: PlainTorch) -> str:
+    """Return by how much rounding alone may move a weight; nothing where no weights are compared.
+
+    Raises:
+        NotExpressedError: rounding alone may move it anywhere.
+    """
+    if problem.kind not in COMPARES_WEIGHTS:
+        return ""
     recipe, cell = problem.recipe, problem.cell
     workload = type("Problem", (Generated,), {"name": "drawn", "recipe": recipe})()
     moved = tolerance(workload, cell.arithmetic, cell.topology.devices, recipe.epochs * problem.windows_of(True))
-    command = shlex.join(command_of(Path(name), processes_of(declaration, cell)))
-    title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
-    return program(problem, _folder(declaration), title, f"{moved:.0e}")
+    if not isfinite(moved):
+        raise NotExpressedError("a training that diverges, or overflows")
+    return f"{moved:.0e}"
 
 
 def _folder(declaration: Declaration) -> Path:
@@ -140,22 +156,21 @@ def _one_device(problem: PlainTorch) -> str | None:
         return None
 
 
-def _shown(run: ProgramRun, failure: Failure) -> Shown:
-    finding = failure.finding
-    if run.exit_code is None and finding.outcome is Outcome.TIMED_OUT:
+def _shown(run: ProgramRun, problem: PlainTorch) -> Shown:
+    if run.exit_code is None and problem.finding.outcome is Outcome.TIMED_OUT:
         return Shown.YES
-    return run.shows(finding.message if finding.check == "launch" else None)
+    return run.shows(problem.finding.message if problem.broke else None)
 
 
-def _verdict(run: ProgramRun, shown: Shown, omitted: str | None) -> str:
+def _verdict(run: ProgramRun, shown: Shown, differences: str) -> str:
     ended = "It did not end in time" if run.exit_code is None else f"It ends with exit code {run.exit_code}"
     says = {
         Shown.YES: "and shows the deviation without Plumbline",
         Shown.NO: "and shows no deviation. **Not confirmed without Plumbline**",
         Shown.BROKE: "for another reason. **Not confirmed without Plumbline**",
     }
-    without = f" (it leaves out {omitted})" if omitted else ""
-    return f"{ended}, {says[shown]}{without}:"
+    otherwise = f" (it {differences})" if differences else ""
+    return f"{ended}, {says[shown]}{otherwise}:"
 
 
 def _commands(failure: Failure, subject: str, folder: Path) -> Iterator[str]:

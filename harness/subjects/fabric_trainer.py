@@ -98,9 +98,9 @@ def fit(job, fabric, model, optimizers):
                 loss = job.loss(model(batch), batch)
                 fabric.backward(loss / window)
             if last:
+                if job.clip_norm is not None:
+                    _clip(job, fabric, model, optimizers)
                 for optimizer in optimizers:
-                    if job.clip_norm is not None:
-                        fabric.clip_gradients(model, optimizer, max_norm=job.clip_norm)
                     optimizer.step()
                 for scheduler in schedulers:
                     scheduler.step()  # Fabric does not tell whether its scaler skipped the step
@@ -125,6 +125,17 @@ def evaluate(job, fabric, model, loader):
     sums = sum(_weighed(job.loss(model(batch), batch), batch) for batch in loader)
     model.train()
     return _mean_over_ranks(fabric, sums)
+
+
+def _clip(job, fabric, model, optimizers):
+    """Clip by the norm of all gradients; where that is infinite in float16, the step is skipped."""
+    if len(optimizers) == 1:
+        fabric.clip_gradients(model, optimizers[0], max_norm=job.clip_norm, error_if_nonfinite=False)
+        return
+    # Fabric knows the norm of one optimizer's gradients, and those of several are unscaled one by one, as they step.
+    scaler = getattr(fabric.strategy.precision, "scaler", None)
+    scale = 1.0 if scaler is None else scaler.get_scale()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm * scale)
 
 
 def _weighed(loss, batch):

@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
+import torch
 from torch.utils.data import DataLoader
 
 from harness.subjects.declare import subject
@@ -27,16 +30,37 @@ class Adapter(pl.LightningModule):
     def __init__(self, job):
         super().__init__()
         self.job, self.model = job, job.model()
+        self.own = len(job.optimizers(self.parameters()))
+        self.automatic_optimization = self.own == 1  # the steps of several are left to the module
 
     def training_step(self, batch, batch_idx):
         loss = self._logged("loss", batch)
         if not self.automatic_optimization:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-            self.manual_backward(loss)
-            for optimizer in self.optimizers():
-                optimizer.step()
+            self._optimize(loss, batch_idx)
         return loss
+
+    def _optimize(self, loss, batch_idx):
+        """Do what the Trainer refuses to where there are several optimizers: windows, clipping, and schedules."""
+        place = batch_idx % self.job.accumulate
+        window = min(self.job.accumulate, self.trainer.num_training_batches - (batch_idx - place))
+        self.manual_backward(loss / window)
+        if place < window - 1:
+            return
+        if self.job.clip_norm is not None:  # gradients are unscaled one optimizer at a time, as it steps
+            torch.nn.utils.clip_grad_norm_(self.parameters(), self.job.clip_norm * self._scale())
+        for optimizer, scheduler in zip_longest(self.optimizers(), self._schedulers()):
+            scale = self._scale()
+            optimizer.step()
+            optimizer.zero_grad()
+            if scheduler is not None and self._scale() >= scale:  # not after a step that was skipped
+                scheduler.step()
+
+    def _scale(self):
+        scaler = getattr(self.trainer.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def _schedulers(self):
+        return self.lr_schedulers() or []
 
     def validation_step(self, batch, batch_idx):
         self._logged("val_loss", batch)
@@ -53,9 +77,7 @@ class Adapter(pl.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        optimizers = self.job.optimizers(self.parameters())
-        self.automatic_optimization = len(optimizers) == 1  # the steps of several are left to the module
-        return [self._scheduled(optimizer) for optimizer in optimizers]
+        return [self._scheduled(optimizer) for optimizer in self.job.optimizers(self.parameters())]
 
     def _scheduled(self, optimizer):
         scheduler = self.job.scheduler(optimizer)
@@ -91,12 +113,12 @@ def fit(job, module):
         strategy=_strategy(job),
         **_precision(job),
         max_epochs=job.epochs,
-        max_steps=job.stop_after_step or -1,
-        accumulate_grad_batches=job.accumulate,
-        gradient_clip_val=job.clip_norm,
+        max_steps=(job.stop_after_step or 0) * module.own or -1,  # the steps of all optimizers
+        accumulate_grad_batches=job.accumulate if module.automatic_optimization else 1,
+        gradient_clip_val=job.clip_norm if module.automatic_optimization else None,
         val_check_interval=job.validate_every,
         num_sanity_val_steps=0,  # an evaluation that the job did not ask for
-        callbacks=_checkpoints(job),
+        callbacks=_checkpoints(job, module),
         enable_checkpointing=job.stop_after_step is not None,
         # What costs seconds and computes nothing.
         logger=False,
@@ -106,10 +128,11 @@ def fit(job, module):
     trainer.fit(module, ckpt_path=f"{job.checkpoint_dir}/checkpoint.ckpt" if job.resume else None)
 
 
-def _checkpoints(job):
+def _checkpoints(job, module):
     if job.stop_after_step is None:
         return []
-    return [pl.callbacks.ModelCheckpoint(job.checkpoint_dir, "checkpoint", every_n_train_steps=job.stop_after_step)]
+    steps = job.stop_after_step * module.own
+    return [pl.callbacks.ModelCheckpoint(job.checkpoint_dir, "checkpoint", every_n_train_steps=steps)]
 
 
 def _strategy(job):

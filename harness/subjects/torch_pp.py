@@ -226,10 +226,21 @@ def holds(module, tensor):
     return any(tensor is one for one in (*module.parameters(), *module.buffers()))
 
 
+def without_parameters(job):
+    """Return the job's optimizers for a stage that has none: all ranks take part when the scaler looks for infinities.
+
+    Their schedules are those of the other ranks, as a checkpoint has the state of any rank's.
+    """
+    optimizers = job.optimizers([nn.Parameter(torch.zeros(0))])
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["params"] = []
+    return optimizers
+
+
 def fit(job, stages):
     """Train the stages with a loop like that of one device."""
-    nothing = [torch.optim.SGD([{"params": []}])]  # all ranks take part when the scaler looks for infinities
-    optimizers = stages.optimizers or nothing
+    optimizers = stages.optimizers or without_parameters(job)
     sampler = DistributedSampler(job.dataset, job.data_ranks, job.data_rank, shuffle=job.shuffle, seed=job.seed)
     loader = DataLoader(job.dataset, batch_size=job.batch_size, sampler=sampler)
     schedulers = [scheduler for scheduler in map(job.scheduler, optimizers) if scheduler is not None]

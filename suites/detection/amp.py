@@ -32,6 +32,22 @@ def steps_on_scaled_gradients(job):
             optimizer.zero_grad()
 
 
+@known_bad("amp", on={"several-optimizers/none/1x1/16": "gradients", "several-optimizers/ddp/1x2/16": "gradients"})
+def scale_lowered_between_two_optimizers(job):
+    """``scaler.update()`` after each: the overflow of one halves the scale by which the other is divided."""
+    model = wrapped(job)
+    optimizers, scaler = job.optimizers(model.parameters()), torch.amp.GradScaler("cpu", init_scale=2.0**19)
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            for optimizer in reversed(optimizers):
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
 @known_bad("amp", on=HALF)
 def loss_scaled_twice(job):
     """The trainer scales the loss, and the step function it calls does so again; it is unscaled once."""

@@ -57,6 +57,11 @@ def test_the_batches_of_a_pipeline_divide_into_micro_batches(data, topology):
     assert size % cell.contract.micro_batches == last % cell.contract.micro_batches == 0
 
 
+@given(recipes(CAPABILITIES))
+def test_an_evaluation_is_due_in_each_epoch_or_none_is_asked_for(recipe):
+    assert recipe.validate_every is None or recipe.validate_every <= recipe.steps_per_epoch
+
+
 def test_most_recipes_are_fit_to_judge_by(thorough):
     fit = []
 

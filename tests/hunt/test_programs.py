@@ -25,7 +25,7 @@ from harness.hunt.run_program import Shown, command_of, run_program
 from harness.hunt.write_up import processes_of
 from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES
-from harness.subjects.virtual_environments import environments
+from harness.subjects.virtual_environments import LIBRARIES, cache_folder
 from harness.workloads.generated import Recipe
 
 SUBJECTS = Path(harness.subjects.__file__).parent
@@ -49,9 +49,51 @@ SMALL = [
 ]
 """Problems such as searches shrink failures to: what every template writes a program for."""
 
+MODULES = {
+    "accelerate": "accelerate",
+    "aitoolbox": "aitoolbox",
+    "composer": "composer",
+    "deepspeed": "deepspeed",
+    "fabric": "lightning",
+    "ignite": "ignite",
+    "lightning": "lightning",
+    "ray": "ray",
+    "sentence-transformers": "sentence_transformers",
+    "sentence-transformers-gather": "sentence_transformers",
+    "torch": "torch",
+    "transformers": "transformers",
+    "trl": "trl",
+    "trl-padding-free": "trl",
+}
+OWN_LOSS = ("trl", "trl-padding-free")
+NOT_ASKED = {
+    "composer": {"unused"},
+    "deepspeed": {"sparse-tokens"},
+    "transformers": {"sparse-tokens"},
+    "sentence-transformers": {"sparse-tokens"},
+    "sentence-transformers-gather": {"sparse-tokens"},
+    "trl": {"batchnorm", "unused"},
+    "trl-padding-free": {"batchnorm", "unused"},
+}
+"""Words of recipes that searches ask no such trainer for."""
+
+NEVER_RESUMED = ("aitoolbox", "composer", "ray", "sentence-transformers", "sentence-transformers-gather", "torch")
+"""Templates without an interruption. What Ray and torch resume is the user's own loop."""
+
+REPORTING = ("ignite", "lightning", "transformers")
+"""Libraries that take the mean of a training loss themselves."""
+
+INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
+FILLED_UP = Recipe(inputs="text", loss="labels", batch_size=3, steps_per_epoch=2, left_out=2)
+
 VALIDATED = Finding("metrics", Outcome.FAILED, "val_loss was reported as 2 where 1 is correct")
+LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were not evaluated in evaluation 0 of 1")
+STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps where the workload has 2 on rank 0")
+REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
+RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
+RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
 
 
 def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
@@ -59,16 +101,43 @@ def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
     return PlainTorch(recipe, Cell(subject, "mlp", backend, Topology(1, ranks), precision, "cpu"), finding)
 
 
+def asked_of(subject, recipe):
+    """Return the recipe as a search asks the subject for it, None where it does not."""
+    if subject in OWN_LOSS:
+        recipe = replace(recipe, inputs="text", loss="labels")
+    return recipe if NOT_ASKED.get(subject, set()).isdisjoint((recipe.inputs, *recipe.layers)) else None
+
+
+def python_of(subject):
+    """Return an interpreter that has the subject's library, this one or that of an environment; skip without any."""
+    if find_spec(MODULES[subject]):
+        return sys.executable
+    library = LIBRARIES[subject].partition("[")[0]
+    made = sorted(cache_folder().glob(f"{library}-*/bin/python"))
+    return str(made[-1]) if made else pytest.skip(f"{library} is not installed")
+
+
+def run_of(program, subject, processes=2):
+    """Run a program as a hunt does."""
+    return run_program(program, processes, python_of(subject), SUBJECTS / "programs" / subject)
+
+
 def text_of(problem):
     return program(problem, SUBJECTS, "A program.", "1e-06")
 
 
-@given(recipes(CAPABILITIES), st.sampled_from(TEMPLATES), st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]))
-def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision):
-    for made in (replace(recipe, shuffle=False, interrupt_after=None), recipe):
+@given(
+    st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)), st.sampled_from(TEMPLATES),
+    st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
+)  # fmt: skip
+def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
+    if finding is RESUMED:
+        recipe = replace(recipe, interrupt_after=1)
+    for made in (replace(recipe, shuffle=False), recipe):
         for write in (text_of, lambda problem: one_device(problem, "A program.")):
             try:
-                text = write(problem_of(made, subject, ranks, precision))
+                text = write(problem_of(made, subject, ranks, precision, finding))
             except NotExpressedError:
                 continue
             lines = text.splitlines()
@@ -84,7 +153,13 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
         # Of these the loaders are made while they train, or by hand.
         drawn = [] if subject in ("aitoolbox", "deepspeed", "lightning") else [(shuffled, SAMPLES)]
-        for number, (recipe, finding) in enumerate([*((one, GRADIENTS) for one in SMALL), *drawn]):
+        if subject not in NEVER_RESUMED:
+            drawn.append((INTERRUPTED, RESUMED))
+        if subject in REPORTING:
+            drawn.append((Recipe(steps_per_epoch=2), REPORTED))
+        every = [*((one, GRADIENTS) for one in SMALL), (WINDOWS, RAISED), *drawn]
+        asked = [(asked_of(subject, recipe), finding) for recipe, finding in every]
+        for number, (recipe, finding) in enumerate((recipe, finding) for recipe, finding in asked if recipe):
             try:
                 text = text_of(problem_of(recipe, subject, finding=finding))
             except NotExpressedError as error:
@@ -105,7 +180,6 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     ("recipe", "finding", "said"),
     [
         (Recipe(shuffle=True), GRADIENTS, "order is the trainer's own"),
-        (Recipe(epochs=2, interrupt_after=1), GRADIENTS, "an interruption"),
         (Recipe(layers=("dropout",)), GRADIENTS, "a layer of kind dropout"),
         (Recipe(), Finding("buffers", Outcome.FAILED, ""), "buffers"),
         (Recipe(validate_every=1, loss="in-batch"), VALIDATED, "no mean over samples"),
@@ -114,6 +188,27 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
 def test_what_no_program_expresses_is_said(recipe, finding, said):
     with pytest.raises(NotExpressedError, match=said):
         text_of(problem_of(recipe, "accelerate", finding=finding))
+
+
+def test_the_loss_of_texts_is_the_mean_over_the_tokens_of_all_ranks_and_micro_batches():
+    uneven = Recipe(inputs="text", loss="labels", steps_per_epoch=2, accumulate=2, left_out=2)
+    assert problem_of(uneven, "trl").steps(True) == "(data[0:6],)"
+    assert "cross_entropy(right(x)[:, :-1].transpose(1, 2), y[:, 1:]).backward()" in text_of(problem_of(uneven, "trl"))
+
+
+def test_micro_batches_weigh_alike_or_by_their_samples():
+    uneven = problem_of(Recipe(steps_per_epoch=2, accumulate=2, left_out=2), "composer")
+    assert uneven.steps(True) == "((data[0:3:2], data[1:4:2], data[4:5], data[5:6]),)"
+    assert uneven.weighed_by_samples.steps(True) == "(data[0:6],)"
+
+
+def test_samples_that_are_not_evaluated_show_in_the_loss_that_is_reported():
+    assert "evaluate()" in text_of(problem_of(Recipe(validate_every=1), "sentence-transformers", finding=LEFT_OUT))
+
+
+def test_of_shuffled_samples_the_ranks_shares_are_shown_under_accumulation_too():
+    shuffled = Recipe(steps_per_epoch=3, accumulate=3, left_out=1, shuffle=True)
+    assert "get_train_dataloader()" in text_of(problem_of(shuffled, "transformers", finding=SAMPLES))
 
 
 def test_a_subject_without_a_template_is_told_where_to_write_one(tmp_path):
@@ -177,29 +272,6 @@ def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
             exec(compile(wrong, "wrong", "exec"), {})
 
 
-LIBRARIES = {
-    "accelerate": "accelerate",
-    "aitoolbox": "aitoolbox",
-    "deepspeed": "deepspeed",
-    "fabric": "lightning",
-    "ignite": "ignite",
-    "lightning": "lightning",
-    "ray": "ray",
-    "torch": "torch",
-    "transformers": "transformers",
-}
-
-
-def run_of(program, subject, processes=2):
-    """Run a program where its library is installed, here or in an environment; skip where it is not."""
-    library = LIBRARIES[subject]
-    pythons = [sys.executable] if find_spec(library) else []
-    pythons += [str(python) for name, python in environments() if name.startswith(f"{library}-")]
-    if not pythons:
-        pytest.skip(f"{library} is not installed")
-    return run_program(program, processes, pythons[0], SUBJECTS / "programs" / subject)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "recipe",
@@ -208,9 +280,23 @@ def run_of(program, subject, processes=2):
 )
 @pytest.mark.parametrize("subject", TEMPLATES)
 def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, recipe):
-    if subject in ("deepspeed", "transformers") and recipe.inputs == "sparse-tokens":
-        pytest.skip("it trains no sparse gradients")
-    (tmp_path / "program.py").write_text(program(problem_of(recipe, subject), SUBJECTS, "Right.", "1e-05"))
+    asked = asked_of(subject, recipe)
+    if asked is None:
+        pytest.skip("no search asks it for this")
+    (tmp_path / "program.py").write_text(program(problem_of(asked, subject), SUBJECTS, "Right.", "1e-05"))
+    run = run_of(tmp_path / "program.py", subject)
+    assert run.shows(None) is Shown.NO, run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("subject", "recipe", "finding"),
+    [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one not in NEVER_RESUMED]
+    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING],
+)
+def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
+    problem = problem_of(asked_of(subject, recipe), subject, finding=finding)
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "", "0"))
     run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.NO, run
 
@@ -223,18 +309,38 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
         ("accelerate", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
         ("aitoolbox", WINDOWS, GRADIENTS),
         ("lightning", WINDOWS, GRADIENTS),
-        ("ignite", WINDOWS, Finding("steps", Outcome.FAILED, "")),
-        ("deepspeed", WINDOWS, Finding("steps", Outcome.FAILED, "")),
+        ("ignite", WINDOWS, STEPS),
+        ("deepspeed", WINDOWS, STEPS),
         ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("accelerate", replace(INTERRUPTED, shuffle=True), RESUMED),
+        ("lightning", replace(INTERRUPTED, shuffle=True), RESUMED),
+        ("ignite", Recipe(steps_per_epoch=4, accumulate=2, interrupt_after=1, shuffle=True), RESUMED),
         ("ignite", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("lightning", Recipe(batch_size=3, validate_every=1), VALIDATED),
+        ("sentence-transformers", Recipe(batch_size=3, steps_per_epoch=2, left_out=1), STEPS),
+        ("sentence-transformers", Recipe(batch_size=1, validate_every=1), LEFT_OUT),
+        ("sentence-transformers-gather", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
+        ("trl", FILLED_UP, SAMPLES),
+        ("trl-padding-free", FILLED_UP, SAMPLES),
+        ("lightning", Recipe(validate_every=2), RAISED),
+        ("transformers", WINDOWS, REPORTED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
-    problem = problem_of(recipe, subject, finding=finding)
+    ranks = 1 if finding is RESUMED else 2  # of several, Accelerate and Ignite draw the same order again
+    problem = problem_of(recipe, subject, ranks, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
-    run = run_of(tmp_path / "program.py", subject)
-    assert run.shows(None) is Shown.YES, run
+    run = run_of(tmp_path / "program.py", subject, ranks)
+    assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("accumulate", "shown"), [(3, Shown.YES), (2, Shown.NO)])
+def test_a_share_that_float32_does_not_hold_shows_in_float64(tmp_path, accumulate, shown):
+    """Composer multiplies the loss by it in float32: a third is rounded, and a half is not."""
+    problem = problem_of(Recipe(steps_per_epoch=accumulate, accumulate=accumulate), "composer", 1, "64")
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Rounded.", "1e-14"))
+    assert run_of(tmp_path / "program.py", "composer", 1).shows(None) is shown
 
 
 @pytest.mark.nightly

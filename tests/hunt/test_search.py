@@ -26,6 +26,7 @@ from harness.hunt.run_program import ProgramRun
 from harness.hunt.search import Failure, Search
 from harness.hunt.subject import cells_of, searches
 from harness.hunt.write_up import write_up
+from harness.judge.checks import CHECKS
 from harness.planning.declaration import Declaration
 from harness.workloads.generated import Recipe
 
@@ -108,6 +109,13 @@ def test_the_page_of_a_trainer_without_a_template_has_what_is_right_and_says_wha
     assert f"--workload {tmp_path / name_of(failure.drawn.recipe)}.py" in page
 
 
+def written_up(name, finding, folder):
+    failure = Failure(Drawn(Recipe(), Cell(name, "mlp", "ddp", Topology(1, 2), "32", "cpu")), finding)
+    source = (str(Path(harness.subjects.__file__)), 1)
+    declared = Declaration(name, name, ("ddp",), {"cpu": ["32"]}, frozenset(), Software(name, "2.9"), source=source)
+    return write_up(failure, [declared], name, sys.executable, folder)
+
+
 @pytest.mark.parametrize(
     ("run", "said"),
     [
@@ -121,16 +129,20 @@ def test_the_page_of_a_trainer_without_a_template_has_what_is_right_and_says_wha
 )
 def test_a_page_says_what_its_program_printed_and_whether_it_confirms(tmp_path, monkeypatch, run, said):
     monkeypatch.setattr("harness.hunt.write_up.run_program", lambda *given: run)
-    cell = Cell("torch", "mlp", "ddp", Topology(1, 2), "32", "cpu")
-    failure = Failure(Drawn(Recipe(), cell), Finding("gradients", Outcome.FAILED, "gradients are doubled", "doubled"))
-    source = (str(Path(harness.subjects.__file__)), 1)
-    declared = Declaration("torch", "torch", ("ddp",), {}, frozenset(), Software("torch", "2.9"), source=source)
-    written = write_up(failure, [declared], "torch", sys.executable, tmp_path)
+    written = written_up("torch", Finding("gradients", Outcome.FAILED, "gradients are doubled", "doubled"), tmp_path)
     page, program = written.page.read_text(), (tmp_path / f"{name_of(Recipe())}-program.py").read_text()
     assert said in page
     assert program in page
     assert "harness" not in program
     assert page.startswith("# torch 2.9: gradients: doubled (ddp, 2 ranks)")
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_whatever_fails_has_a_page(tmp_path, monkeypatch, check):
+    right = ProgramRun(0, "", "", raised_by_comparison=False)
+    monkeypatch.setattr("harness.hunt.write_up.run_program", lambda *given: right)
+    for message in ("something", "val_loss was reported as 2 where 1 is correct"):
+        assert written_up("transformers", Finding(check, Outcome.FAILED, message), tmp_path).page.exists()
 
 
 def test_a_pipeline_of_many_stages_has_cells_too():

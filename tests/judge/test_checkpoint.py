@@ -280,6 +280,18 @@ def test_where_it_goes_on_is_named(told, cell_of, cause):
     assert (found.outcome, found.family, found.cause) == (Outcome.FAILED, "checkpoint", cause), found
 
 
+@pytest.mark.parametrize("first", [
+    lambda plan: plan[AFTER + 2],
+    lambda plan: [plan[AFTER][0][:12] + plan[AFTER + 1][0][:12]],
+])  # fmt: skip
+def test_a_first_step_that_an_order_drawn_anew_has_by_chance_names_no_place(told, cell_of, first):
+    cell, drawn_anew = cell_of("checkpoint", "ddp", "1x2"), plan_of(WORKLOADS["checkpoint"], seed=99)
+    found = told(
+        interrupted(WORKLOADS["checkpoint"], cell, go_on=lambda plan: [first(plan), *drawn_anew[AFTER + 1 :]]), cell
+    )
+    assert found.cause == "order-drawn-anew", found
+
+
 def test_the_first_epochs_order_from_the_place_in_the_second(told, cell_of):
     cell = cell_of("checkpoint", "none", "1x1")
     found = told(interrupted(WORKLOADS["checkpoint"], cell, go_on=lambda plan: plan[2:LENGTH]), cell)

@@ -17,6 +17,8 @@ from harness.workloads.generated import Recipe
 ALTERNATING = Recipe(optimizer="several", accumulate=2, steps_per_epoch=2)
 CENTRED = Recipe(layers=("layernorm", "batchnorm", "batchnorm"), batch_size=8, epochs=2)
 
+LIBRARIES = {"reference": "torch", "fabric": "lightning"}
+
 PROBLEMS = {
     "the last batch of a window passes in micro-batches": ("reference", "balanced", (1, 2), "32", ALTERNATING),
     "statistics between alternating optimizers": (
@@ -35,12 +37,27 @@ PROBLEMS = {
         Recipe(layers=("attention",) * 3, batch_size=5, steps_per_epoch=2, left_out=2, returns="nested", seed=632),
     ),
     "statistics of what is centred already": ("torch", "tp", (2, 2), "64", CENTRED),
+    "optimizers-of-fabric-clipped-together": (
+        "fabric", "none", (1, 1), "16",
+        replace(ALTERNATING, layers=("residual", "attention"), steps_per_epoch=6, clip_norm=0.05),
+    ),
+    "a stage without parameters has the schedules of the others": (
+        "torch", "pp", (1, 4), "32",
+        Recipe(layers=("tanh", "tanh"), optimizer="momentum", schedule="warm-up", batch_size=16, steps_per_epoch=2,
+               epochs=2, interrupt_after=1),
+    ),
+    "optimizers-that-lightning-leaves-to-its-users": (
+        "lightning", "none", (1, 1), "32",
+        replace(ALTERNATING, steps_per_epoch=3, epochs=2, schedule="warm-up", clip_norm=0.05, validate_every=2,
+                metrics=True, interrupt_after=2),
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_right_trainer_is_not_accused_any_more(warm_pool, cell_of, tmp_path, problem):
     subject, backend, topology, precision, recipe = PROBLEMS[problem]
+    pytest.importorskip(LIBRARIES.get(subject, subject))
     plain = cell_of("mlp", backend, str(Topology(*topology)), precision, subject=subject)
     cell = trained_on(plain, recipe, write_problem(recipe, tmp_path))
     try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
 from harness.judge.buffer_replay import buffer_errors, buffers_after
+from harness.judge.causes.combinations import scaled
+from harness.judge.causes.gradient_evidence import _factor_before_clipping
 from harness.judge.checks.gradients import compare_gradients
 from harness.judge.oracle.noise import (
     FALSE_ALARM,
@@ -23,7 +27,7 @@ from harness.judge.oracle.noise import (
     nudged,
     rounding_unit,
 )
-from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.oracle import Oracle, clipped
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 from harness.workloads.generated import Generated, Recipe
@@ -197,7 +201,36 @@ def test_a_whole_training_in_float64_may_round_otherwise_inside_its_layers(simul
     trace = simulation.right_trace(workload, cell)
     training = TraceAnalysis(trace, workload, cell).full_training
     other = training._train(
-        Oracle(workload, 3, cell.arithmetic), training.layouts, nudges=torch.Generator().manual_seed(99)
-    )
+        Oracle(workload, 3, cell.arithmetic), training.layouts,
+        moved=partial(nudged, generator=torch.Generator().manual_seed(99)),
+    )  # fmt: skip
     for name, exact in training.contract.items():
         assert distance(other[name], exact) <= training.limit * training.noise[name], name
+
+
+class CancellingOnOneDevice(Generated):
+    """Adam, and a gradient of which rounding alone is left where the tokens of both ranks are one batch."""
+
+    name = "cancelling-on-one-device"
+    recipe = Recipe(
+        inputs="text", layers=("linear-3", "linear-1", "linear-3", "linear-1", "experts"), loss="labels",
+        optimizer="adam", batch_size=1, seed=220,
+    )  # fmt: skip
+
+
+def test_each_way_in_which_a_whole_training_may_go_has_a_noise(simulation, cell_of):
+    workload, cell = CancellingOnOneDevice(), cell_of("cancelling-on-one-device", "ddp", "1x2", "bf16")
+    analysis = TraceAnalysis(simulation.right_trace(workload, cell), workload, cell)
+    training = analysis.full_training
+    contracts_own = training._noise_of(training.layouts, training.contract)
+    for way, exact in training.one_device.items():
+        ended = training._train(analysis.cell_oracle, way)
+        errors = {name: distance(ended[name], weight) for name, weight in exact.items()}
+        assert all(error <= training.limit * training.noise[name] for name, error in errors.items())
+        assert any(error > training.limit * contracts_own[name] for name, error in errors.items())
+
+
+def test_clipping_tells_of_gradients_that_it_has_shortened_how_long_they_were():
+    raw = {"w": torch.tensor([0.3, 0.4], dtype=torch.float64)}
+    case = SimpleNamespace(clip_norm=0.05, observed=clipped(scaled(0.5, raw), 0.05), expected=SimpleNamespace(raw=raw))
+    assert _factor_before_clipping([case]) == pytest.approx(0.5, rel=1e-3)

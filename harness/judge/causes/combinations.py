@@ -74,8 +74,8 @@ def weighted(parts: Sequence[Tensors], weights: Sequence[float], like: Tensors) 
     """Return the weighted sum of parts, with the names of ``like``."""
     total = {name: torch.zeros_like(value) for name, value in like.items()}
     for weight, part in zip(weights, parts, strict=True):
-        for name, value in part.items():
-            total[name] = total[name] + weight * value
+        for name in total.keys() & part.keys():
+            total[name] = total[name] + weight * part[name]
     return total
 
 

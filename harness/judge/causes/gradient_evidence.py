@@ -132,14 +132,31 @@ def _cases(analysis: TraceAnalysis) -> list[GradientCase]:
 
 def _slightly_scaled(finding: Finding, cases: Sequence[GradientCase]) -> Finding:
     """Explain gradients none of which is wrong by itself, but all of them in the same direction."""
+    factor = statistics.median(factor_between(one.expected.contract, one.observed) for one in cases)
+    before = _factor_before_clipping(cases)
     return replace(
         finding,
-        cause="slightly-scaled",
+        cause="slightly-scaled" if before is None else "scaled-before-clipping",
         family="loss-normalisation",
-        message=f"gradients are {_common_factor(cases):.4f} × the right ones: in each tensor alone rounding could "
-        f"explain the difference, in all of them together it cannot ({times(finding.error_x_noise or 0.0)}): what is "
-        "the loss multiplied by, or weighted with?",
+        message=f"gradients are {factor:.9g} × the right ones: in each tensor alone rounding could explain the "
+        f"difference, in all of them together it cannot ({times(finding.error_x_noise or 0.0)}): "
+        + ("" if before is None else f"clipping adds 1e-6 to their norm, which was about {before:.2g} × as large: ")
+        + "what is the loss multiplied by, or weighted with?",
     )
+
+
+def _factor_before_clipping(cases: Sequence[GradientCase]) -> float | None:
+    """Return by how much gradients were longer before they were clipped to a length that is nearly right.
+
+    ``clip_grad_norm_`` divides by the norm and 1e-6, so that shorter ones end a little shorter. None where they are not
+    shorter, or not clipped.
+    """
+    factors = []
+    for one in cases:
+        limit, observed, raw = one.clip_norm or 0.0, length(one.observed), length(one.expected.raw)
+        if raw > limit > observed > 0:
+            factors.append(1e-6 * observed / (limit - observed) / raw)
+    return statistics.median(factors) if factors else None
 
 
 def _is_predictable(case: GradientCase) -> bool:

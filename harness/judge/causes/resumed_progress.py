@@ -33,6 +33,15 @@ class ProgressCase(InterruptedCase):
         return next((step for step, draws in enumerate(self.whole) if self.resumed[:1] == (draws,)), None)
 
     @property
+    def follows(self) -> bool:
+        """Whether the resumed steps are those of the uninterrupted training that follow each other from somewhere on.
+
+        Where batches are few and small, an order that was drawn anew may have one of its steps too.
+        """
+        begin = len(self.whole) if self.begin is None else self.begin
+        return self.resumed == self.whole[begin : begin + len(self.resumed)]
+
+    @property
     def due(self) -> tuple[Draws, ...]:
         """The samples of each step that was left."""
         return self.whole[self.interruption.place :]
@@ -119,12 +128,25 @@ def _position_in_other_units(case: ProgressCase) -> set[int]:
     return {one.epoch_begin + position // window, one.epoch_begin + position * window} if window > 1 else set()
 
 
+def _elsewhere(case: ProgressCase) -> Iterator[Match]:
+    if case.follows and not case.resumes_in_place:
+        yield Match(figures={"begin": case.begin, "place": case.interruption.place})
+
+
 def _between_steps(case: ProgressCase) -> Iterator[Match]:
-    """The first resumed step has part of one step's samples, and part of the next one's."""
-    first = {i for draws in case.resumed[:1] for i in draws}
-    for left, right in pairwise(case.whole):
-        if case.begin is None and first <= {*left, *right} and first & set(left) and first & set(right):
-            yield Match()
+    """The first resumed step has part of one step's samples, and part of the next one's, and so have those after it.
+
+    One step alone may have them by chance, where an order was drawn anew.
+    """
+    pairs = [(set(left), set(right)) for left, right in pairwise(case.whole)]
+
+    def between(draws: Draws) -> bool:
+        used = set(draws)
+        return any(used <= left | right and used & left and used & right for left, right in pairs)
+
+    first, *others = case.resumed
+    if others and case.begin is None and between(first) and all(one in case.whole or between(one) for one in others):
+        yield Match()
 
 
 PROGRESS = (
@@ -169,13 +191,13 @@ PROGRESS = (
         "one step's samples are left out",
         "is a step counted twice?", 145),
     ProgressHypothesis("resumed-elsewhere", "checkpoint",
-        _begins_at(lambda case: set(range(len(case.whole)))),
+        _elsewhere,
         "training goes on at step {begin}, not {place}",
         "in which unit, and from where, is the position counted?", 140),
     ProgressHypothesis("position-in-other-units", "checkpoint", _between_steps,
         "training goes on between two steps",
         "in which unit is the position saved and loaded?", 135),
-    ProgressHypothesis("order-drawn-anew", "checkpoint", holds(lambda case: case.begin is None),
+    ProgressHypothesis("order-drawn-anew", "checkpoint", holds(lambda case: not case.follows),
         "the order is no epoch's of the uninterrupted training",
         "which seed, and which epoch, does the sampler use?", 130),
 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from harness.core.finding import Finding
 from harness.judge.findings import TwoWayComparison, Vacuous
-from harness.judge.oracle.layout import single_batch_layout
 from harness.judge.oracle.noise import Deviation, distance
 from harness.judge.trace_analysis import TraceAnalysis
 
@@ -16,8 +15,7 @@ def training(analysis: TraceAnalysis) -> Finding:
     last = analysis.steps_taken[-1]
     full_training = analysis.full_training
     contract = full_training.contract
-    ways = {tuple(map(way, full_training.layouts)) for way in (analysis.one_device, single_batch_layout)}
-    one_device = [contract if way == full_training.layouts else full_training.end(way) for way in ways]
+    one_device = full_training.one_device.values()
     comparison = TwoWayComparison()
     for name, value in last.ranks[0].after.items():
         # What is not in the contract is the subject's own addition to the model: not the job's, so not judged.

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from harness.evidence.trace import Tensors
-from harness.judge.oracle.layout import Layout, shuffled
-from harness.judge.oracle.noise import distance, limit, nudged, rounding_unit
+from harness.judge.oracle.layout import Layout, shuffled, single_batch_layout
+from harness.judge.oracle.noise import distance, limit, nudged, rounding_unit, within_a_rounding
 from harness.judge.oracle.oracle import Oracle, without_held_back
 from harness.judge.oracle.partial_sums import PartialSums
 from harness.workloads import Problem
@@ -85,35 +86,64 @@ class FullTraining:
         return self.end(self.layouts)
 
     @cached_property
+    def one_device(self) -> dict[tuple[Layout, ...], Tensors]:
+        """The final weights of one device in float64, by the layouts of its steps: windows one by one, or at once."""
+        ways = {tuple(map(way, self.layouts)) for way in (self._recorded.one_device, single_batch_layout)}
+        return {way: self.contract if way == self.layouts else self.end(way) for way in ways}
+
+    @cached_property
     def noise(self) -> dict[str, float]:
         """The difference between final weights that rounding alone explains, by name.
 
-        Float64 is measured against itself: as for a gradient, each step's weights are nudged by one rounding, because
-        other orders of whole samples do not show what rounding does inside a layer.
+        Adam's step is as long for what rounding leaves of a gradient as for any other. Where samples that count in one
+        way cancel out, they need not in another, so each way that gives other weights is measured.
+        """
+        ways = {} if self._recorded.is_one_device else self.one_device
+        measured = [self._noise_of(layouts, end) for layouts, end in {**ways, self.layouts: self.contract}.items()]
+        return {name: max(noise[name] for noise in measured) for name in self.contract}
+
+    def _noise_of(self, layouts: Sequence[Layout], end: Tensors) -> dict[str, float]:
+        """Return the noise of a training with these layouts, which ends with these weights in float64.
+
+        Few samples have few orders, and each may happen to be rounded hardly at all: every second run is made at
+        weights that are less than a rounding away, and compared with float64 at the same ones. Float64 is measured
+        against itself: as for a gradient, each step's weights are nudged by one rounding.
         """
         recorded = self._recorded
         rng = random.Random(recorded.workload.seed)
         is_double = recorded.cell_oracle.dtype is torch.float64
-        nudges = torch.Generator().manual_seed(recorded.workload.seed) if is_double else None
-        runs = [
-            self._train(
-                recorded.cell_oracle,
-                [shuffled(layout, rng) for layout in self.layouts],
-                parts=1 + run,
-                nudges=nudges,
-            )
-            for run in range(TRAINING_RUNS)
-        ]
-        noise = {}
-        for name, exact in self.contract.items():
-            # At least one rounding of the weights, and in 16 bits one of the distance that they moved: small dyadic
-            # numbers may need none in every order that was tried, and one in another.
-            moved = exact - recorded.start[name].double()
-            unit = rounding_unit([exact], recorded.epsilon) + rounding_unit([moved], recorded.compute_epsilon)
-            errors = [distance(run[name], exact) for run in runs]
-            # A run that overflowed in float16 measures no rounding.
-            noise[name] = max([unit, *(error for error in errors if math.isfinite(error))])
-        return noise
+        nudges = torch.Generator().manual_seed(recorded.workload.seed)
+        errors: dict[str, list[float]] = {name: [] for name in end}
+        for run in range(TRAINING_RUNS):
+            orders = [shuffled(layout, rng) for layout in layouts]
+            moved: Callable[[Tensors], Tensors] | None = partial(nudged, generator=nudges) if is_double else None
+            exact = end
+            if run % 2 and not is_double:
+                exact = self._train(recorded.oracle, layouts, moved=self._within_a_rounding(run))
+                moved = self._within_a_rounding(run)
+            for name, value in self._train(recorded.cell_oracle, orders, parts=1 + run, moved=moved).items():
+                errors[name].append(distance(value, exact[name]))
+        return {
+            name: max([self._unit(name, weight), *filter(math.isfinite, errors[name])]) for name, weight in end.items()
+        }
+
+    def _unit(self, name: str, end: Tensor) -> float:
+        """Return one rounding of a weight, and in 16 bits one of the distance that it moved.
+
+        Small dyadic numbers may need none in every order that was tried, and one in another.
+        """
+        moved = end - self._recorded.start[name].double()
+        return rounding_unit([end], self._recorded.epsilon) + rounding_unit([moved], self._recorded.compute_epsilon)
+
+    def _within_a_rounding(self, seed: int) -> Callable[[Tensors], Tensors]:
+        """Return what moves weights by less than a rounding, to numbers that the cell's precision can store."""
+        generator, dtype = torch.Generator().manual_seed(seed), self._recorded.cell_oracle.dtype
+
+        def moved(weights: Tensors) -> Tensors:
+            near = within_a_rounding(weights, generator, self._recorded.compute_epsilon)
+            return {name: value.to(dtype) for name, value in near.items()}
+
+        return moved
 
     def end(self, layouts: Sequence[Layout]) -> Tensors:
         """Return the final weights in float64, where each step has its layout."""
@@ -124,12 +154,12 @@ class FullTraining:
         oracle: Oracle,
         layouts: Sequence[Layout],
         parts: int | None = None,
-        nudges: torch.Generator | None = None,
+        moved: Callable[[Tensors], Tensors] | None = None,
     ) -> Tensors:
         """Return the final weights.
 
-        The optimizer's matrix products are summed in ``parts``, if given; with ``nudges`` gradients are taken at
-        weights that are each one rounding larger or smaller.
+        The optimizer's matrix products are summed in ``parts``, if given; gradients are taken at the weights that
+        ``moved`` makes of those of the step.
         """
         oracle.load(self._recorded.start)
         optimizer = oracle.optimizer()
@@ -140,7 +170,7 @@ class FullTraining:
             for names in step.ranks[0].turns or (tuple(oracle.parameters),):
                 now = oracle.weights()
                 at = begun if step.ranks[0].turns else now
-                oracle.load(at if nudges is None else nudged(at, nudges))
+                oracle.load(at if moved is None else moved(at))
                 if step.ranks[0].turns:
                     oracle.set_turn(names, now, batches_between=self._recorded.batches_between(step))
                 gradient = oracle.gradient(layout, step.ranks[0].scale or 1.0)

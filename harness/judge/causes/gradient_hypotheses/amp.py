@@ -34,6 +34,17 @@ def _unscaled_twice(case: GradientCase) -> Gradients:
         yield clipped(scaled(1 / case.step.scale, case.expected.raw), case.clip_norm)
 
 
+def _unscaled_by_a_lowered_scale(case: GradientCase) -> Gradients:
+    """Predict twice the gradient for each optimizer that steps after one which overflowed, and halved the scale."""
+    optimizers = case.counterfactuals.parameters_of_optimizers()
+    for order in (optimizers, optimizers[::-1]):
+        factor, predicted = 1.0, {}
+        for names in order:
+            factor *= 2 if names & case.step.held_back.keys() else 1
+            predicted.update({name: value * factor for name, value in case.expected.contract.items() if name in names})
+        yield from case.if_wrong(predicted)
+
+
 def _scales_differ(case: GradientCase) -> Gradients:
     """Predict the mean of gradients that each rank multiplied by its own scale, divided by this rank's scale."""
     scales = [step.scale for step in case.ranks]
@@ -138,6 +149,9 @@ HYPOTHESES = (
     GradientHypothesis("loss-scale-left-in", "amp", _scale_left_in,
         "those of the scaled loss",
         "the optimizer stepped without unscaling: use scaler.step(optimizer)", 970),
+    GradientHypothesis("unscaled-by-a-lowered-scale", "amp", _unscaled_by_a_lowered_scale,
+        "twice the right ones for an optimizer that steps after one whose gradient overflowed",
+        "the scale was lowered between two optimizers: call scaler.update() once, after all of them", 968),
     GradientHypothesis("scales-differ", "amp", _scales_differ,
         "the mean of gradients that each rank multiplied by another loss scale",
         "use the same loss scale on all ranks", 965),

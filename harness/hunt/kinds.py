@@ -1,0 +1,35 @@
+"""What a program without Plumbline has to show of a failure, by the check that failed."""
+
+from __future__ import annotations
+
+from harness.core.finding import Finding
+from harness.workloads.generated import Recipe
+
+COMPARES_WEIGHTS = ("weights", "resumed")
+"""Kinds that compare the weights after training."""
+
+IN_WORDS = {
+    "loss": "a training loss that is reported",
+    "resumed": "an interruption, after which new processes go on",
+    "buffers": "buffers, which are no weights",
+    "precision": "a precision that is not used",
+    "validation": "evaluations, which leave no weights",
+    "rng": "random numbers of several ranks",
+}
+"""What a program would need, by kind, where a template does not show the kind."""
+
+
+def kind_of(recipe: Recipe, finding: Finding) -> str:
+    """Return ``val_loss``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
+    if finding.check == "launch" and finding.cause == "raised":
+        return "raised"
+    if finding.check == "metrics":
+        return "val_loss" if finding.message.startswith("val_loss") else "loss"
+    if finding.check == "checkpoint" and recipe.interrupt_after is not None:
+        return "resumed"
+    if finding.check == "validation" and "were not evaluated" in finding.message:
+        return "val_loss"
+    # Where they are shuffled, no weights can be compared.
+    if finding.check == "samples" and (recipe.accumulate == 1 or recipe.shuffle):
+        return "samples"
+    return finding.check if finding.check in IN_WORDS else "weights"

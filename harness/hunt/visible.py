@@ -1,0 +1,21 @@
+"""What a program trains otherwise than the problem that was found, because its final weights would not show it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from harness.hunt.plain_torch import PlainTorch
+
+
+def visible(problem: PlainTorch, precisions: Collection[str]) -> PlainTorch:
+    """Return a problem whose weights show what was found; ``precisions`` are those that the trainer has."""
+    recipe, cell = problem.recipe, problem.cell
+    changed = []
+    if recipe.loss == "in-batch" and problem.batch == 1:
+        recipe = replace(recipe, batch_size=2 * cell.topology.devices)
+        changed.append("has two samples a batch and rank, as the loss among one is zero")
+    if problem.finding.cause == "slightly-scaled" and cell.precision == "32" and "64" in precisions:
+        cell = replace(cell, precision="64")
+        changed.append("trains in float64, where rounding hides less")
+    return replace(problem, recipe=recipe, cell=cell, changed=tuple(changed))

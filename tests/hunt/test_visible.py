@@ -1,0 +1,41 @@
+"""A program trains what its final weights can show, and is not written where nothing of it could be trusted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.core.cell import Cell
+from harness.core.finding import Finding
+from harness.core.outcome import Outcome
+from harness.core.topology import Topology
+from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.hunt.visible import visible
+from harness.hunt.write_up import tolerance_of
+from harness.workloads.generated import Recipe
+
+CELL = Cell("torch", "mlp", "ddp", Topology(1, 2), "32", "cpu")
+SCALED = Finding("gradients", Outcome.FAILED, "", cause="slightly-scaled")
+
+
+def test_the_loss_among_samples_has_two_of_them_on_each_rank():
+    problem = visible(PlainTorch(Recipe(batch_size=1, loss="in-batch"), CELL, SCALED), ())
+    assert problem.batch == 2
+    assert "two samples" in problem.differences
+    larger = PlainTorch(Recipe(batch_size=6, loss="in-batch"), CELL, SCALED)
+    assert visible(larger, ()) == larger
+
+
+@pytest.mark.parametrize(("precisions", "trained_in"), [(("32", "64"), "64"), (("32", "bf16"), "32")])
+def test_a_small_factor_is_shown_in_float64_where_the_trainer_has_it(precisions, trained_in):
+    problem = visible(PlainTorch(Recipe(), CELL, SCALED), precisions)
+    assert problem.precision == trained_in
+    assert ("float64" in problem.differences) == (trained_in == "64")
+
+
+def test_what_diverges_has_no_program():
+    diverging = Recipe(layers=("linear-1", "linear-3"), loss="squares", batch_size=3, steps_per_epoch=2, epochs=2)
+    cell = replace(CELL, topology=Topology(1, 3))
+    with pytest.raises(NotExpressedError, match="diverges"):
+        tolerance_of(PlainTorch(diverging, cell, SCALED))
