@@ -22,6 +22,8 @@ from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problems import recipes
 from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.run_program import Shown, command_of, run_program
+from harness.hunt.write_up import processes_of
+from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES
 from harness.subjects.virtual_environments import LIBRARIES, cache_folder
 from harness.workloads.generated import Recipe
@@ -49,11 +51,13 @@ SMALL = [
 
 MODULES = {
     "accelerate": "accelerate",
+    "aitoolbox": "aitoolbox",
     "composer": "composer",
     "deepspeed": "deepspeed",
     "fabric": "lightning",
     "ignite": "ignite",
     "lightning": "lightning",
+    "ray": "ray",
     "sentence-transformers": "sentence_transformers",
     "sentence-transformers-gather": "sentence_transformers",
     "torch": "torch",
@@ -73,8 +77,8 @@ NOT_ASKED = {
 }
 """Words of recipes that searches ask no such trainer for."""
 
-NEVER_RESUMED = ("sentence-transformers", "sentence-transformers-gather", "torch")
-"""Templates without an interruption. What torch resumes is the user's own loop."""
+NEVER_RESUMED = ("aitoolbox", "ray", "sentence-transformers", "sentence-transformers-gather", "torch")
+"""Templates without an interruption. What Ray and torch resume is the user's own loop."""
 
 REPORTING = ("ignite", "lightning", "transformers", "sentence-transformers", "sentence-transformers-gather")
 """Libraries that take the mean of a training loss themselves."""
@@ -109,8 +113,14 @@ def python_of(subject):
     """Return an interpreter that has the subject's library, this one or that of an environment; skip without any."""
     if find_spec(MODULES[subject]):
         return sys.executable
-    made = sorted(cache_folder().glob(f"{LIBRARIES[subject]}-*/bin/python"))
-    return str(made[-1]) if made else pytest.skip(f"{LIBRARIES[subject]} is not installed")
+    library = LIBRARIES[subject].partition("[")[0]
+    made = sorted(cache_folder().glob(f"{library}-*/bin/python"))
+    return str(made[-1]) if made else pytest.skip(f"{library} is not installed")
+
+
+def run_of(program, subject, processes=2):
+    """Run a program as a hunt does."""
+    return run_program(program, processes, python_of(subject), SUBJECTS / "programs" / subject)
 
 
 def text_of(problem):
@@ -143,7 +153,9 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
         normed = Recipe(layers=("batchnorm",), epochs=2)
-        drawn = [(shuffled, SAMPLES), (replace(shuffled, shuffle=False), SAMPLES), (normed, SHARED)]
+        drawn = [(normed, SHARED)]
+        if subject != "aitoolbox":  # its loaders are made by hand
+            drawn += [(shuffled, SAMPLES), (replace(shuffled, shuffle=False), SAMPLES)]
         if subject not in NEVER_RESUMED:
             drawn.append((INTERRUPTED, RESUMED))
         if subject in REPORTING:
@@ -245,6 +257,13 @@ def test_only_the_comparison_or_the_error_that_was_found_shows_a_deviation(tmp_p
     assert (run.exit_code is None) == ("sleep" in statement)
 
 
+def test_a_program_is_given_modules_that_its_environment_lacks(tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "lacking.py").write_text("MODULE = 'found'\n")
+    (tmp_path / "program.py").write_text("import lacking\nprint(lacking.MODULE)\n")
+    assert run_program(tmp_path / "program.py", 1, sys.executable, tmp_path / "given").printed == "found"
+
+
 @pytest.mark.parametrize("layers", [(), ("thawed",), ("experts",)], ids="-".join)
 def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
     """The one that runs by default: torch alone, on one rank; what is wrong is a learning rate."""
@@ -264,11 +283,11 @@ def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
 )
 @pytest.mark.parametrize("subject", TEMPLATES)
 def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, recipe):
-    python, asked = python_of(subject), asked_of(subject, recipe)
+    asked = asked_of(subject, recipe)
     if asked is None:
         pytest.skip("no search asks it for this")
     (tmp_path / "program.py").write_text(program(problem_of(asked, subject), SUBJECTS, "Right.", "1e-05"))
-    run = run_program(tmp_path / "program.py", 2, python)
+    run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.NO, run
 
 
@@ -283,7 +302,7 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
     problem = problem_of(asked_of(subject, recipe), subject, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "", "0"))
-    run = run_program(tmp_path / "program.py", 2, python_of(subject))
+    run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.NO, run
 
 
@@ -293,6 +312,7 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
     [
         ("accelerate", WINDOWS, GRADIENTS),
         ("accelerate", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
+        ("aitoolbox", WINDOWS, GRADIENTS),
         ("lightning", WINDOWS, GRADIENTS),
         ("ignite", WINDOWS, STEPS),
         ("deepspeed", WINDOWS, STEPS),
@@ -318,7 +338,7 @@ def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, reci
     ranks = 1 if finding is RESUMED else 2  # of several, Accelerate and Ignite draw the same order again
     problem = problem_of(recipe, subject, ranks, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
-    run = run_program(tmp_path / "program.py", ranks, python_of(subject))
+    run = run_of(tmp_path / "program.py", subject, ranks)
     assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
 
 
@@ -338,7 +358,26 @@ def test_a_share_that_float32_does_not_hold_shows_in_float64(tmp_path, accumulat
     """Composer multiplies the loss by it in float32: a third is rounded, and a half is not."""
     problem = problem_of(Recipe(steps_per_epoch=accumulate, accumulate=accumulate), "composer", 1, "64")
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Rounded.", "1e-14"))
-    assert run_program(tmp_path / "program.py", 1, python_of("composer")).shows(None) is shown
+    assert run_of(tmp_path / "program.py", "composer", 1).shows(None) is shown
+
+
+@pytest.mark.nightly
+def test_what_several_nodes_start_is_shown_by_one(tmp_path):
+    launched = Cell("aitoolbox", "mlp", "ddp", Topology(2, 3), "32", "cpu")
+    problem = PlainTorch(Recipe(), launched, Finding("launch", Outcome.TIMED_OUT, "the launch did not end in time"))
+    (tmp_path / "program.py").write_text(text_of(problem))
+    run = run_of(tmp_path / "program.py", "aitoolbox", 1)
+    assert run.shows(None) is Shown.YES
+    assert "starts: 6" in run.printed
+
+
+@pytest.mark.parametrize(
+    ("launch", "topology", "processes"),
+    [("rank", Topology(2, 2), 4), ("node", Topology(1, 2), 2), ("node", Topology(2, 2), 1)],
+)
+def test_a_program_begins_in_one_process_a_rank_or_on_one_of_several_nodes_that_start_them(launch, topology, processes):
+    declaration = Declaration("mine", "mine.py", ["ddp"], {"cpu": ["32"]}, frozenset(), launch=launch)
+    assert processes_of(declaration, Cell("mine", "mlp", "ddp", topology, "32", "cpu")) == processes
 
 
 def test_the_command_is_one_that_readers_have():
