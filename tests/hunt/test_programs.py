@@ -22,7 +22,7 @@ from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problems import recipes
 from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.run_program import Shown, command_of, run_program
-from harness.hunt.write_up import processes_of
+from harness.hunt.write_up import processes_of, tolerance_of
 from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES
 from harness.subjects.virtual_environments import LIBRARIES, cache_folder
@@ -31,6 +31,7 @@ from harness.workloads.generated import Recipe
 SUBJECTS = Path(harness.subjects.__file__).parent
 TEMPLATES = sorted(file.name.partition(".")[0] for file in (SUBJECTS / "programs").glob("*.py.jinja"))
 WINDOWS = Recipe(steps_per_epoch=3, accumulate=2)
+SCHEDULED = Recipe(inputs="sparse-tokens", schedule="warm-up", steps_per_epoch=4, accumulate=2)
 SMALL = [
     Recipe(),
     Recipe(epochs=2, steps_per_epoch=2),
@@ -97,8 +98,8 @@ GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those o
 RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
 
 
-def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
-    backend = "ddp" if ranks > 1 else "none"
+def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS, backend=None):
+    backend = backend or ("ddp" if ranks > 1 else "none")
     return PlainTorch(recipe, Cell(subject, "mlp", backend, Topology(1, ranks), precision, "cpu"), finding)
 
 
@@ -328,6 +329,8 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("trl", FILLED_UP, SAMPLES),
         ("trl-padding-free", FILLED_UP, SAMPLES),
         ("lightning", Recipe(validate_every=2), RAISED),
+        ("fabric", Recipe(optimizer="several", clip_norm=0.05), GRADIENTS),
+        ("accelerate", SCHEDULED, Finding("learning-rate", Outcome.FAILED, "")),
         ("transformers", WINDOWS, REPORTED),
         ("lightning", Recipe(steps_per_epoch=2, left_out=1), SAMPLES),
         ("lightning", Recipe(layers=("batchnorm",), epochs=2, optimizer="several"), SHARED),
@@ -350,6 +353,30 @@ def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
     (tmp_path / "program.py").write_text(wrong)
     assert wrong != text
     assert run_program(tmp_path / "program.py", 2, python_of(subject)).shows(None) is Shown.YES
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("subject", "backend", "ranks", "precision", "recipe"),
+    [
+        ("torch", "none", 1, "16", replace(WINDOWS, clip_norm=0.05)),
+        ("torch", "ddp", 2, "16", Recipe(steps_per_epoch=2, loss="squares", schedule="warm-up")),
+        ("torch", "ddp", 2, "bf16", Recipe(steps_per_epoch=2, loss="squares")),
+        ("torch", "fsdp", 2, "32", replace(WINDOWS, clip_norm=0.05)),
+        ("torch", "fsdp", 2, "bf16", Recipe(layers=("layernorm", "tanh"))),
+        ("torch", "hsdp", 4, "64", Recipe(steps_per_epoch=2, optimizer="adam")),
+        ("torch", "zero", 2, "32", Recipe(steps_per_epoch=2, optimizer="groups", schedule="warm-up")),
+        ("torch", "zero", 2, "32", Recipe(steps_per_epoch=2, optimizer="several")),
+        ("torch", "none", 1, "32", Recipe(steps_per_epoch=2, optimizer="several", schedule="warm-up")),
+        ("fabric", "ddp", 2, "16", Recipe(steps_per_epoch=2, loss="squares")),
+        ("fabric", "fsdp", 2, "32", Recipe(epochs=2)),
+    ],
+)
+def test_a_right_backend_and_precision_are_not_accused(tmp_path, subject, backend, ranks, precision, recipe):
+    problem = problem_of(recipe, subject, ranks, precision, backend=backend)
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Right.", tolerance_of(problem)))
+    run = run_program(tmp_path / "program.py", ranks, python_of(subject))
+    assert run.shows(None) is Shown.NO, run
 
 
 @pytest.mark.nightly
