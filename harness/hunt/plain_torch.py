@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +23,10 @@ CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 MSE = "torch.nn.functional.mse_loss"
 WIDTH = 4
 """Outputs of the first layer."""
+
+
+SCALE = 16.0
+"""What programs multiply a loss by in float16."""
 
 
 class NotExpressedError(Exception):
@@ -64,7 +69,7 @@ class PlainTorch:
         What should change nothing of what is compared is left out.
         """
         left_out = []
-        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss"):
+        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss", "broadcast"):
             left_out.append("evaluations")
         if self.recipe.interrupt_after is not None and self.kind != "resumed":
             left_out.append("the interruption")
@@ -104,7 +109,13 @@ class PlainTorch:
 
     @property
     def interruption(self) -> Interruption:
-        """Where training is interrupted."""
+        """Where training is interrupted.
+
+        Raises:
+            NotExpressedError: it is not.
+        """
+        if self.recipe.interrupt_after is None:
+            raise NotExpressedError("a checkpoint of a training that is not interrupted")
         return Interruption(self.recipe, self.names)
 
     @property
@@ -113,14 +124,20 @@ class PlainTorch:
         return self.cell.processes
 
     @property
+    def shares(self) -> int:
+        """How many ranks have samples of their own."""
+        return len(self.cell.contract.replicas(self.cell.topology))
+
+    @property
     def batch(self) -> int:
         """Samples of one micro-batch on one rank."""
-        return ceil(self.recipe.batch_size / self.cell.topology.devices)
+        devices = self.cell.topology.devices
+        return ceil(self.recipe.batch_size / devices) * devices // self.shares
 
     @property
     def samples(self) -> int:
         """Samples of an epoch."""
-        size = self.batch * self.cell.topology.devices
+        size = self.batch * self.shares
         most = size - self.cell.topology.devices if self.recipe.steps_per_epoch > 1 else 0
         return self.recipe.steps_per_epoch * size - min(self.recipe.left_out, most)
 
@@ -131,12 +148,27 @@ class PlainTorch:
             return self.samples
         if self.recipe.loss not in OVER_SAMPLES:
             raise NotExpressedError("a loss that is no mean over samples, of which no mean is right")
-        return self.batch * self.cell.topology.devices + 5  # a multiple of nothing, as of every workload
+        return self.batch * self.shares + 5  # a multiple of nothing, as of every workload
 
     @property
     def draws(self) -> int:
         """How many samples all ranks together have in an epoch, with those that make their shares equal."""
-        return ceil(self.samples / self.ranks) * self.ranks
+        return ceil(self.samples / self.shares) * self.shares
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether what a program trains on is shuffled: one device could not do the same by hand."""
+        return self.recipe.shuffle and self.kind in ("samples", "resumed", "loss", "broadcast")
+
+    @property
+    def in_order(self) -> str:
+        """The samples of each batch of an epoch, over all ranks, where nothing is shuffled, as an expression."""
+        size, draws, samples = self.batch * self.ranks, self.draws, self.samples
+        end = f"first + {size}" if draws % size == 0 else f"min(first + {size}, {draws})"
+        batch = f"[*range(first, {end})]"
+        if draws > samples:  # the first samples fill up the last shares
+            batch = f"sorted(sample % {samples} for sample in range(first, {end}))"
+        return f"[{batch} for first in range(0, {draws}, {size})]"
 
     @property
     def names(self) -> str:
@@ -188,7 +220,7 @@ class PlainTorch:
         wanted = dict.fromkeys(self._class_of(kind) for kind in kinds)
         if self.recipe.returns == "nested":
             wanted["_Nested"] = None
-        return [_CLASSES[name] for name in wanted if name is not None]
+        return [_CLASSES[name] for name in wanted if name in _CLASSES]
 
     def loss(self, outputs: str, batch: Sequence[str] = ("x", "y", "target")) -> str:
         """Return the loss of a batch, as an expression over the model's ``outputs`` and the columns of the batch."""
@@ -211,8 +243,13 @@ class PlainTorch:
 
     def backward(self, loss: str, divisor: str | None = None) -> str:
         """Return the backward of a loss, divided or not."""
-        whole = f"({loss})" if " + " in loss else loss
-        return f"({whole} / {divisor}).backward()" if divisor else f"{whole}.backward()"
+        if divisor or " + " in loss:
+            return f"({self.divided(loss, divisor) if divisor else loss}).backward()"
+        return f"{loss}.backward()"
+
+    def divided(self, loss: str, divisor: str) -> str:
+        """Return a loss that is divided."""
+        return f"({loss}) / {divisor}" if " + " in loss else f"{loss} / {divisor}"
 
     @property
     def several(self) -> bool:
@@ -223,21 +260,68 @@ class PlainTorch:
         """Return the lines that make ``optimizer``, or ``optimizers`` where there are several, of a model's weights."""
         return _OPTIMIZERS[self.recipe.optimizer].format(model=model)
 
+    def in_shards(self, lines: str) -> str:
+        """Return the lines that make optimizers, with the state of each divided among the ranks."""
+        return re.sub(r"(torch\.optim\.\w+)\((.+?), ", r"ZeroRedundancyOptimizer(\2, \1, ", lines)
+
+    @property
+    def mesh(self) -> str:
+        """The sizes of the mesh of processes, outermost first, and their names, as arguments of a DeviceMesh."""
+        mesh = self.cell.contract.mesh(self.cell.topology)
+        names = ", ".join(f'"{name}"' for name in mesh.names)
+        return f"{mesh.shape}, mesh_dim_names=({names})" if len(mesh.names) > 1 else str(mesh.shape)
+
     @property
     def schedule(self) -> str | None:
-        """The schedule of ``optimizer``, as an expression; None: there is none."""
+        """The schedule of the one ``optimizer``, as an expression; None: there is none.
+
+        Raises:
+            NotExpressedError: there are several optimizers; see ``schedules``.
+        """
         if self.recipe.schedule == "none":
             return None
         if self.several:
             raise NotExpressedError("several optimizers with a schedule each")
-        return "torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 3, 0.8 ** (step - 2)))"
+        return _SCHEDULE.format("optimizer")
+
+    @property
+    def schedules(self) -> str:
+        """The line that makes ``schedule``, or ``schedules`` of several optimizers; empty: there is none."""
+        if self.recipe.schedule == "none":
+            return ""
+        return (
+            f"schedules = [{_SCHEDULE.format('one')} for one in optimizers]"
+            if self.several
+            else f"schedule = {self.schedule}"
+        )
 
     @property
     def stepping(self) -> str:
-        """The lines that step, and forget the gradients."""
-        if self.several:
-            return "for optimizer in optimizers:\n    optimizer.step()\n    optimizer.zero_grad()"
-        return "optimizer.step()\noptimizer.zero_grad()"
+        """The lines that step, with the schedules where there are any, and forget the gradients."""
+        lines = ["optimizer.step()"]
+        if self.kind != "raised" or self.recipe.steps > 1:
+            lines.append("optimizer.zero_grad()")
+        lines += ["schedule.step()"] if self.recipe.schedule != "none" else []
+        if not self.several:
+            return "\n".join(lines)
+        both = self.recipe.schedule != "none"
+        head = (
+            "for optimizer, schedule in zip(optimizers, schedules, strict=True):"
+            if both
+            else "for optimizer in optimizers:"
+        )
+        return "\n".join([head, *("    " + line for line in lines)])
+
+    @property
+    def scaler(self) -> str | None:
+        """The scaler of the loss, as an expression; None: there is none.
+
+        Its scale is one at which no gradient overflows: no step is skipped. Where an exception is to be seen, it is
+        the one that users have.
+        """
+        if self.precision != "16":
+            return None
+        return f'torch.amp.GradScaler("cpu"{"" if self.kind == "raised" else f", init_scale={SCALE:.1f}"})'
 
     def steps(self, interleaved: bool) -> str:
         """Return what one device trains on, a batch or a tuple of batches a step, as an expression over ``data``.
@@ -265,7 +349,7 @@ class PlainTorch:
         shares = [share for step in self.windows_of(True) for share in step]
         if len(shares) == len(self.windows_of(True)):
             return True
-        alike = self.by_samples or self.samples % (self.batch * self.ranks) == 0
+        alike = self.by_samples or self.samples % (self.batch * self.shares) == 0
         return alike and self.recipe.loss in OVER_SAMPLES and "batchnorm" not in self.recipe.layers
 
     def windows_of(self, interleaved: bool) -> list[list[Share]]:
@@ -273,18 +357,20 @@ class PlainTorch:
 
         ``interleaved`` is as for ``steps``.
         """
-        at_once = self.batch * self.ranks
-        whole = ceil(self.samples / (self.ranks if interleaved else at_once)) * (self.ranks if interleaved else at_once)
-        if self.ranks == 1:
+        at_once = self.batch * self.shares
+        whole = ceil(self.samples / (self.shares if interleaved else at_once)) * (
+            self.shares if interleaved else at_once
+        )
+        if self.shares == 1:
             whole = self.samples
         order = [number % self.samples for number in range(whole)]  # the first samples fill up the last shares
         micro_batches = []
         for first in range(0, whole, at_once):
             batch = order[first : first + at_once]
             if interleaved:
-                shares = [tuple(batch[rank :: self.ranks]) for rank in range(self.ranks)]
+                shares = [tuple(batch[rank :: self.shares]) for rank in range(self.shares)]
             else:
-                shares = [tuple(batch[rank * self.batch : (rank + 1) * self.batch]) for rank in range(self.ranks)]
+                shares = [tuple(batch[rank * self.batch : (rank + 1) * self.batch]) for rank in range(self.shares)]
             micro_batches.append(shares)
         length = self.recipe.accumulate
         windows = [micro_batches[first : first + length] for first in range(0, len(micro_batches), length)]
@@ -293,7 +379,7 @@ class PlainTorch:
     def _inputs(self) -> str:
         count = self.rows
         if self.recipe.inputs == "features":
-            return f"torch.randn({count}, 1).exp() * torch.randn({count}, {FEATURES})"
+            return f"torch.rand({count}, 1) * torch.randn({count}, {FEATURES})"
         if self.recipe.inputs == "images":
             return f"torch.randn({count}, 2, {SIDE}, {SIDE})"
         if self.recipe.inputs == TEXT:
@@ -308,7 +394,7 @@ class PlainTorch:
             yield f"{'torch.nn.Conv2d' if self._by_channel else '_Pixels'}(2, {WIDTH}, 3, padding=1)"
         else:
             sparse = ", sparse=True" if inputs == "sparse-tokens" else ""
-            yield f"torch.nn.Embedding({VOCABULARY}, {WIDTH}{sparse})"
+            yield f"torch.nn.{'EmbeddingBag' if self._in_bags else 'Embedding'}({VOCABULARY}, {WIDTH}{sparse})"
         width = WIDTH
         for word in self.recipe.layers:
             kind, _, size = word.partition("-")
@@ -318,10 +404,21 @@ class PlainTorch:
         if self._by_channel:
             yield "torch.nn.AdaptiveAvgPool2d(1)"
             yield "torch.nn.Flatten()"
-        elif inputs != "features" and self.recipe.loss not in ("token-mean", LABELS):
+        elif inputs != "features" and not self._by_token and not self._in_bags:
             yield f"torch.nn.AvgPool2d(({LENGTH if inputs != 'images' else SIDE * SIDE}, 1))"  # the mean over tokens
             yield "torch.nn.Flatten()"
         yield f"torch.nn.Linear({width}, {VOCABULARY if inputs == TEXT else OUTPUTS})"
+
+    @property
+    def _by_token(self) -> bool:
+        """Whether there are outputs for each token."""
+        return self.recipe.loss in ("token-mean", LABELS)
+
+    @property
+    def _in_bags(self) -> bool:
+        """Whether the mean over tokens is taken as they are embedded: no layer takes them one by one."""
+        tokens = self.recipe.inputs in ("tokens", "sparse-tokens")
+        return tokens and not self._by_token and {"unused"}.issuperset(self.recipe.layers)
 
     @property
     def _by_channel(self) -> bool:
@@ -336,7 +433,7 @@ class PlainTorch:
     def _class_of(self, kind: str) -> str | None:
         """Return the class of ``definitions`` that a layer needs."""
         if kind == "batchnorm":
-            return None if self.recipe.inputs == "features" else "_BatchNorm"
+            return "torch.nn.BatchNorm1d" if self.recipe.inputs == "features" else "_BatchNorm"
         if kind == "attention":
             return "_Product" if self.recipe.inputs == "features" else "_Attention"
         return {"pixels": "_Pixels", "residual": "_Residual", "thawed": "_Thawed", "experts": "_Experts"}.get(kind)
@@ -369,7 +466,7 @@ _LAYERS = {
     "tanh": "torch.nn.Tanh()",
     "gelu": "torch.nn.GELU()",
     "layernorm": "torch.nn.LayerNorm({width})",
-    "batchnorm": "torch.nn.BatchNorm1d({width})",
+    "batchnorm": "{made}({width})",
     "residual": "{made}({width}, {width})",
     "tied": "tied := torch.nn.Linear({width}, {width}, bias=False), torch.nn.Tanh(), tied",
     "attention": "{made}({width}, 3 * {width})",
@@ -433,6 +530,8 @@ _LOSSES: dict[str, Callable[[str, str, str, str], str]] = {
     LABELS: lambda first, again, y, target: f"{CROSS_ENTROPY}({first}[:, :-1].transpose(1, 2), {y}[:, 1:])",
 }
 """Losses over the expression that computes the outputs, one for their further use, and the columns of the batch."""
+
+_SCHEDULE = "torch.optim.lr_scheduler.LambdaLR({}, lambda n: min((n + 1) / 3, 0.8 ** (n - 2)))"
 
 _OPTIMIZERS = {
     "sgd": "optimizer = torch.optim.SGD({model}.parameters(), lr=0.1)",

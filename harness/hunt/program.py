@@ -30,6 +30,8 @@ MOST_LINES = 30
 WIDEST = 120
 INDENT = " " * 4
 
+_IMPORTED_BY_TORCH = ("torch.nn.parallel", "torch.utils.data")
+
 
 class NoTemplateError(NotExpressedError):
     """Nobody has written how the subject trains; ``advice`` says what to add."""
@@ -59,8 +61,6 @@ def program(problem: PlainTorch, folder: Path, title: str, tolerance: str) -> st
         NoTemplateError: there is none of this subject.
         NotExpressedError: the program would be wrong, or too long.
     """
-    if problem.precision == "16":
-        raise NotExpressedError("float16, with a loss scale")
     name = f"{problem.cell.subject}.py.jinja"
     try:
         template = _environment(folder / "programs").get_template(name)
@@ -127,9 +127,10 @@ def remark(statements: str, words: str) -> str:
 
 
 def _with_whole_names(text: str) -> str:
-    """Return a program that imports no names of torch's modules, and writes them out."""
-    names = re.findall(r"^from (torch\.[\w.]+) import (.+)$", text, re.MULTILINE)
-    text = re.sub(r"^from torch\.[\w.]+ import .+\n", "", text, flags=re.MULTILINE)
+    """Return a program that imports no names of the modules that torch itself imports, and writes them out."""
+    modules = "|".join(map(re.escape, _IMPORTED_BY_TORCH))
+    names = re.findall(rf"^from ({modules}) import (.+)$", text, re.MULTILINE)
+    text = re.sub(rf"^from ({modules}) import .+\n", "", text, flags=re.MULTILINE)
     for module, imported in names:
         for name in imported.split(", "):
             text = re.sub(rf"(?<![\w.]){name}\b", f"{module}.{name}", text)

@@ -2,63 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import io
+import math
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.core.precision import Precision
-from harness.workloads import Workload
+from harness.hunt.plain_torch import PlainTorch
+from harness.hunt.program import one_device
+from harness.workloads.generated import Recipe
+
+DRAWS = 4
+"""Models and data of which the largest difference counts: how much rounding grows in a training depends on them."""
 
 TIMES = 10
 """A program's difference is more than rounding where it is so many times what another precision makes."""
 
 
-def tolerance(
-    workload: Workload, precision: Precision, devices: int, steps: Sequence[Sequence[Sequence[int]]]
-) -> float:
+def tolerance(problem: PlainTorch) -> float:
     """Return the largest difference of a weight after training that is still explained by rounding.
 
-    Args:
-        workload: the problem.
-        devices: how many devices its data are for.
-        precision: the cell's; its error is measured against float64, and of float64 one rounding is taken for it.
-        steps: the shares of samples of each optimizer step, over all epochs.
+    What is measured is the training by hand, with other models and data: in float64, and in the cell's precision. For a
+    cell of float64 it is that of float32, times the roundings of both.
+
+    Raises:
+        NotExpressedError: there is no such program.
     """
-    storage = getattr(torch, precision.storage)
-    exact = _trained(workload, torch.float64, None, devices, steps)
-    rounded = _trained(workload, storage, precision.autocast, devices, steps)
-    largest = max(float(one.abs().max()) for one in exact)
-    differences = [float((one - other).abs().max()) for one, other in zip(exact, rounded, strict=True)]
-    return TIMES * max(*differences, 10 * torch.finfo(storage).eps * largest)
+    precision = problem.cell.arithmetic
+    own, single = (torch.finfo(dtype).eps for dtype in (getattr(torch, precision.storage), torch.float32))
+    moved = 0.0
+    for draw in range(DRAWS):
+        recipe = replace(problem.recipe, seed=problem.recipe.seed + draw, shuffle=False)
+        exact = _trained(problem, recipe, "64")
+        rounded = _trained(problem, recipe, "32", precision.autocast)
+        largest = max(float(one.abs().max()) for one in exact)
+        differences = [float((one - other).abs().max()) for one, other in zip(exact, rounded, strict=True)]
+        moved = max(moved, 10 * own * largest, *(one * own / single for one in differences))
+        if not math.isfinite(sum(differences)):
+            return math.inf
+    return TIMES * moved
 
 
-def _trained(
-    workload: Workload,
-    dtype: torch.dtype,
-    autocast: str | None,
-    devices: int,
-    steps: Sequence[Sequence[Sequence[int]]],
-) -> list[Tensor]:
-    """Return the weights in float64 after all steps, each the mean of its shares' losses."""
-    model, data = workload.model(dtype).train(), workload.dataset(devices, dtype)
-    optimizers = workload.optimizers(model.parameters())
-    schedules = [one for one in map(workload.scheduler, optimizers) if one is not None]
-    for shares in steps:
-        for share in shares:
-            batch = data.batch(share)
-            with _cast(autocast):
-                loss = workload.loss(model(batch), batch)
-            (loss / len(shares)).backward()  # type: ignore[no-untyped-call]
-        if workload.clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), workload.clip_norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for schedule in schedules:
-            schedule.step()
-    return [parameter.detach().double() for parameter in model.parameters()]
+def _trained(problem: PlainTorch, recipe: Recipe, precision: str, autocast: str | None = None) -> list[Tensor]:
+    """Return the weights in float64 that the training by hand ends with."""
+    cell = replace(problem.cell, precision=precision)
+    text = one_device(replace(problem, recipe=recipe, cell=cell), "The training by hand.")
+    names: dict[str, Any] = {}
+    with torch.random.fork_rng(devices=[]), redirect_stdout(io.StringIO()), _cast(autocast):
+        exec(compile(text, "by hand", "exec"), names)
+    return [parameter.detach().double() for parameter in names["right"].parameters()]
 
 
 def _cast(dtype: str | None) -> AbstractContextManager[object]:

@@ -24,7 +24,7 @@ from harness.hunt.run_program import ProgramRun, Shown, command_of, run_program
 from harness.hunt.search import Failure
 from harness.hunt.visible import visible
 from harness.planning.declaration import Declaration
-from harness.workloads.generated import Generated, Recipe
+from harness.workloads.generated import Recipe
 
 EXPECTED = {
     "checkpoint": "A training that is interrupted and resumed ends with the weights of one that was not.",
@@ -136,9 +136,7 @@ def tolerance_of(problem: PlainTorch) -> str:
     """
     if problem.kind not in COMPARES_WEIGHTS:
         return ""
-    recipe, cell = problem.recipe, problem.cell
-    workload = type("Problem", (Generated,), {"name": "drawn", "recipe": recipe})()
-    moved = tolerance(workload, cell.arithmetic, cell.topology.devices, recipe.epochs * problem.windows_of(True))
+    moved = tolerance(problem)
     if not isfinite(moved):
         raise NotExpressedError("a training that diverges, or overflows")
     return f"{moved:.0e}"

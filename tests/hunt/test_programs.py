@@ -22,7 +22,7 @@ from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problems import recipes
 from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.run_program import Shown, command_of, run_program
-from harness.hunt.write_up import processes_of
+from harness.hunt.write_up import processes_of, tolerance_of
 from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES
 from harness.subjects.virtual_environments import LIBRARIES, cache_folder
@@ -31,6 +31,7 @@ from harness.workloads.generated import Recipe
 SUBJECTS = Path(harness.subjects.__file__).parent
 TEMPLATES = sorted(file.name.partition(".")[0] for file in (SUBJECTS / "programs").glob("*.py.jinja"))
 WINDOWS = Recipe(steps_per_epoch=3, accumulate=2)
+SCHEDULED = Recipe(inputs="sparse-tokens", schedule="warm-up", steps_per_epoch=4, accumulate=2)
 SMALL = [
     Recipe(),
     Recipe(epochs=2, steps_per_epoch=2),
@@ -77,10 +78,10 @@ NOT_ASKED = {
 }
 """Words of recipes that searches ask no such trainer for."""
 
-NEVER_RESUMED = ("aitoolbox", "composer", "ray", "sentence-transformers", "sentence-transformers-gather", "torch")
+NEVER_RESUMED = ("aitoolbox", "ray", "sentence-transformers", "sentence-transformers-gather", "torch")
 """Templates without an interruption. What Ray and torch resume is the user's own loop."""
 
-REPORTING = ("ignite", "lightning", "transformers")
+REPORTING = ("ignite", "lightning", "transformers", "sentence-transformers", "sentence-transformers-gather")
 """Libraries that take the mean of a training loss themselves."""
 
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
@@ -91,13 +92,14 @@ LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were n
 STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps where the workload has 2 on rank 0")
 REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
+SHARED = Finding("buffers", Outcome.FAILED, "buffers are not broadcast", cause="buffers-not-broadcast")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
 RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
 
 
-def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS):
-    backend = "ddp" if ranks > 1 else "none"
+def problem_of(recipe, subject, ranks=2, precision="32", finding=GRADIENTS, backend=None):
+    backend = backend or ("ddp" if ranks > 1 else "none")
     return PlainTorch(recipe, Cell(subject, "mlp", backend, Topology(1, ranks), precision, "cpu"), finding)
 
 
@@ -129,7 +131,7 @@ def text_of(problem):
 @given(
     st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)), st.sampled_from(TEMPLATES),
     st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
-    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES, SHARED]),
 )  # fmt: skip
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
     if finding is RESUMED:
@@ -151,8 +153,10 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     unwritten = []
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
-        # Of these the loaders are made while they train, or by hand.
-        drawn = [] if subject in ("aitoolbox", "deepspeed", "lightning") else [(shuffled, SAMPLES)]
+        normed = Recipe(layers=("batchnorm",), epochs=2)
+        drawn = [(normed, SHARED)]
+        if subject != "aitoolbox":  # its loaders are made by hand
+            drawn += [(shuffled, SAMPLES), (replace(shuffled, shuffle=False), SAMPLES)]
         if subject not in NEVER_RESUMED:
             drawn.append((INTERRUPTED, RESUMED))
         if subject in REPORTING:
@@ -292,7 +296,9 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
     [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one not in NEVER_RESUMED]
-    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING],
+    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING]
+    + [(one, Recipe(steps_per_epoch=2, epochs=2, left_out=1), SAMPLES) for one in ("fabric", "ignite", "torch")]
+    + [(one, Recipe(layers=("batchnorm",), epochs=2), SHARED) for one in ("accelerate", "fabric", "lightning")],
 )
 def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
     problem = problem_of(asked_of(subject, recipe), subject, finding=finding)
@@ -323,7 +329,12 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("trl", FILLED_UP, SAMPLES),
         ("trl-padding-free", FILLED_UP, SAMPLES),
         ("lightning", Recipe(validate_every=2), RAISED),
+        ("fabric", Recipe(optimizer="several", clip_norm=0.05), GRADIENTS),
+        ("accelerate", SCHEDULED, Finding("learning-rate", Outcome.FAILED, "")),
         ("transformers", WINDOWS, REPORTED),
+        ("lightning", Recipe(steps_per_epoch=2, left_out=1), SAMPLES),
+        ("lightning", Recipe(layers=("batchnorm",), epochs=2, optimizer="several"), SHARED),
+        ("sentence-transformers", WINDOWS, REPORTED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
@@ -332,6 +343,40 @@ def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, reci
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
     run = run_of(tmp_path / "program.py", subject, ranks)
     assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject", OWN_LOSS)
+def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
+    text = program(problem_of(asked_of(subject, SMALL[1]), subject), SUBJECTS, "Wrong.", "1e-05")
+    wrong = text.replace('trl.SFTConfig(".", ', 'trl.SFTConfig(".", average_tokens_across_devices=False, ')
+    (tmp_path / "program.py").write_text(wrong)
+    assert wrong != text
+    assert run_program(tmp_path / "program.py", 2, python_of(subject)).shows(None) is Shown.YES
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("subject", "backend", "ranks", "precision", "recipe"),
+    [
+        ("torch", "none", 1, "16", replace(WINDOWS, clip_norm=0.05)),
+        ("torch", "ddp", 2, "16", Recipe(steps_per_epoch=2, loss="squares", schedule="warm-up")),
+        ("torch", "ddp", 2, "bf16", Recipe(steps_per_epoch=2, loss="squares")),
+        ("torch", "fsdp", 2, "32", replace(WINDOWS, clip_norm=0.05)),
+        ("torch", "fsdp", 2, "bf16", Recipe(layers=("layernorm", "tanh"))),
+        ("torch", "hsdp", 4, "64", Recipe(steps_per_epoch=2, optimizer="adam")),
+        ("torch", "zero", 2, "32", Recipe(steps_per_epoch=2, optimizer="groups", schedule="warm-up")),
+        ("torch", "zero", 2, "32", Recipe(steps_per_epoch=2, optimizer="several")),
+        ("torch", "none", 1, "32", Recipe(steps_per_epoch=2, optimizer="several", schedule="warm-up")),
+        ("fabric", "ddp", 2, "16", Recipe(steps_per_epoch=2, loss="squares")),
+        ("fabric", "fsdp", 2, "32", Recipe(epochs=2)),
+    ],
+)
+def test_a_right_backend_and_precision_are_not_accused(tmp_path, subject, backend, ranks, precision, recipe):
+    problem = problem_of(recipe, subject, ranks, precision, backend=backend)
+    (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Right.", tolerance_of(problem)))
+    run = run_program(tmp_path / "program.py", ranks, python_of(subject))
+    assert run.shows(None) is Shown.NO, run
 
 
 @pytest.mark.nightly

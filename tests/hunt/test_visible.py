@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
 from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.hunt.rounding import tolerance
 from harness.hunt.visible import visible
 from harness.hunt.write_up import tolerance_of
 from harness.workloads.generated import Recipe
@@ -34,8 +37,13 @@ def test_a_small_factor_is_shown_in_float64_where_the_trainer_has_it(precisions,
     assert ("float64" in problem.differences) == (trained_in == "64")
 
 
-def test_what_diverges_has_no_program():
-    diverging = Recipe(layers=("linear-1", "linear-3"), loss="squares", batch_size=3, steps_per_epoch=2, epochs=2)
-    cell = replace(CELL, topology=Topology(1, 3))
+def test_what_diverges_has_no_program(monkeypatch):
+    assert 0 < float(tolerance_of(PlainTorch(Recipe(), CELL, SCALED))) < 1e-4
+    monkeypatch.setattr("harness.hunt.write_up.tolerance", lambda problem: math.inf)
     with pytest.raises(NotExpressedError, match="diverges"):
-        tolerance_of(PlainTorch(diverging, cell, SCALED))
+        tolerance_of(PlainTorch(Recipe(), CELL, SCALED))
+
+
+def test_the_tolerance_is_that_of_the_precision():
+    measured = [tolerance(PlainTorch(Recipe(), replace(CELL, precision=name), SCALED)) for name in PRECISIONS]
+    assert measured == sorted(measured)  # from float64 to bfloat16
