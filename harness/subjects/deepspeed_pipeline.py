@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from harness.subjects.declare import subject
 from harness.subjects.deepspeed_trainer import deepspeed, settings
+from harness.subjects.torch_pp import without_parameters
 
 from deepspeed.pipe import PipelineModule, TiedLayerSpec  # isort: skip
 
@@ -36,11 +37,12 @@ def train(job):
     )
     held = {name: one for name, one in tensors_of(model) if any(one is own for _, own in tensors_of(net))}
     trained = [one for one in held.values() if isinstance(one, torch.nn.Parameter)]
-    optimizer = job.optimizer(trained or [{"params": []}])
+    optimizer = job.optimizer(trained) if trained else without_parameters(job)[0]
     with job.holding(held):
         with job.trial():
+            # The schedule is made of what DeepSpeed leaves of the optimizer: groups without parameters go.
             engine, *_ = deepspeed.initialize(
-                model=net, optimizer=optimizer, lr_scheduler=job.scheduler(optimizer), config=pipeline_settings(job)
+                model=net, optimizer=optimizer, lr_scheduler=job.scheduler, config=pipeline_settings(job)
             )
         fit(job, engine)
     gather(model, held)
@@ -89,6 +91,8 @@ def layers_of(model, columns):
     """Return a job's model as layers, as its author would write it for DeepSpeed; the first one takes the batch."""
     if "views" in columns:
         return [lambda batch: batch["views"], *model.layers, lambda x: torch.nn.functional.normalize(x, dim=-1)]
+    if hasattr(model, "by_token"):
+        return [*drawn_layers(model)]
     if hasattr(model, "layers"):
         return [lambda batch: batch["x"], *model.layers]
     if hasattr(model, "features"):
@@ -121,6 +125,25 @@ def layers_of(model, columns):
             model.head,
         ]
     raise NotImplementedError(f"{type(model).__name__} is not written as a sequence of layers")
+
+
+def drawn_layers(model):
+    """Yield the layers of a problem that a search drew; the index of each sample goes with it, for masks of dropout."""
+    yield lambda batch: (batch["x"] if "x" in batch else batch["tokens"][:, :-1], batch["index"])
+    yield Called(model.first, lambda first, both: (by_place(first(both[0])), both[1]))
+    for layer in model.layers:
+        if hasattr(layer, "masks"):
+            yield Called(layer, lambda dropout, both: (dropout(*both), both[1]))
+        else:
+            yield Called(layer, lambda layer, both: (layer(both[0]), both[1]))
+    yield Called(
+        model.head, lambda head, both: head(both[0] if model.by_token or both[0].dim() == 2 else both[0].mean(1))
+    )
+
+
+def by_place(x):
+    """Return the pixels of an image as tokens, the channels last."""
+    return x.flatten(2).transpose(1, 2).contiguous() if x.dim() == 4 else x  # sent to the next stage
 
 
 class Tied(torch.nn.Embedding):

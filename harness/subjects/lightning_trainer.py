@@ -30,8 +30,8 @@ class Adapter(pl.LightningModule):
     def __init__(self, job):
         super().__init__()
         self.job, self.model = job, job.model()
-        self.own = len(job.optimizers(self.parameters()))
-        self.automatic_optimization = self.own == 1  # the steps of several are left to the module
+        self.optimizer_count = len(job.optimizers(self.parameters()))
+        self.automatic_optimization = self.optimizer_count == 1  # the steps of several are left to the module
 
     def training_step(self, batch, batch_idx):
         loss = self._logged("loss", batch)
@@ -48,7 +48,7 @@ class Adapter(pl.LightningModule):
             return
         if self.job.clip_norm is not None:  # gradients are unscaled one optimizer at a time, as it steps
             torch.nn.utils.clip_grad_norm_(self.parameters(), self.job.clip_norm * self._scale())
-        for optimizer, scheduler in zip_longest(self.optimizers(), self._schedulers()):
+        for optimizer, scheduler in zip_longest(self.optimizers(), self.lr_schedulers() or []):
             scale = self._scale()
             optimizer.step()
             optimizer.zero_grad()
@@ -58,9 +58,6 @@ class Adapter(pl.LightningModule):
     def _scale(self):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else scaler.get_scale()
-
-    def _schedulers(self):
-        return self.lr_schedulers() or []
 
     def validation_step(self, batch, batch_idx):
         self._logged("val_loss", batch)
@@ -113,7 +110,7 @@ def fit(job, module):
         strategy=_strategy(job),
         **_precision(job),
         max_epochs=job.epochs,
-        max_steps=(job.stop_after_step or 0) * module.own or -1,  # the steps of all optimizers
+        max_steps=(job.stop_after_step or 0) * module.optimizer_count or -1,  # the steps of all optimizers
         accumulate_grad_batches=job.accumulate if module.automatic_optimization else 1,
         gradient_clip_val=job.clip_norm if module.automatic_optimization else None,
         val_check_interval=job.validate_every,
@@ -131,7 +128,7 @@ def fit(job, module):
 def _checkpoints(job, module):
     if job.stop_after_step is None:
         return []
-    steps = job.stop_after_step * module.own
+    steps = job.stop_after_step * module.optimizer_count
     return [pl.callbacks.ModelCheckpoint(job.checkpoint_dir, "checkpoint", every_n_train_steps=steps)]
 
 

@@ -19,7 +19,7 @@ from harness.hunt.write_up import tolerance_of
 from harness.workloads.generated import Recipe
 
 CELL = Cell("torch", "mlp", "ddp", Topology(1, 2), "32", "cpu")
-SCALED = Finding("gradients", Outcome.FAILED, "", cause="slightly-scaled")
+SCALED = Finding("gradients", Outcome.FAILED, "", cause="scaled-before-clipping")
 
 
 def test_the_loss_among_samples_has_two_of_them_on_each_rank():
