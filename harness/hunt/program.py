@@ -243,9 +243,12 @@ def _last_brackets(line: str) -> tuple[int, int]:
 
 
 def _arguments(text: str) -> Iterator[str]:
-    """Yield what commas separate, outside of brackets."""
-    depth, begin = 0, 0
+    """Yield what commas separate, outside of brackets and quotes."""
+    depth, begin, quoted = 0, 0, False
     for place, letter in enumerate(text):
+        quoted ^= letter == '"'
+        if quoted:
+            continue
         depth += (letter in "([{") - (letter in ")]}")
         if letter == "," and depth == 0:
             yield text[begin:place]
