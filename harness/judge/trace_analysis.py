@@ -320,6 +320,11 @@ class TraceAnalysis:
         """The limit for a correct trainer's gradient, in × noise."""
         return self.noise.limit
 
+    def tolerated(self, step: GlobalStep) -> dict[str, float]:
+        """Return the error with which each tensor of a step's gradient is still called right."""
+        units = self.expected[step.index].units
+        return {name: self.limit * self.noise.at(name, unit) for name, unit in units.items()}
+
     @cached_property
     def exact(self) -> bool:
         """Whether every divisor is a power of two, so that an exact workload must match bit for bit."""

@@ -17,7 +17,7 @@ from harness.workloads.generated import Recipe
 ALTERNATING = Recipe(optimizer="several", accumulate=2, steps_per_epoch=2)
 CENTRED = Recipe(layers=("layernorm", "batchnorm", "batchnorm"), batch_size=8, epochs=2)
 
-LIBRARIES = {"reference": "torch", "fabric": "lightning"}
+LIBRARIES = {"reference": "torch", "train-loop": "torch", "fabric": "lightning"}
 
 PROBLEMS = {
     "the last batch of a window passes in micro-batches": ("reference", "balanced", (1, 2), "32", ALTERNATING),
@@ -37,6 +37,10 @@ PROBLEMS = {
         Recipe(layers=("attention",) * 3, batch_size=5, steps_per_epoch=2, left_out=2, returns="nested", seed=632),
     ),
     "statistics of what is centred already": ("torch", "tp", (2, 2), "64", CENTRED),
+    "an entry that all but cancels out, of which Adam makes a whole step": (
+        "train-loop", "dp", (1, 4), "16",
+        Recipe(inputs="images", layers=("linear-5", "experts"), optimizer="adam", batch_size=13, shuffle=True, seed=82),
+    ),
     "optimizers-of-fabric-clipped-together": (
         "fabric", "none", (1, 1), "16",
         replace(ALTERNATING, layers=("residual", "attention"), steps_per_epoch=6, clip_norm=0.05),
