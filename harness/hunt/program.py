@@ -257,9 +257,12 @@ def _last_brackets(line: str) -> tuple[int, int]:
 
 
 def _split(text: str, separator: str) -> Iterator[str]:
-    """Yield what a separator divides, outside of brackets."""
-    depth, begin = 0, 0
+    """Yield what a separator divides, outside of brackets and quotes."""
+    depth, begin, quoted = 0, 0, False
     for place, letter in enumerate(text):
+        quoted ^= letter == '"'
+        if quoted:
+            continue
         depth += (letter in "([{") - (letter in ")]}")
         if depth == 0 and text.startswith(separator, place):
             yield text[begin:place]

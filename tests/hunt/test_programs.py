@@ -228,6 +228,15 @@ def test_a_template_of_the_user_s_own_stands_beside_the_adapter(tmp_path):
     assert "\nmine.fit(model)\n" in program(problem_of(Recipe(), "mine"), tmp_path, "A program.", "1e-06")
 
 
+def test_what_stands_in_quotes_stays_in_one_line(tmp_path):
+    (tmp_path / "programs").mkdir()
+    wide = f'print("one, two", {"m" * 105}, 1)'
+    mine = f'{{% extends "program.py.jinja" %}}{{% block training %}}\n{wide}\n{{% endblock %}}'
+    (tmp_path / "programs" / "mine.py.jinja").write_text(mine + '{% block version %}"mine"{% endblock %}')
+    text = program(problem_of(Recipe(), "mine"), tmp_path, "A program.", "1e-06")
+    assert '\n    "one, two",\n' in text
+
+
 COMPARISON = """
 import types
 
