@@ -8,6 +8,9 @@ from harness.workloads.generated import Recipe
 COMPARES_WEIGHTS = ("weights", "resumed")
 """Kinds that compare the weights after training."""
 
+OF_WINDOWS = ("short-last-window-dropped", "micro-batches-missing", "batches-of-another-size")
+"""Causes why samples are not used that a loader drew: the weights tell, and not the loader."""
+
 IN_WORDS = {
     "loss": "a training loss that is reported",
     "resumed": "an interruption, after which new processes go on",
@@ -20,7 +23,7 @@ IN_WORDS = {
 
 
 def kind_of(recipe: Recipe, finding: Finding) -> str:
-    """Return ``val_loss``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
+    """Return ``val_loss``, ``broadcast``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
     if finding.check == "launch" and finding.cause == "raised":
         return "raised"
     if finding.check == "metrics":
@@ -29,7 +32,11 @@ def kind_of(recipe: Recipe, finding: Finding) -> str:
         return "resumed"
     if finding.check == "validation" and "were not evaluated" in finding.message:
         return "val_loss"
+    # Within a window of batches, forwards need not begin alike.
+    if finding.check == "buffers" and finding.cause == "buffers-not-broadcast" and recipe.accumulate == 1:
+        return "broadcast"
     # Where they are shuffled, no weights can be compared.
-    if finding.check == "samples" and (recipe.accumulate == 1 or recipe.shuffle):
+    of_a_loader = recipe.accumulate == 1 or finding.cause not in (None, *OF_WINDOWS)
+    if finding.check == "samples" and (of_a_loader or recipe.shuffle):
         return "samples"
     return finding.check if finding.check in IN_WORDS else "weights"

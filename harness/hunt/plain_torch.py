@@ -69,7 +69,7 @@ class PlainTorch:
         What should change nothing of what is compared is left out.
         """
         left_out = []
-        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss"):
+        if self.recipe.validate_every is not None and self.kind in (*COMPARES_WEIGHTS, "loss", "broadcast"):
             left_out.append("evaluations")
         if self.recipe.interrupt_after is not None and self.kind != "resumed":
             left_out.append("the interruption")
@@ -154,6 +154,21 @@ class PlainTorch:
     def draws(self) -> int:
         """How many samples all ranks together have in an epoch, with those that make their shares equal."""
         return ceil(self.samples / self.shares) * self.shares
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether what a program trains on is shuffled: one device could not do the same by hand."""
+        return self.recipe.shuffle and self.kind in ("samples", "resumed", "loss", "broadcast")
+
+    @property
+    def in_order(self) -> str:
+        """The samples of each batch of an epoch, over all ranks, where nothing is shuffled, as an expression."""
+        size, draws, samples = self.batch * self.ranks, self.draws, self.samples
+        end = f"first + {size}" if draws % size == 0 else f"min(first + {size}, {draws})"
+        batch = f"[*range(first, {end})]"
+        if draws > samples:  # the first samples fill up the last shares
+            batch = f"sorted(sample % {samples} for sample in range(first, {end}))"
+        return f"[{batch} for first in range(0, {draws}, {size})]"
 
     @property
     def names(self) -> str:

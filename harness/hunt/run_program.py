@@ -65,13 +65,25 @@ def command_of(program: Path, ranks: int) -> list[str]:
     return [*(torchrun if ranks > 1 else ["python"]), str(program)]
 
 
-def run_program(program: Path, ranks: int, python: str, time_limit: float = TIME_LIMIT_S) -> ProgramRun:
-    """Run a program with an interpreter, in a folder of its own; nothing of it is left running."""
+def run_program(
+    program: Path, ranks: int, python: str, modules: Path | None = None, time_limit: float = TIME_LIMIT_S
+) -> ProgramRun:
+    """Run a program with an interpreter, in a folder of its own; nothing of it is left running.
+
+    Args:
+        program: the file.
+        ranks: processes that torchrun starts; of one, it is not used.
+        python: the interpreter.
+        modules: a folder, if there is one, of modules that the interpreter finds first: its environment lacks them.
+        time_limit: in seconds; the program is ended then.
+    """
     tag = secrets.token_hex(8)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     # Unbuffered, ranks would write a line in two pieces, and into each other's.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+        if modules is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(modules), environment.get("PYTHONPATH")]))
         environment |= {"OMP_NUM_THREADS": "1", TAG: tag, "TMPDIR": folder}  # torchrun leaves logs there
         process = subprocess.Popen(
             [python, *torchrun, str(program.resolve())],

@@ -11,6 +11,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from harness.core.backend import declared_for
+from harness.core.cell import Cell
 from harness.core.invocation import suite_command
 from harness.core.outcome import Outcome
 from harness.hunt.kinds import COMPARES_WEIGHTS
@@ -75,11 +76,12 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     shown = None
     try:
         file.write_text(_program(problem, declaration, file.name), "utf-8")
-        run = run_program(file, cell.processes, python)
+        modules = _folder(declaration) / "programs" / cell.subject
+        run = run_program(file, processes_of(declaration, cell), python, modules)
         shown = _shown(run, problem)
         values |= {
             "program": file.read_text("utf-8"),
-            "command": shlex.join(command_of(Path(file.name), cell.processes)),
+            "command": shlex.join(command_of(Path(file.name), processes_of(declaration, cell))),
             "verdict": _verdict(run, shown, problem.differences),
             "output": "\n".join(filter(None, [run.printed, run.error])) or "(nothing)",
         }
@@ -115,10 +117,9 @@ def in_phrases(recipe: Recipe) -> Iterator[str]:
 
 def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:
     """Return the program of a failure, called ``name``."""
-    command = shlex.join(command_of(Path(name), problem.cell.processes))
+    command = shlex.join(command_of(Path(name), processes_of(declaration, problem.cell)))
     title = f"{_library(declaration)} fails the check of {problem.check}. Run: {command}."
-    folder = Path(declaration.source[0]).parent if declaration.source else Path()
-    return program(problem, folder, title, tolerance_of(problem))
+    return program(problem, _folder(declaration), title, tolerance_of(problem))
 
 
 def tolerance_of(problem: PlainTorch) -> str:
@@ -133,6 +134,16 @@ def tolerance_of(problem: PlainTorch) -> str:
     if not isfinite(moved):
         raise NotExpressedError("a training that diverges, or overflows")
     return f"{moved:.0e}"
+
+
+def _folder(declaration: Declaration) -> Path:
+    """Return the folder of the adapter."""
+    return Path(declaration.source[0]).parent if declaration.source else Path()
+
+
+def processes_of(declaration: Declaration, cell: Cell) -> int:
+    """Return in how many processes a program begins: one a rank, or one for a node that starts the ranks by itself."""
+    return 1 if declaration.launch == "node" and cell.topology.num_nodes > 1 else cell.processes
 
 
 def _one_device(problem: PlainTorch) -> str | None:

@@ -61,7 +61,8 @@ def _training(local_rank, job):
     )
     evaluator = create_supervised_evaluator(model, device=job.device, prepare_batch=_inputs_and_targets)
     sampler = loader.sampler if job.world_size > 1 else None
-    common.setup_common_training_handlers(trainer, train_sampler=sampler, with_pbars=False)
+    # A job is trained to its end, also where its loss is no number any more.
+    common.setup_common_training_handlers(trainer, train_sampler=sampler, with_pbars=False, stop_on_nan=False)
     parts = {"trainer": trainer, "model": model, "optimizer": optimizer}
     if job.precision == "16":
         parts["scaler"] = trainer.state.scaler

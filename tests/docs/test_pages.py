@@ -98,7 +98,7 @@ def test_the_readme_s_finding_is_recorded():
     quoted = re.search(r"^> (gradients at step 1.*?)\n\n", text("README.md"), re.DOTALL | re.MULTILINE)[1]
     assert " ".join(quoted.replace("> ", "").split()) in text("reports/scripts-by-others.md")
     entries = tomllib.loads(text("suites/expectations/accelerate.toml"))["expected"]
-    (entry,) = [one for one in entries if one["cause"] == "short-window-divided-by-full-length"]
+    (entry,) = [one for one in entries if "short-window-divided-by-full-length" in one["cause"]]
     assert entry["versions"] == "==1.15.*"
     assert f"suites/expectations/reproductions/{entry['reproduction']}" in text("README.md")
 

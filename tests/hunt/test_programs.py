@@ -22,7 +22,8 @@ from harness.hunt.plain_torch import NotExpressedError, PlainTorch
 from harness.hunt.problems import recipes
 from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.run_program import Shown, command_of, run_program
-from harness.hunt.write_up import tolerance_of
+from harness.hunt.write_up import processes_of, tolerance_of
+from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES
 from harness.subjects.virtual_environments import LIBRARIES, cache_folder
 from harness.workloads.generated import Recipe
@@ -51,11 +52,13 @@ SMALL = [
 
 MODULES = {
     "accelerate": "accelerate",
+    "aitoolbox": "aitoolbox",
     "composer": "composer",
     "deepspeed": "deepspeed",
     "fabric": "lightning",
     "ignite": "ignite",
     "lightning": "lightning",
+    "ray": "ray",
     "sentence-transformers": "sentence_transformers",
     "sentence-transformers-gather": "sentence_transformers",
     "torch": "torch",
@@ -75,10 +78,10 @@ NOT_ASKED = {
 }
 """Words of recipes that searches ask no such trainer for."""
 
-NEVER_RESUMED = ("composer", "sentence-transformers", "sentence-transformers-gather", "torch")
-"""Templates without an interruption. What torch resumes is the user's own loop."""
+NEVER_RESUMED = ("aitoolbox", "ray", "sentence-transformers", "sentence-transformers-gather", "torch")
+"""Templates without an interruption. What Ray and torch resume is the user's own loop."""
 
-REPORTING = ("ignite", "lightning", "transformers")
+REPORTING = ("ignite", "lightning", "transformers", "sentence-transformers", "sentence-transformers-gather")
 """Libraries that take the mean of a training loss themselves."""
 
 INTERRUPTED = Recipe(steps_per_epoch=2, epochs=2, optimizer="adam", interrupt_after=1)
@@ -89,6 +92,7 @@ LEFT_OUT = Finding("validation", Outcome.FAILED, "1 of 7 held-out samples were n
 STEPS = Finding("steps", Outcome.FAILED, "1 optimizer steps where the workload has 2 on rank 0")
 REPORTED = Finding("metrics", Outcome.FAILED, "loss was reported as 2 where 1 is correct")
 RESUMED = Finding("checkpoint", Outcome.FAILED, "the resumed training used other samples")
+SHARED = Finding("buffers", Outcome.FAILED, "buffers are not broadcast", cause="buffers-not-broadcast")
 SAMPLES = Finding("samples", Outcome.FAILED, "8 draws of epoch 0 were repeats")
 GRADIENTS = Finding("gradients", Outcome.FAILED, "gradients do not match those of one device")
 RAISED = Finding("launch", Outcome.FAILED, "rank 0: ValueError: of its own", cause="raised")
@@ -110,8 +114,14 @@ def python_of(subject):
     """Return an interpreter that has the subject's library, this one or that of an environment; skip without any."""
     if find_spec(MODULES[subject]):
         return sys.executable
-    made = sorted(cache_folder().glob(f"{LIBRARIES[subject]}-*/bin/python"))
-    return str(made[-1]) if made else pytest.skip(f"{LIBRARIES[subject]} is not installed")
+    library = LIBRARIES[subject].partition("[")[0]
+    made = sorted(cache_folder().glob(f"{library}-*/bin/python"))
+    return str(made[-1]) if made else pytest.skip(f"{library} is not installed")
+
+
+def run_of(program, subject, processes=2):
+    """Run a program as a hunt does."""
+    return run_program(program, processes, python_of(subject), SUBJECTS / "programs" / subject)
 
 
 def text_of(problem):
@@ -121,7 +131,7 @@ def text_of(problem):
 @given(
     st.booleans().flatmap(lambda own_loss: recipes(CAPABILITIES, own_loss=own_loss)), st.sampled_from(TEMPLATES),
     st.integers(1, 3), st.sampled_from(["64", "32", "bf16"]),
-    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES]),
+    st.sampled_from([GRADIENTS, VALIDATED, REPORTED, RESUMED, SAMPLES, SHARED]),
 )  # fmt: skip
 def test_a_program_has_at_most_thirty_lines_and_needs_no_plumbline(recipe, subject, ranks, precision, finding):
     if finding is RESUMED:
@@ -143,8 +153,10 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     unwritten = []
     for subject in TEMPLATES:
         shuffled = Recipe(steps_per_epoch=2, epochs=2, left_out=3, shuffle=True)
-        # Of these two the loaders are made while they train, or by hand.
-        drawn = [] if subject in ("lightning", "deepspeed") else [(shuffled, SAMPLES)]
+        normed = Recipe(layers=("batchnorm",), epochs=2)
+        drawn = [(normed, SHARED)]
+        if subject != "aitoolbox":  # its loaders are made by hand
+            drawn += [(shuffled, SAMPLES), (replace(shuffled, shuffle=False), SAMPLES)]
         if subject not in NEVER_RESUMED:
             drawn.append((INTERRUPTED, RESUMED))
         if subject in REPORTING:
@@ -246,6 +258,13 @@ def test_only_the_comparison_or_the_error_that_was_found_shows_a_deviation(tmp_p
     assert (run.exit_code is None) == ("sleep" in statement)
 
 
+def test_a_program_is_given_modules_that_its_environment_lacks(tmp_path):
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "lacking.py").write_text("MODULE = 'found'\n")
+    (tmp_path / "program.py").write_text("import lacking\nprint(lacking.MODULE)\n")
+    assert run_program(tmp_path / "program.py", 1, sys.executable, tmp_path / "given").printed == "found"
+
+
 @pytest.mark.parametrize("layers", [(), ("thawed",), ("experts",)], ids="-".join)
 def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
     """The one that runs by default: torch alone, on one rank; what is wrong is a learning rate."""
@@ -265,11 +284,11 @@ def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
 )
 @pytest.mark.parametrize("subject", TEMPLATES)
 def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, recipe):
-    python, asked = python_of(subject), asked_of(subject, recipe)
+    asked = asked_of(subject, recipe)
     if asked is None:
         pytest.skip("no search asks it for this")
     (tmp_path / "program.py").write_text(program(problem_of(asked, subject), SUBJECTS, "Right.", "1e-05"))
-    run = run_program(tmp_path / "program.py", 2, python)
+    run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.NO, run
 
 
@@ -277,12 +296,14 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
 @pytest.mark.parametrize(
     ("subject", "recipe", "finding"),
     [(one, INTERRUPTED, RESUMED) for one in TEMPLATES if one not in NEVER_RESUMED]
-    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING],
+    + [(one, Recipe(steps_per_epoch=2, shuffle=True), REPORTED) for one in REPORTING]
+    + [(one, Recipe(steps_per_epoch=2, epochs=2, left_out=1), SAMPLES) for one in ("fabric", "ignite", "torch")]
+    + [(one, Recipe(layers=("batchnorm",), epochs=2), SHARED) for one in ("accelerate", "fabric", "lightning")],
 )
 def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, recipe, finding):
     problem = problem_of(asked_of(subject, recipe), subject, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "", "0"))
-    run = run_program(tmp_path / "program.py", 2, python_of(subject))
+    run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.NO, run
 
 
@@ -292,6 +313,7 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
     [
         ("accelerate", WINDOWS, GRADIENTS),
         ("accelerate", Recipe(steps_per_epoch=2, left_out=3, shuffle=True), SAMPLES),
+        ("aitoolbox", WINDOWS, GRADIENTS),
         ("lightning", WINDOWS, GRADIENTS),
         ("ignite", WINDOWS, STEPS),
         ("deepspeed", WINDOWS, STEPS),
@@ -310,14 +332,27 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("fabric", Recipe(optimizer="several", clip_norm=0.05), GRADIENTS),
         ("accelerate", SCHEDULED, Finding("learning-rate", Outcome.FAILED, "")),
         ("transformers", WINDOWS, REPORTED),
+        ("lightning", Recipe(steps_per_epoch=2, left_out=1), SAMPLES),
+        ("lightning", Recipe(layers=("batchnorm",), epochs=2, optimizer="several"), SHARED),
+        ("sentence-transformers", WINDOWS, REPORTED),
     ],
 )
 def test_what_a_released_trainer_is_known_to_do_is_shown(tmp_path, subject, recipe, finding):
     ranks = 1 if finding is RESUMED else 2  # of several, Accelerate and Ignite draw the same order again
     problem = problem_of(recipe, subject, ranks, finding=finding)
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Wrong.", "1e-05"))
-    run = run_program(tmp_path / "program.py", ranks, python_of(subject))
+    run = run_of(tmp_path / "program.py", subject, ranks)
     assert run.shows(finding.message if finding is RAISED else None) is Shown.YES, run
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject", OWN_LOSS)
+def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
+    text = program(problem_of(asked_of(subject, SMALL[1]), subject), SUBJECTS, "Wrong.", "1e-05")
+    wrong = text.replace('trl.SFTConfig(".", ', 'trl.SFTConfig(".", average_tokens_across_devices=False, ')
+    (tmp_path / "program.py").write_text(wrong)
+    assert wrong != text
+    assert run_program(tmp_path / "program.py", 2, python_of(subject)).shows(None) is Shown.YES
 
 
 @pytest.mark.nightly
@@ -351,7 +386,26 @@ def test_a_share_that_float32_does_not_hold_shows_in_float64(tmp_path, accumulat
     """Composer multiplies the loss by it in float32: a third is rounded, and a half is not."""
     problem = problem_of(Recipe(steps_per_epoch=accumulate, accumulate=accumulate), "composer", 1, "64")
     (tmp_path / "program.py").write_text(program(problem, SUBJECTS, "Rounded.", "1e-14"))
-    assert run_program(tmp_path / "program.py", 1, python_of("composer")).shows(None) is shown
+    assert run_of(tmp_path / "program.py", "composer", 1).shows(None) is shown
+
+
+@pytest.mark.nightly
+def test_what_several_nodes_start_is_shown_by_one(tmp_path):
+    launched = Cell("aitoolbox", "mlp", "ddp", Topology(2, 3), "32", "cpu")
+    problem = PlainTorch(Recipe(), launched, Finding("launch", Outcome.TIMED_OUT, "the launch did not end in time"))
+    (tmp_path / "program.py").write_text(text_of(problem))
+    run = run_of(tmp_path / "program.py", "aitoolbox", 1)
+    assert run.shows(None) is Shown.YES
+    assert "starts: 6" in run.printed
+
+
+@pytest.mark.parametrize(
+    ("launch", "topology", "processes"),
+    [("rank", Topology(2, 2), 4), ("node", Topology(1, 2), 2), ("node", Topology(2, 2), 1)],
+)
+def test_a_program_begins_in_one_process_a_rank_or_on_one_of_several_nodes_that_start_them(launch, topology, processes):
+    declaration = Declaration("mine", "mine.py", ["ddp"], {"cpu": ["32"]}, frozenset(), launch=launch)
+    assert processes_of(declaration, Cell("mine", "mlp", "ddp", topology, "32", "cpu")) == processes
 
 
 def test_the_command_is_one_that_readers_have():

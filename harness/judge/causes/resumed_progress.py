@@ -136,9 +136,11 @@ def _elsewhere(case: ProgressCase) -> Iterator[Match]:
 def _between_steps(case: ProgressCase) -> Iterator[Match]:
     """The first resumed step has part of one step's samples, and part of the next one's, and so have those after it.
 
-    One step alone may have them by chance, where an order was drawn anew.
+    Of an order that was drawn anew, one step alone may have them by chance, and where two steps are most of an epoch,
+    any.
     """
-    pairs = [(set(left), set(right)) for left, right in pairwise(case.whole)]
+    most = sum(map(len, case.whole[: case.interruption.epoch_length])) / 2
+    pairs = [(set(left), set(right)) for left, right in pairwise(case.whole) if len(left) + len(right) <= most]
 
     def between(draws: Draws) -> bool:
         used = set(draws)
