@@ -217,15 +217,29 @@ def _fitted(line: str) -> list[str]:
     indent = line[: len(line) - len(line.lstrip())]
     inside = line[begin + 1 : end]
     made, loop, over = inside.partition(" for _ in ")
-    exploded = [made, (loop + over).strip()] if loop else [f"{one.strip()}," for one in _arguments(inside)]
-    at_once = loop or (line[begin] == "(" and line[begin - 1].isalnum())  # a call; a tuple gets a line each
+    called = line[begin] == "(" and line[begin - 1].isalnum()
+    parts = [part.strip() for part in _split(inside, ",")]
+    grouped = line[begin] == "(" and not called and len(parts) == 1 and not inside.endswith(",")  # and no tuple
     whole = [indent + INDENT + inside]
-    if not at_once or len(whole[0]) > WIDEST:
+    if len(whole[0]) > WIDEST or not (loop or called or grouped):  # a tuple gets a line each
+        exploded = [made, (loop + over).strip()] if loop else _exploded(parts, "" if grouped else ",", indent + INDENT)
         whole = [piece for one in exploded for piece in _fitted(indent + INDENT + one)]
     lines = [line[: begin + 1], *whole, indent + line[end:]]
     if any(len(one) > WIDEST for one in lines):
         raise _TooWideError
     return lines
+
+
+def _exploded(parts: list[str], comma: str, indent: str) -> Iterator[str]:
+    """Yield a line for each part, and for each operand of a part that is too wide."""
+    for part in parts:
+        operands = [part]
+        for operator in ("+", "/"):
+            if len(indent + part + comma) > WIDEST and len(operands) == 1:
+                first, *others = _split(part, f" {operator} ")
+                operands = [first, *(f"{operator} {other}" for other in others)]
+        yield from operands[:-1]
+        yield operands[-1] + comma
 
 
 def _last_brackets(line: str) -> tuple[int, int]:
@@ -242,13 +256,13 @@ def _last_brackets(line: str) -> tuple[int, int]:
     raise _TooWideError
 
 
-def _arguments(text: str) -> Iterator[str]:
-    """Yield what commas separate, outside of brackets."""
+def _split(text: str, separator: str) -> Iterator[str]:
+    """Yield what a separator divides, outside of brackets."""
     depth, begin = 0, 0
     for place, letter in enumerate(text):
         depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
+        if depth == 0 and text.startswith(separator, place):
             yield text[begin:place]
-            begin = place + 1
+            begin = place + len(separator)
     if text[begin:].strip():
         yield text[begin:]

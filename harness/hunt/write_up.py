@@ -10,6 +10,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+import harness.subjects
 from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.core.invocation import suite_command
@@ -34,6 +35,9 @@ EXPECTED = {
     "launch": "The training ends without an exception.",
 }
 OTHERWISE = "Each step computes what one device computes from the samples of all ranks."
+
+SHIPPED = Path(harness.subjects.__file__).parent
+"""Where the adapters are that come with Plumbline, and its own trainers."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,8 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
         values |= {"refusal": str(error), "advice": None, "program": None}
         if isinstance(error, NoTemplateError):
             values |= {"advice": error.advice, "program": _one_device(problem)}
+            if _folder(declaration) == SHIPPED and not declaration.software.library:
+                values |= {"refusal": "a trainer that is a part of Plumbline", "advice": None}
     page = folder / f"{name}.md"
     page.write_text(_template().render(values) + "\n", "utf-8")
     return WrittenUp(page, shown)

@@ -276,6 +276,13 @@ def test_a_right_trainer_is_not_accused_and_a_wrong_step_is(layers):
             exec(compile(wrong, "wrong", "exec"), {})
 
 
+def test_a_sum_that_is_too_wide_for_a_line_is_no_tuple():
+    text = text_of(problem_of(Recipe(loss="two"), "torch", ranks=1))
+    assert "\n        + 0.3 * torch.nn.functional.mse_loss(outputs, target)\n    ).backward()" in text
+    with torch.random.fork_rng():
+        exec(compile(text, "program", "exec"), {})
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "recipe",
