@@ -378,6 +378,7 @@ def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
         ("fabric", "ddp", 2, "16", Recipe(steps_per_epoch=2, loss="squares")),
         ("fabric", "fsdp", 2, "32", Recipe(epochs=2)),
         ("deepspeed", "fsdp", 2, "32", Recipe(steps_per_epoch=2)),
+        ("lightning", "none", 1, "16", Recipe(steps_per_epoch=2, loss="squares")),
     ],
 )
 def test_a_right_backend_and_precision_are_not_accused(tmp_path, subject, backend, ranks, precision, recipe):
