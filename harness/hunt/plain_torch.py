@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import ceil
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
+from harness.hunt.expressions import CLASSES, LAYERS, LOSSES, OPTIMIZERS, SCHEDULE, TARGETS
 from harness.hunt.interruption import Interruption
 from harness.hunt.kinds import COMPARES_WEIGHTS, IN_WORDS, kind_of
 from harness.hunt.problems import OVER_SAMPLES
-from harness.workloads.experts import EXPERTS
 from harness.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 Share = tuple[int, ...]
 """The samples of one micro-batch of one rank."""
 
-CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
-MSE = "torch.nn.functional.mse_loss"
 WIDTH = 4
 """Outputs of the first layer."""
-
 
 SCALE = 16.0
 """What programs multiply a loss by in float16."""
@@ -183,7 +180,7 @@ class PlainTorch:
     @property
     def data(self) -> str:
         """The columns of all samples, as arguments of ``TensorDataset``."""
-        columns = [self._inputs(), *_TARGETS[self.recipe.loss](self.rows)]
+        columns = [self._inputs(), *TARGETS[self.recipe.loss](self.rows)]
         return ", ".join(_double(one) if self.cell.precision == "64" and "randn" in one else one for one in columns)
 
     @cached_property
@@ -220,11 +217,11 @@ class PlainTorch:
         wanted = dict.fromkeys(self._class_of(kind) for kind in kinds)
         if self.recipe.returns == "nested":
             wanted["_Nested"] = None
-        return [_CLASSES[name] for name in wanted if name in _CLASSES]
+        return [CLASSES[name] for name in wanted if name in CLASSES]
 
     def loss(self, outputs: str, batch: Sequence[str] = ("x", "y", "target")) -> str:
         """Return the loss of a batch, as an expression over the model's ``outputs`` and the columns of the batch."""
-        loss = _LOSSES[self.recipe.loss]
+        loss = LOSSES[self.recipe.loss]
         if self.recipe.returns == "nested":
             taken = loss(f'(outputs := {outputs})["logits"]', 'outputs["logits"]', *batch[1:])
             return f'{taken} + 0.1 * outputs["rest"][0].square().mean()'
@@ -258,7 +255,7 @@ class PlainTorch:
 
     def optimizer(self, model: str) -> str:
         """Return the lines that make ``optimizer``, or ``optimizers`` where there are several, of a model's weights."""
-        return _OPTIMIZERS[self.recipe.optimizer].format(model=model)
+        return OPTIMIZERS[self.recipe.optimizer].format(model=model)
 
     def in_shards(self, lines: str) -> str:
         """Return the lines that make optimizers, with the state of each divided among the ranks."""
@@ -282,7 +279,7 @@ class PlainTorch:
             return None
         if self.several:
             raise NotExpressedError("several optimizers with a schedule each")
-        return _SCHEDULE.format("optimizer")
+        return SCHEDULE.format("optimizer")
 
     @property
     def schedules(self) -> str:
@@ -290,7 +287,7 @@ class PlainTorch:
         if self.recipe.schedule == "none":
             return ""
         return (
-            f"schedules = [{_SCHEDULE.format('one')} for one in optimizers]"
+            f"schedules = [{SCHEDULE.format('one')} for one in optimizers]"
             if self.several
             else f"schedule = {self.schedule}"
         )
@@ -426,9 +423,9 @@ class PlainTorch:
         return self.recipe.inputs == "images" and {"tanh", "gelu", "unused"}.issuperset(self.recipe.layers)
 
     def _layer(self, kind: str, width: int, size: int) -> str:
-        if kind not in _LAYERS:
-            raise NotExpressedError(f"a layer of kind {kind}")
-        return _LAYERS[kind].format(width=width, size=size, made=self._class_of(kind))
+        if kind == "dropout":
+            raise NotExpressedError("dropout, whose masks follow from each sample's number, which layers do not see")
+        return LAYERS[kind].format(width=width, size=size, made=self._class_of(kind))
 
     def _class_of(self, kind: str) -> str | None:
         """Return the class of ``definitions`` that a layer needs."""
@@ -455,97 +452,3 @@ def _rows(samples: list[int] | Share) -> str:
 
 def _double(expression: str) -> str:
     return f"({expression}).double()" if " * " in expression else f"{expression}.double()"
-
-
-def _class(name: str, base: str, *lines: str) -> str:
-    return f"class {name}(torch.nn.{base}):\n    def forward(self, x):\n" + "\n".join(f"        {one}" for one in lines)
-
-
-_LAYERS = {
-    "linear": "torch.nn.Linear({width}, {size})",
-    "tanh": "torch.nn.Tanh()",
-    "gelu": "torch.nn.GELU()",
-    "layernorm": "torch.nn.LayerNorm({width})",
-    "batchnorm": "{made}({width})",
-    "residual": "{made}({width}, {width})",
-    "tied": "tied := torch.nn.Linear({width}, {width}, bias=False), torch.nn.Tanh(), tied",
-    "attention": "{made}({width}, 3 * {width})",
-    "frozen": "torch.nn.Linear({width}, {width}).requires_grad_(False)",
-    "thawed": "{made}({width})",
-    "experts": f"{{made}}({{width}}, {EXPERTS} * {{width}} + {EXPERTS})",
-}
-
-_CHUNKS = "query, key, value = super().forward(x).chunk(3, -1)"
-
-_CLASSES = {
-    "_Pixels": _class("_Pixels", "Conv2d", "return super().forward(x).flatten(2).transpose(1, 2)"),
-    "_Residual": _class("_Residual", "Linear", "return x + super().forward(x).tanh()"),
-    "_BatchNorm": _class("_BatchNorm", "BatchNorm1d", "return super().forward(x.flatten(0, -2)).view(x.shape)"),
-    # A scale for each unit. The bias is trained from the first step on, and tells of it: it begins at zero.
-    "_Thawed": _class(
-        "_Thawed",
-        "LayerNorm",
-        "scale = self.weight if self.bias.any() else self.weight.detach()",
-        "return x * scale + self.bias",
-    ),
-    # All experts' weights, and the router's, are one matrix: what a gate of zero leaves out has gradients of zero.
-    "_Experts": _class(
-        "_Experts",
-        "Linear",
-        f"gates, outputs = super().forward(x).tensor_split(({EXPERTS},), -1)",
-        f"return x + (gates.relu().square().unsqueeze(-1) * outputs.unflatten(-1, ({EXPERTS}, -1))).sum(-2)",
-    ),
-    "_Product": _class("_Product", "Linear", _CHUNKS, "return value + query * key"),
-    "_Attention": _class(
-        "_Attention", "Linear", _CHUNKS, "return torch.nn.functional.scaled_dot_product_attention(query, key, value)"
-    ),
-    "_Nested": _class(
-        "_Nested",
-        "Sequential",
-        "hidden = torch.nn.Sequential(*self[:-1])(x)",
-        'return {"logits": self[-1](hidden), "rest": (hidden,)}',
-    ),
-}
-
-_TARGETS: dict[str, Callable[[int], list[str]]] = {
-    "classes": lambda count: [f"torch.randint({OUTPUTS}, ({count},))"],
-    "squares": lambda count: [f"torch.randn({count}, {OUTPUTS})"],
-    "token-mean": lambda count: [
-        f"torch.randint({OUTPUTS}, ({count}, {LENGTH}))"
-        f".where(torch.arange({LENGTH}) < torch.randint(1, {LENGTH + 1}, ({count}, 1)), -100)"
-    ],
-    "in-batch": lambda count: [f"torch.randn({count}, {OUTPUTS})"],
-    "two": lambda count: [f"torch.randint({OUTPUTS}, ({count},))", f"torch.randn({count}, {OUTPUTS})"],
-    LABELS: lambda count: [
-        f"x.where(torch.arange({LENGTH + 1}) <= torch.randint(1, {LENGTH + 1}, ({count}, 1)), -100)"
-    ],
-}
-
-_LOSSES: dict[str, Callable[[str, str, str, str], str]] = {
-    "classes": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}, {y})",
-    "squares": lambda first, again, y, target: f"{MSE}({first}, {y})",
-    "token-mean": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}.transpose(1, 2), {y})",
-    "in-batch": lambda first, again, y, target: f"{CROSS_ENTROPY}({first} @ {y}.T, torch.arange(len({y})))",
-    "two": lambda first, again, y, target: f"{CROSS_ENTROPY}({first}, {y}) + 0.3 * {MSE}({again}, {target})",
-    LABELS: lambda first, again, y, target: f"{CROSS_ENTROPY}({first}[:, :-1].transpose(1, 2), {y}[:, 1:])",
-}
-"""Losses over the expression that computes the outputs, one for their further use, and the columns of the batch."""
-
-_SCHEDULE = "torch.optim.lr_scheduler.LambdaLR({}, lambda n: min((n + 1) / 3, 0.8 ** (n - 2)))"
-
-_OPTIMIZERS = {
-    "sgd": "optimizer = torch.optim.SGD({model}.parameters(), lr=0.1)",
-    "momentum": "optimizer = torch.optim.SGD({model}.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)",
-    "adam": "optimizer = torch.optim.Adam({model}.parameters(), lr=0.01)",
-    "adamw": "optimizer = torch.optim.AdamW({model}.parameters(), lr=0.01, weight_decay=0.1)",
-    "groups": (
-        "matrices, vectors = ([p for p in {model}.parameters() if (p.dim() > 1) is one] for one in (True, False))\n"
-        'groups = [{{"params": matrices, "weight_decay": 0.3}}, '
-        '{{"params": vectors, "lr": 0.02, "weight_decay": 0.0}}]\n'
-        "optimizer = torch.optim.AdamW(groups, lr=0.01)"
-    ),
-    "several": (
-        "weights = list({model}.parameters())\n"
-        "optimizers = [torch.optim.SGD(weights[:1], lr=0.1, momentum=0.9), torch.optim.Adam(weights[1:], lr=0.01)]"
-    ),
-}

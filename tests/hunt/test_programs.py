@@ -184,7 +184,7 @@ def test_small_problems_have_programs_that_are_formatted(tmp_path):
     ("recipe", "finding", "said"),
     [
         (Recipe(shuffle=True), GRADIENTS, "order is the trainer's own"),
-        (Recipe(layers=("dropout",)), GRADIENTS, "a layer of kind dropout"),
+        (Recipe(layers=("dropout",)), GRADIENTS, "dropout, whose masks"),
         (Recipe(), Finding("buffers", Outcome.FAILED, ""), "buffers"),
         (Recipe(validate_every=1, loss="in-batch"), VALIDATED, "no mean over samples"),
     ],
@@ -386,6 +386,8 @@ def test_means_over_the_tokens_of_each_rank_are_shown(tmp_path, subject):
         ("torch", "none", 1, "32", Recipe(steps_per_epoch=2, optimizer="several", schedule="warm-up")),
         ("fabric", "ddp", 2, "16", Recipe(steps_per_epoch=2, loss="squares")),
         ("fabric", "fsdp", 2, "32", Recipe(epochs=2)),
+        ("deepspeed", "fsdp", 2, "32", Recipe(steps_per_epoch=2)),
+        ("lightning", "none", 1, "16", Recipe(steps_per_epoch=2, loss="squares")),
     ],
 )
 def test_a_right_backend_and_precision_are_not_accused(tmp_path, subject, backend, ranks, precision, recipe):
