@@ -58,7 +58,7 @@ MODULES = {
     "fabric": "lightning",
     "ignite": "ignite",
     "lightning": "lightning",
-    "ray": "ray",
+    "ray": "ray pyarrow",  # ray[train] brings it, which ray alone lacks
     "sentence-transformers": "sentence_transformers",
     "sentence-transformers-gather": "sentence_transformers",
     "torch": "torch",
@@ -112,7 +112,7 @@ def asked_of(subject, recipe):
 
 def python_of(subject):
     """Return an interpreter that has the subject's library, this one or that of an environment; skip without any."""
-    if find_spec(MODULES[subject]):
+    if all(find_spec(module) for module in MODULES[subject].split()):
         return sys.executable
     library = LIBRARIES[subject].partition("[")[0]
     made = sorted(cache_folder().glob(f"{library}-*/bin/python"))
