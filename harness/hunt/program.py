@@ -24,7 +24,8 @@ from jinja2 import (
     TemplateNotFound,
 )
 
-from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.hunt.plain_model import NotExpressedError
+from harness.hunt.plain_torch import PlainTorch
 
 MOST_LINES = 30
 WIDEST = 120

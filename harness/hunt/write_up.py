@@ -16,7 +16,8 @@ from harness.core.cell import Cell
 from harness.core.invocation import suite_command
 from harness.core.outcome import Outcome
 from harness.hunt.kinds import COMPARES_WEIGHTS
-from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.hunt.plain_model import NotExpressedError
+from harness.hunt.plain_torch import PlainTorch
 from harness.hunt.problem_file import name_of
 from harness.hunt.program import MOST_LINES, NoTemplateError, one_device, program
 from harness.hunt.rounding import tolerance

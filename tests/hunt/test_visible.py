@@ -12,7 +12,8 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
-from harness.hunt.plain_torch import NotExpressedError, PlainTorch
+from harness.hunt.plain_model import NotExpressedError
+from harness.hunt.plain_torch import PlainTorch
 from harness.hunt.rounding import tolerance
 from harness.hunt.visible import visible
 from harness.hunt.write_up import tolerance_of
