@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from harness.hunt.kinds import COMPARES_WEIGHTS
@@ -10,6 +10,9 @@ from harness.hunt.plain_torch import PlainTorch
 
 SLIGHT = ("slightly-scaled", "scaled-before-clipping")
 """Causes whose effect is next to that of rounding in float32."""
+
+ORDERS = 3
+"""Seeds that are tried where samples are shuffled: a wrong order of a few may be the right one by chance."""
 
 
 def visible(problem: PlainTorch, precisions: Collection[str]) -> PlainTorch:
@@ -23,3 +26,12 @@ def visible(problem: PlainTorch, precisions: Collection[str]) -> PlainTorch:
         cell = replace(cell, precision="64")
         changed.append("trains in float64, where rounding hides less")
     return replace(problem, recipe=recipe, cell=cell, changed=tuple(changed))
+
+
+def orders(problem: PlainTorch) -> Iterator[PlainTorch]:
+    """Yield a problem, and where it is shuffled the same with other orders."""
+    yield problem
+    for more in range(1, ORDERS if problem.recipe.shuffle else 1):
+        seed = problem.recipe.seed + more
+        changed = (*problem.changed, f"has seed {seed}, as the order of another is right by chance")
+        yield replace(problem, recipe=replace(problem.recipe, seed=seed), changed=changed)

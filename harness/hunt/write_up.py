@@ -23,7 +23,7 @@ from harness.hunt.program import MOST_LINES, NoTemplateError, one_device, progra
 from harness.hunt.rounding import tolerance
 from harness.hunt.run_program import ProgramRun, Shown, command_of, run_program
 from harness.hunt.search import Failure
-from harness.hunt.visible import visible
+from harness.hunt.visible import orders, visible
 from harness.planning.declaration import Declaration
 from harness.workloads.generated import Recipe
 
@@ -80,14 +80,14 @@ def write_up(failure: Failure, declared: Sequence[Declaration], subject: str, py
     file = folder / f"{name}-program.py"
     shown = None
     try:
-        file.write_text(_program(problem, declaration, file.name), "utf-8")
-        modules = _folder(declaration) / "programs" / cell.subject
-        run = run_program(file, processes_of(declaration, cell), python, modules)
-        shown = _shown(run, problem)
+        for tried in orders(problem):
+            run, shown = _run(tried, declaration, file, python)
+            values |= {"verdict": _verdict(run, shown, tried.differences)}
+            if shown is not Shown.NO:
+                break
         values |= {
             "program": file.read_text("utf-8"),
             "command": shlex.join(command_of(Path(file.name), processes_of(declaration, cell))),
-            "verdict": _verdict(run, shown, problem.differences),
             "output": "\n".join(filter(None, [run.printed, run.error])) or "(nothing)",
         }
     except NotExpressedError as error:
@@ -120,6 +120,14 @@ def in_phrases(recipe: Recipe) -> Iterator[str]:
         yield f"interrupted after {recipe.interrupt_after} optimizer steps, and resumed by new processes"
     if recipe.metrics:
         yield "the epoch's mean loss is reported"
+
+
+def _run(problem: PlainTorch, declaration: Declaration, file: Path, python: str) -> tuple[ProgramRun, Shown]:
+    """Write a failure's program, and run it."""
+    file.write_text(_program(problem, declaration, file.name), "utf-8")
+    modules = _folder(declaration) / "programs" / problem.cell.subject
+    run = run_program(file, processes_of(declaration, problem.cell), python, modules)
+    return run, _shown(run, problem)
 
 
 def _program(problem: PlainTorch, declaration: Declaration, name: str) -> str:

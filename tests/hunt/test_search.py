@@ -72,7 +72,7 @@ def another(job): ...
 
 def test_of_several_subjects_each_is_searched_and_has_a_folder(tmp_path, capsys):
     (tmp_path / "two.py").write_text(TWO)
-    words = ["--subject", str(tmp_path / "two.py"), "--minutes", "0.0001", "--folder", str(tmp_path / "found")]
+    words = ["--subject", str(tmp_path / "two.py"), "--minutes", "1e-9", "--folder", str(tmp_path / "found")]
     assert main(["hunt", *words]) == 0
     assert "one" in (said := capsys.readouterr().out)
     assert "own-loss" in said

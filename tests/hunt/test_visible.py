@@ -15,7 +15,7 @@ from harness.core.topology import Topology
 from harness.hunt.plain_model import NotExpressedError
 from harness.hunt.plain_torch import PlainTorch
 from harness.hunt.rounding import tolerance
-from harness.hunt.visible import visible
+from harness.hunt.visible import ORDERS, orders, visible
 from harness.hunt.write_up import tolerance_of
 from harness.workloads.generated import Recipe
 
@@ -36,6 +36,13 @@ def test_a_small_factor_is_shown_in_float64_where_the_trainer_has_it(precisions,
     problem = visible(PlainTorch(Recipe(), CELL, SCALED), precisions)
     assert problem.precision == trained_in
     assert ("float64" in problem.differences) == (trained_in == "64")
+
+
+@pytest.mark.parametrize(("shuffle", "tried"), [(True, ORDERS), (False, 1)])
+def test_an_order_that_is_right_by_chance_is_followed_by_others(shuffle, tried):
+    every = list(orders(PlainTorch(Recipe(shuffle=shuffle), CELL, SCALED)))
+    assert [one.recipe.seed for one in every] == list(range(tried))
+    assert ["seed" in one.differences for one in every] == [False] + [True] * (tried - 1)
 
 
 def test_what_diverges_has_no_program(monkeypatch):
