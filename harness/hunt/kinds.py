@@ -24,7 +24,7 @@ IN_WORDS = {
 
 def kind_of(recipe: Recipe, finding: Finding) -> str:
     """Return ``val_loss``, ``broadcast``, ``samples``, ``weights``, ``raised``, or a key of ``IN_WORDS``."""
-    if finding.check == "launch" and finding.cause == "raised":
+    if finding.check == "launch" and finding.cause in ("raised", "hung"):
         return "raised"
     if finding.check == "metrics":
         return "val_loss" if finding.message.startswith("val_loss") else "loss"

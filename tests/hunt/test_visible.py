@@ -52,6 +52,11 @@ def test_what_diverges_has_no_program(monkeypatch):
         tolerance_of(PlainTorch(Recipe(), CELL, SCALED))
 
 
+@pytest.mark.parametrize("cause", ["raised", "hung"])
+def test_a_training_that_does_not_end_has_no_weights_to_compare(cause):
+    assert tolerance_of(PlainTorch(Recipe(), CELL, Finding("launch", Outcome.FAILED, "", cause=cause))) == ""
+
+
 def test_the_tolerance_is_that_of_the_precision():
     measured = [tolerance(PlainTorch(Recipe(), replace(CELL, precision=name), SCALED)) for name in PRECISIONS]
     assert measured == sorted(measured)  # from float64 to bfloat16
