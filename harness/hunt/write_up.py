@@ -15,15 +15,15 @@ from harness.core.backend import declared_for
 from harness.core.cell import Cell
 from harness.core.invocation import suite_command
 from harness.core.outcome import Outcome
-from harness.hunt.kinds import COMPARES_WEIGHTS
-from harness.hunt.plain_model import NotExpressedError
-from harness.hunt.plain_torch import PlainTorch
 from harness.hunt.problem_file import name_of
-from harness.hunt.program import MOST_LINES, NoTemplateError, one_device, program
-from harness.hunt.rounding import tolerance
-from harness.hunt.run_program import ProgramRun, Shown, command_of, run_program
+from harness.hunt.program.kinds import COMPARES_WEIGHTS
+from harness.hunt.program.plain_model import NotExpressedError
+from harness.hunt.program.plain_torch import PlainTorch
+from harness.hunt.program.rounding import tolerance
+from harness.hunt.program.run_program import ProgramRun, Shown, command_of, run_program
+from harness.hunt.program.source import MOST_LINES, NoTemplateError, one_device, program
+from harness.hunt.program.visible import orders, visible
 from harness.hunt.search import Failure
-from harness.hunt.visible import orders, visible
 from harness.planning.declaration import Declaration
 from harness.workloads.generated import Recipe
 

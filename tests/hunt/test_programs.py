@@ -18,11 +18,11 @@ from harness.core.cell import Cell
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.topology import Topology
-from harness.hunt.plain_model import NotExpressedError
-from harness.hunt.plain_torch import PlainTorch
 from harness.hunt.problems import recipes
-from harness.hunt.program import MOST_LINES, WIDEST, NoTemplateError, one_device, program
-from harness.hunt.run_program import Shown, command_of, run_program
+from harness.hunt.program.plain_model import NotExpressedError
+from harness.hunt.program.plain_torch import PlainTorch
+from harness.hunt.program.run_program import Shown, command_of, run_program
+from harness.hunt.program.source import MOST_LINES, WIDEST, NoTemplateError, one_device, program
 from harness.hunt.write_up import processes_of, tolerance_of
 from harness.planning.declaration import Declaration
 from harness.subjects.declare import CAPABILITIES

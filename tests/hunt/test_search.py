@@ -22,7 +22,7 @@ from harness.engine.open_subject import open_subject
 from harness.hunt.corpus import Corpus
 from harness.hunt.problem_file import name_of
 from harness.hunt.problems import Drawn
-from harness.hunt.run_program import ProgramRun
+from harness.hunt.program.run_program import ProgramRun
 from harness.hunt.search import Failure, Search
 from harness.hunt.subject import cells_of, searches
 from harness.hunt.write_up import write_up

@@ -12,10 +12,10 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.core.precision import PRECISIONS
 from harness.core.topology import Topology
-from harness.hunt.plain_model import NotExpressedError
-from harness.hunt.plain_torch import PlainTorch
-from harness.hunt.rounding import tolerance
-from harness.hunt.visible import ORDERS, orders, visible
+from harness.hunt.program.plain_model import NotExpressedError
+from harness.hunt.program.plain_torch import PlainTorch
+from harness.hunt.program.rounding import tolerance
+from harness.hunt.program.visible import ORDERS, orders, visible
 from harness.hunt.write_up import tolerance_of
 from harness.workloads.generated import Recipe
 

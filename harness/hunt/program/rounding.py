@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.hunt.plain_torch import PlainTorch
-from harness.hunt.program import one_device
+from harness.hunt.program.plain_torch import PlainTorch
+from harness.hunt.program.source import one_device
 from harness.workloads.generated import Recipe
 
 DRAWS = 4

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from harness.hunt.expressions import CLASSES, LAYERS
+from harness.hunt.program.expressions import CLASSES, LAYERS
 from harness.workloads.generated import FEATURES, LABELS, LENGTH, OUTPUTS, SIDE, TEXT, VOCABULARY, Recipe
 
 WIDTH = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
-from harness.hunt.kinds import COMPARES_WEIGHTS
-from harness.hunt.plain_torch import PlainTorch
+from harness.hunt.program.kinds import COMPARES_WEIGHTS
+from harness.hunt.program.plain_torch import PlainTorch
 
 SLIGHT = ("slightly-scaled", "scaled-before-clipping")
 """Causes whose effect is next to that of rounding in float32."""

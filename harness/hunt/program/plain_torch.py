@@ -10,11 +10,11 @@ from math import ceil
 
 from harness.core.cell import Cell
 from harness.core.finding import Finding
-from harness.hunt.expressions import LOSSES, OPTIMIZERS, SCHEDULE, TARGETS
-from harness.hunt.interruption import Interruption
-from harness.hunt.kinds import COMPARES_WEIGHTS, IN_WORDS, kind_of
-from harness.hunt.plain_model import NotExpressedError, PlainModel
 from harness.hunt.problems import OVER_SAMPLES
+from harness.hunt.program.expressions import LOSSES, OPTIMIZERS, SCHEDULE, TARGETS
+from harness.hunt.program.interruption import Interruption
+from harness.hunt.program.kinds import COMPARES_WEIGHTS, IN_WORDS, kind_of
+from harness.hunt.program.plain_model import NotExpressedError, PlainModel
 from harness.workloads.generated import TEXT, Recipe
 
 Share = tuple[int, ...]

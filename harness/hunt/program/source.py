@@ -24,8 +24,8 @@ from jinja2 import (
     TemplateNotFound,
 )
 
-from harness.hunt.plain_model import NotExpressedError
-from harness.hunt.plain_torch import PlainTorch
+from harness.hunt.program.plain_model import NotExpressedError
+from harness.hunt.program.plain_torch import PlainTorch
 
 MOST_LINES = 30
 WIDEST = 120
@@ -83,7 +83,7 @@ def one_device(problem: PlainTorch, title: str) -> str:
 @cache
 def _environment(folder: Path) -> Environment:
     environment = Environment(
-        loader=ChoiceLoader([FileSystemLoader(folder), PackageLoader("harness.hunt", "")]),
+        loader=ChoiceLoader([FileSystemLoader(folder), PackageLoader("harness.hunt.program", "")]),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
