@@ -33,6 +33,7 @@ SUBJECTS = Path(harness.subjects.__file__).parent
 TEMPLATES = sorted(file.name.partition(".")[0] for file in (SUBJECTS / "programs").glob("*.py.jinja"))
 WINDOWS = Recipe(steps_per_epoch=3, accumulate=2)
 SCHEDULED = Recipe(inputs="sparse-tokens", schedule="warm-up", steps_per_epoch=4, accumulate=2)
+DECAYING = Recipe(layers=("unused",), optimizer="adamw")
 SMALL = [
     Recipe(),
     Recipe(epochs=2, steps_per_epoch=2),
@@ -43,7 +44,7 @@ SMALL = [
     Recipe(inputs="images"),
     Recipe(layers=("batchnorm", "tanh"), optimizer="adam"),
     Recipe(layers=("frozen",), optimizer="momentum"),
-    Recipe(layers=("unused",), optimizer="adamw"),
+    DECAYING,
     Recipe(layers=("tied",)),
     Recipe(loss="squares", layers=("layernorm", "linear-5")),
     Recipe(loss="in-batch"),
@@ -304,6 +305,8 @@ def test_a_released_trainer_that_is_right_is_not_accused(tmp_path, subject, reci
     asked = asked_of(subject, recipe)
     if asked is None:
         pytest.skip("no search asks it for this")
+    if subject == "deepspeed" and recipe == DECAYING:
+        pytest.skip("it decays weights that have no gradient")
     (tmp_path / "program.py").write_text(program(problem_of(asked, subject), SUBJECTS, "Right.", "1e-05"))
     run = run_of(tmp_path / "program.py", subject)
     assert run.shows(None) is Shown.NO, run
@@ -334,6 +337,7 @@ def test_what_a_released_trainer_does_right_is_not_accused(tmp_path, subject, re
         ("lightning", WINDOWS, GRADIENTS),
         ("ignite", WINDOWS, STEPS),
         ("deepspeed", WINDOWS, STEPS),
+        ("deepspeed", DECAYING, GRADIENTS),
         ("transformers", Recipe(batch_size=3, validate_every=1), VALIDATED),
         ("accelerate", replace(INTERRUPTED, shuffle=True), RESUMED),
         ("lightning", replace(INTERRUPTED, shuffle=True), RESUMED),
