@@ -25,7 +25,16 @@ from harness.judge.oracle.layout import (
     single_batch_layout,
     with_unique_draws,
 )
-from harness.judge.oracle.noise import NOISE_RUNS, NoiseScale, absolute_sum, distance, norm, nudged, within_a_rounding
+from harness.judge.oracle.noise import (
+    NOISE_RUNS,
+    NoiseScale,
+    absolute_sum,
+    distance,
+    length,
+    norm,
+    nudged,
+    within_a_rounding,
+)
 from harness.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
 from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
@@ -311,9 +320,14 @@ class TraceAnalysis:
             if step.ranks[0].scale or not _is_finite(step.ranks[0].before):
                 break
             self.load_step(self.cell_oracle, step)
-            if not _is_finite(self.cell_oracle.gradient(self.layouts[step.index])):
+            if not _is_finite(self.cell_oracle.gradient(self.layouts[step.index])) or self._overflows_its_norm(step):
                 return step.index
         return None
+
+    def _overflows_its_norm(self, step: GlobalStep) -> bool:
+        """Say whether a gradient is clipped whose norm the cell's precision does not hold: what is left is zeros."""
+        largest = torch.finfo(self.cell_oracle.dtype).max
+        return self.workload.clip_norm is not None and length(self.expected[step.index].raw) ** 2 > largest
 
     @property
     def limit(self) -> float:
