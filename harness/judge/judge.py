@@ -77,8 +77,8 @@ def _of_a_divergence(answers: Sequence[Finding | None], analysis: TraceAnalysis,
     """Return the findings of a training that is out of range from a step on: numbers are judged before it alone."""
     until = TraceAnalysis(_until(analysis.whole_trace, step), analysis.workload, analysis.cell, analysis.behavior)
     vacuous = (
-        f"vacuous: the training diverges: at step {step} the gradient of one device is not finite in precision "
-        f"{analysis.cell.precision} either; lower the learning rate, or clip"
+        f"vacuous: the training diverges: at step {step} the gradient of one device, or the norm that clips it, is not "
+        f"finite in precision {analysis.cell.precision} either; lower the learning rate, or clip"
     )
     judged: list[Finding | None] = []
     for finding in answers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -312,9 +313,10 @@ class TraceAnalysis:
 
     @cached_property
     def diverged_at(self) -> int | None:
-        """The first step at which the gradient of one device, at the subject's own weights, is not finite either.
+        """The first step at which one device's gradient, or the norm that clips it, is not finite either.
 
-        None where there is none. A loss that is scaled overflows by the scale, and its steps are skipped.
+        Both are computed at the subject's own weights. None where there is none. A loss that is scaled overflows by
+        the scale, and its steps are skipped.
         """
         for step in self.steps_taken:
             if step.ranks[0].scale or not _is_finite(step.ranks[0].before):
@@ -325,9 +327,9 @@ class TraceAnalysis:
         return None
 
     def _overflows_its_norm(self, step: GlobalStep) -> bool:
-        """Say whether a gradient is clipped whose norm the cell's precision does not hold: what is left is zeros."""
-        largest = torch.finfo(self.cell_oracle.dtype).max
-        return self.workload.clip_norm is not None and length(self.expected[step.index].raw) ** 2 > largest
+        """Say whether a gradient is clipped whose squared norm the cell's precision does not hold: zeros are left."""
+        longest = math.sqrt(torch.finfo(self.cell_oracle.dtype).max)
+        return self.workload.clip_norm is not None and length(self.expected[step.index].raw) > longest
 
     @property
     def limit(self) -> float:

@@ -6,7 +6,7 @@ import torch
 
 from harness.core.outcome import Outcome
 from harness.evidence.trace import MicroBatch, RankTrace, Step, Trace
-from harness.judge.oracle.oracle import Oracle
+from harness.judge.oracle.oracle import Oracle, mean_gradient
 from harness.workloads.generated import Generated, Recipe
 
 
@@ -20,34 +20,64 @@ class Diverging(Generated):
         return [torch.optim.SGD(params, lr=1e3)]
 
 
-def judged(simulation, cell_of, factor=1.0):
-    """The findings about a training on one device whose first gradient is multiplied by ``factor``."""
-    workload, cell = Diverging(), cell_of("diverging", "none", "1x1", "32")
+class Clipped(Generated):
+    """Products of outputs grow until float32 does not hold the square of the norm that gradients are clipped by."""
+
+    name = "clipped"
+    recipe = Recipe(
+        layers=("attention", "linear-5", "attention"), loss="two", clip_norm=100.0, batch_size=6, steps_per_epoch=6,
+        seed=52,
+    )  # fmt: skip
+
+
+def trained(workload, cell, factor=1.0):
+    """The steps of a training on one device whose first gradient is multiplied by ``factor``."""
     trainer, steps = Oracle(workload, 1, cell.arithmetic), []
-    optimizer = trainer.optimizer()
-    for first in range(0, len(trainer.data), 4):
-        own = tuple(range(first, first + 4))
+    optimizer, rate, size = trainer.optimizer(), trainer.optimizer().param_groups[0]["lr"], workload.batch_size
+    for first in range(0, len(trainer.data), size):
+        own = tuple(range(first, first + size))
         before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
-        gradient = {name: factor * value for name, value in trainer.gradient((((own,),),)).items()}
-        gradient = {name: value.float() for name, value in gradient.items()}
+        gradient = mean_gradient(trainer.group_gradients((((own,),),)))
+        trainer.set_gradients({name: value.float() for name, value in gradient.items()})
+        if workload.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(trainer.parameters.values(), workload.clip_norm)
+        gradient = {name: factor * parameter.grad for name, parameter in trainer.parameters.items()}
         trainer.set_gradients(gradient)
         optimizer.step()
         after = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
-        steps.append(Step((MicroBatch((own,), own),), before, gradient, after, (1e3,)))
+        steps.append(Step((MicroBatch((own,), own),), before, gradient, after, (rate,)))
         factor = 1.0
-    trace = Trace((RankTrace(0, 1, tuple(steps)),))
-    assert not all(bool(value.isfinite().all()) for value in steps[-1].after.values())
-    return simulation.judge(trace, workload, cell)
+    return tuple(steps)
+
+
+def judged(simulation, cell_of, workload, factor=1.0):
+    """The findings about such a training."""
+    cell = cell_of(workload.name, "none", "1x1", "32")
+    return simulation.judge(Trace((RankTrace(0, 1, trained(workload, cell, factor)),)), workload, cell)
+
+
+def test_zeros_that_clipping_by_an_infinite_norm_leaves_are_no_accusation(simulation, cell_of):
+    steps = trained(Clipped(), cell_of("clipped", "none", "1x1", "32"))
+    cleared = next(number for number, step in enumerate(steps) if not any(g.any() for g in step.gradients.values()))
+    findings = judged(simulation, cell_of, Clipped())
+    assert not [one for one in findings.values() if one.outcome is Outcome.FAILED]
+    assert f"diverges: at step {cleared} " in findings["gradients"].message
+
+
+def test_what_is_wrong_before_a_norm_is_infinite_is_named(simulation, cell_of):
+    assert judged(simulation, cell_of, Clipped(), factor=2.0)["gradients"].step == 0
 
 
 def test_a_training_that_diverges_on_one_device_is_not_accused(simulation, cell_of):
-    findings = judged(simulation, cell_of)
+    last = trained(Diverging(), cell_of("diverging", "none", "1x1", "32"))[-1]
+    assert not all(bool(value.isfinite().all()) for value in last.after.values())
+    findings = judged(simulation, cell_of, Diverging())
     assert not [one for one in findings.values() if one.outcome is Outcome.FAILED]
     assert findings["gradients"].outcome is Outcome.ERRORED
     assert "diverges: at step" in findings["gradients"].message
 
 
 def test_what_is_wrong_before_it_diverges_is_named(simulation, cell_of):
-    found = judged(simulation, cell_of, factor=2.0)["gradients"]
+    found = judged(simulation, cell_of, Diverging(), factor=2.0)["gradients"]
     assert found.outcome is Outcome.FAILED
     assert found.step == 0
