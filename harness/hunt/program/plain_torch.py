@@ -232,13 +232,18 @@ class PlainTorch:
         return f"{mesh.shape}, mesh_dim_names=({names})" if len(mesh.names) > 1 else str(mesh.shape)
 
     @property
+    def scheduled(self) -> bool:
+        """Whether learning rates follow a schedule."""
+        return self.recipe.schedule != "none"
+
+    @property
     def schedule(self) -> str | None:
         """The schedule of the one ``optimizer``, as an expression; None: there is none.
 
         Raises:
             NotExpressedError: there are several optimizers; see ``schedules``.
         """
-        if self.recipe.schedule == "none":
+        if not self.scheduled:
             return None
         if self.several:
             raise NotExpressedError("several optimizers with a schedule each")
@@ -247,13 +252,11 @@ class PlainTorch:
     @property
     def schedules(self) -> str:
         """The line that makes ``schedule``, or ``schedules`` of several optimizers; empty: there is none."""
-        if self.recipe.schedule == "none":
+        if not self.scheduled:
             return ""
-        return (
-            f"schedules = [{SCHEDULE.format('one')} for one in optimizers]"
-            if self.several
-            else f"schedule = {self.schedule}"
-        )
+        if self.several:
+            return f"schedules = [{SCHEDULE.format('one')} for one in optimizers]"
+        return f"schedule = {self.schedule}"
 
     @property
     def stepping(self) -> str:
@@ -261,15 +264,13 @@ class PlainTorch:
         lines = ["optimizer.step()"]
         if self.kind != "raised" or self.recipe.steps > 1:
             lines.append("optimizer.zero_grad()")
-        lines += ["schedule.step()"] if self.recipe.schedule != "none" else []
+        if self.scheduled:
+            lines.append("schedule.step()")
         if not self.several:
             return "\n".join(lines)
-        both = self.recipe.schedule != "none"
-        head = (
-            "for optimizer, schedule in zip(optimizers, schedules, strict=True):"
-            if both
-            else "for optimizer in optimizers:"
-        )
+        head = "for optimizer in optimizers:"
+        if self.scheduled:
+            head = "for optimizer, schedule in zip(optimizers, schedules, strict=True):"
         return "\n".join([head, *("    " + line for line in lines)])
 
     @property
@@ -318,11 +319,8 @@ class PlainTorch:
         ``interleaved`` is as for ``steps``.
         """
         at_once = self.batch * self.shares
-        whole = ceil(self.samples / (self.shares if interleaved else at_once)) * (
-            self.shares if interleaved else at_once
-        )
-        if self.shares == 1:
-            whole = self.samples
+        multiple = self.shares if interleaved or self.shares == 1 else at_once
+        whole = ceil(self.samples / multiple) * multiple
         order = [number % self.samples for number in range(whole)]  # the first samples fill up the last shares
         micro_batches = []
         for first in range(0, whole, at_once):
