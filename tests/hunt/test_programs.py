@@ -269,6 +269,15 @@ def test_only_the_comparison_or_the_error_that_was_found_shows_a_deviation(tmp_p
     assert (run.exit_code is None) == ("sleep" in statement)
 
 
+def test_a_program_that_prints_more_than_a_pipe_holds_comes_to_its_end(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import sys\nfor out in (sys.stdout, sys.stderr):\n    out.write('.' * 200_000)\n"
+    )
+    run = run_program(tmp_path / "program.py", 1, sys.executable)
+    assert run.exit_code == 0
+    assert len(run.printed) == 200_000
+
+
 def test_a_program_is_given_modules_that_its_environment_lacks(tmp_path):
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "lacking.py").write_text("MODULE = 'found'\n")

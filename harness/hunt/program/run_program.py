@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import IO
 
 from harness.launch.process_tags import TAG, end_tagged
 
@@ -81,27 +82,37 @@ def run_program(
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     # Unbuffered, ranks would write a line in two pieces, and into each other's.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    with tempfile.TemporaryDirectory(prefix="plumbline-") as folder:
+    with (
+        tempfile.TemporaryDirectory(prefix="plumbline-") as folder,
+        # Files: a full pipe would stop the program, and one that a rank left behind holds would not end.
+        tempfile.TemporaryFile("w+", errors="replace") as printed,
+        tempfile.TemporaryFile("w+", errors="replace") as errors,
+    ):
         if modules is not None:
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(modules), environment.get("PYTHONPATH")]))
         environment |= {"OMP_NUM_THREADS": "1", TAG: tag, "TMPDIR": folder}  # torchrun leaves logs there
         process = subprocess.Popen(
             [python, *torchrun, str(program.resolve())],
-            cwd=folder, env=environment, text=True, start_new_session=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            cwd=folder, env=environment, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=printed, stderr=errors,
         )  # fmt: skip
         exit_code = None
         try:
-            process.wait(time_limit)
-            exit_code = process.returncode
+            exit_code = process.wait(time_limit)
         except subprocess.TimeoutExpired:
             pass
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             end_tagged(tag)  # torchrun's ranks have sessions of their own
-            printed, errors = process.communicate()
-    return ProgramRun(exit_code, "\n".join(dict.fromkeys(printed.splitlines())), *_error_of(errors))
+            process.wait()
+        outputs, raised = _text(printed), _text(errors)
+    return ProgramRun(exit_code, "\n".join(dict.fromkeys(outputs.splitlines())), *_error_of(raised))
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def _error_of(text: str) -> tuple[str, bool]:
