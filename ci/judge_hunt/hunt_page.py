@@ -51,8 +51,10 @@ def _runs(tried: Sequence[Tried], runs: Sequence[dict[str, Any]]) -> Iterator[st
     for own, judge in [*((run["seeds"], run["judge"]) for run in runs), (every, "all of them")]:
         counts = Counts.of(one for one in tried if one.seed in own)
         seeds = ", ".join(map(str, own))
-        caught = f"{counts.caught} ({percent(counts.caught, counts.scored)})"
-        named = f"{counts.named} of {counts.nameable} ({percent(counts.named, counts.nameable)})"
+        caught = f"{counts.caught} ({percent(counts.caught, counts.scored)})" if counts.scored else "-"
+        named = "-"
+        if counts.nameable:
+            named = f"{counts.named} of {counts.nameable} ({percent(counts.named, counts.nameable)})"
         cells = (seeds, judge, counts.right, counts.accused, counts.scored, caught, named)
         yield f"| {' | '.join(map(str, cells))} |"
 
