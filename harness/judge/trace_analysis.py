@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
@@ -32,13 +32,18 @@ from harness.judge.oracle.noise import (
     absolute_sum,
     distance,
     length,
+    next_to_nothing,
     norm,
     nudged,
+    rounding_alone,
     within_a_rounding,
 )
 from harness.judge.oracle.oracle import Oracle, mean_gradient, without_held_back
 from harness.judge.replicas import as_replicas, holders_of, with_empty_steps, with_whole_models
 from harness.workloads import Problem
+
+NUDGES = 3
+"""Weights a rounding of float64 away that tell whether a tensor is zero in truth."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,8 @@ class ExpectedGradients:
     ``contract``: what the backend promises. ``raw``: the same before it is clipped. ``parts``: the gradient of each
     group alone, by micro-batch.
     ``units``: the size of one rounding of each tensor. ``largest_units``: that of one rounding of its largest entry in
-    the dtype that autocast computes in; without autocast it is empty.
+    the dtype that autocast computes in; without autocast it is empty. ``rounding_alone``: tensors that are zero in
+    truth, whose unit is zero, and how large float64's roundings make them.
     """
 
     one_device: tuple[Tensors, ...]
@@ -58,6 +64,7 @@ class ExpectedGradients:
     parts: Sequence[Sequence[Tensors]]
     units: dict[str, float]
     largest_units: dict[str, float]
+    rounding_alone: dict[str, float]
 
     @property
     def whole(self) -> Tensors:
@@ -268,7 +275,26 @@ class TraceAnalysis:
             if self.cell.arithmetic.autocast is not None:
                 largest = float(absolute.double().max()) if absolute.numel() else 0.0
                 largest_units[name] = largest * self.compute_epsilon / 2 * shortened
-        return ExpectedGradients(tuple(gradients[way] for way in ways), contract, raw, parts, units, largest_units)
+        alone = self._rounding_alone(step, contract, left)
+        units |= dict.fromkeys(alone, 0.0)
+        return ExpectedGradients(
+            tuple(gradients[way] for way in ways), contract, raw, parts, units, largest_units, alone
+        )
+
+    def _rounding_alone(
+        self, step: GlobalStep, contract: Tensors, left: Callable[[Tensors], Tensors]
+    ) -> dict[str, float]:
+        """Return the tensors of a step's gradient that are zero in truth, and how large float64 makes them."""
+        names = next_to_nothing(contract)
+        if not names:
+            return {}
+        generator = torch.Generator().manual_seed(self.workload.seed)
+        moved = []
+        for _ in range(NUDGES):
+            self.oracle.load(nudged(step.ranks[0].before, generator))
+            moved.append(left(self.oracle.gradient(self.layouts[step.index])))
+        self.load_step(self.oracle, step)
+        return rounding_alone(contract, moved, names)
 
     @cached_property
     def is_one_device(self) -> bool:
@@ -300,6 +326,7 @@ class TraceAnalysis:
             self.load_step(self.oracle, step)
             self.load_step(self.cell_oracle, step)
             noise.add_rounding(expected.contract, expected.units, expected.largest_units)
+            noise.add_rounding_alone(expected.rounding_alone, self.epsilon / torch.finfo(torch.float64).eps)
             for number in range(orders):
                 self.cell_oracle.load(nudged(before, generator) if is_double else before)
                 measured = left(self.cell_oracle.gradient(shuffled(layout, rng), scale))

@@ -23,8 +23,10 @@ from harness.judge.oracle.noise import (
     distance,
     in_noise,
     limit,
+    next_to_nothing,
     norm,
     nudged,
+    rounding_alone,
     rounding_unit,
 )
 from harness.judge.oracle.oracle import Oracle, clipped
@@ -145,6 +147,53 @@ def test_few_samples_are_no_accusation_whichever_of_their_orders_is_tried(cell_o
         analysis = TraceAnalysis(Trace((RankTrace(0, 1, (step,)),)), workload, cell)
         finding = compare_gradients(analysis)
         assert finding.outcome is Outcome.PASSED, finding.message
+
+
+class OverOneUnit(Generated):
+    """A LayerNorm over one unit: whatever it gets, it returns its bias, and what is before it has no gradient."""
+
+    name = "over-one-unit"
+    recipe = Recipe(inputs="tokens", layers=("linear-1", "layernorm"), loss="squares", batch_size=4, seed=571)
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16", "64"])
+def test_what_rounding_makes_of_a_gradient_that_cancels_out_is_noise(cell_of, precision):
+    """Float32 makes nothing of it in most runs, and something where the loss is divided by a number of ranks."""
+    workload, cell = OverOneUnit(), cell_of("over-one-unit", "none", "1x1", precision)
+    trainer = Oracle(workload, 1, cell.arithmetic)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.parameters.items()}
+    before["layers.1.weight"] += 0.00965  # a factor of one is no rounding
+    trainer.load(before)
+    made = []
+    for sample in range(4):
+        layout = ((((sample,),),),)
+        for divisor in (1, 3, 5, 7):
+            gradient = trainer.gradient(layout, 1 / divisor)
+            made.append(norm(gradient["first.weight"]))
+            step = Step((MicroBatch(((sample,),), (sample,)),), before, gradient, before, (0.1,))
+            analysis = TraceAnalysis(Trace((RankTrace(0, 1, (step,)),)), workload, cell)
+            finding = compare_gradients(analysis)
+            assert finding.outcome is Outcome.PASSED, finding.message
+    assert max(made) > 0
+
+
+@given(st.floats(1e-100, 1e100), st.floats(1e-14, 1.0))
+def test_a_small_gradient_that_is_no_rounding_is_not_taken_for_zero(size, part):
+    values = {"large": size, "small": size * part, "moved": size * part * (1 + 1e-12)}
+    large, small, moved = (torch.tensor([value], dtype=torch.float64) for value in values.values())
+    names = next_to_nothing({"large": large, "small": small})
+    assert ("small" in names) == (part <= torch.finfo(torch.float32).eps)
+    assert not rounding_alone({"small": small}, [{"small": moved}], names)
+
+
+def test_of_a_tensor_that_is_zero_in_truth_the_largest_rounding_counts():
+    exact = {"zero": torch.tensor([2e-16]), "none": torch.zeros(1), "large": torch.ones(1)}
+    moved = [{"zero": torch.tensor([-4e-16]), "none": torch.zeros(1), "large": torch.ones(1)}]
+    found = rounding_alone(exact, moved, next_to_nothing(exact))
+    assert found == {"zero": pytest.approx(4e-16)}
+    noise = NoiseScale()
+    noise.add_rounding_alone(found, 10.0)
+    assert noise.at("zero", 0.0) == pytest.approx(4e-15)
 
 
 def test_a_repeated_run_raises_the_noise_and_not_the_number_of_runs():

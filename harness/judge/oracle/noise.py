@@ -137,11 +137,37 @@ def within_a_rounding(weights: Tensors, generator: torch.Generator, epsilon: flo
     }
 
 
+def next_to_nothing(tensors: Tensors) -> list[str]:
+    """Return the tensors that are less than float32's rounding of all of them together: some may be zero in truth."""
+    whole = length(tensors)
+    return [name for name, value in tensors.items() if norm(value) <= torch.finfo(torch.float32).eps * whole]
+
+
+def rounding_alone(exact: Tensors, moved: Iterable[Tensors], names: Iterable[str]) -> dict[str, float]:
+    """Return which tensors are zero in truth, as what they are made of cancels out, and how large float64 makes them.
+
+    Their digits are those of roundings: weights that are a rounding of float64 away change at least half of them.
+
+    Args:
+        exact: the tensors in float64.
+        moved: the same at weights that are ``nudged``.
+        names: which to look at.
+    """
+    most = math.sqrt(torch.finfo(torch.float64).eps)
+    again = list(moved)
+    sizes = {}
+    for name in names:
+        others = [one[name] for one in again if name in one]
+        if any(distance(other, exact[name]) > most * norm(exact[name]) for other in others):
+            sizes[name] = max(map(norm, (exact[name], *others)))
+    return sizes
+
+
 class NoiseScale:
     """Collects measured errors by tensor, and returns the noise of a tensor.
 
     Errors are kept relative to the rounding unit of the tensor, so that measurements at different steps, where
-    gradients are larger or smaller, can be combined. Where a tensor is exactly zero and its unit with it, rounding may
+    gradients are larger or smaller, can be combined. Where a tensor is zero in truth its unit is zero, and rounding may
     make something of it all the same: there the error itself is kept.
     """
 
@@ -179,6 +205,18 @@ class NoiseScale:
             if units[name] > 0:
                 along = error * float(exact[name].abs().max()) / size if size else 0.0
                 self._take(TOGETHER, along, together)
+
+    def add_rounding_alone(self, sizes: dict[str, float], growth: float) -> None:
+        """Take into account what rounding makes of tensors that are zero in truth.
+
+        Whether a run shows it may hang on what the loss was divided by: in some, everything cancels out.
+
+        Args:
+            sizes: how large float64 makes them.
+            growth: how much coarser than float64's the cell's roundings are.
+        """
+        for name, size in sizes.items():
+            self._take(name, growth * size, 0.0)
 
     def _take(self, name: str, error: float, unit: float) -> None:
         if unit > 0:
