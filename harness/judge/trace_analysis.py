@@ -21,6 +21,7 @@ from harness.judge.oracle.full_training import FullTraining
 from harness.judge.oracle.layout import (
     Layout,
     contract_layout,
+    draws,
     one_device_layout,
     shuffled,
     single_batch_layout,
@@ -239,10 +240,11 @@ class TraceAnalysis:
     @cached_property
     def layouts(self) -> dict[int, Layout]:
         """Who computed what at each step taken, by step index."""
+        return {step.index: self._layout(step) for step in self.steps_taken}
+
+    def _layout(self, step: GlobalStep) -> Layout:
         spread = self.cell.contract.devices_per_process(self.cell.topology)
-        return {
-            step.index: contract_layout(with_unique_draws(step.ranks), spread, self.window) for step in self.steps_taken
-        }
+        return contract_layout(with_unique_draws(step.ranks), spread, self.window)
 
     def one_device(self, layout: Layout) -> Layout:
         """Return the same samples as one device takes them, each batch at once."""
@@ -357,6 +359,18 @@ class TraceAnalysis:
         """Say whether a gradient is clipped whose squared norm the cell's precision does not hold: zeros are left."""
         longest = math.sqrt(torch.finfo(self.cell_oracle.dtype).max)
         return self.workload.clip_norm is not None and length(self.expected[step.index].raw) > longest
+
+    def may_overflow(self, step: GlobalStep) -> bool:
+        """Say whether a right trainer's gradient may overflow at a step, in the cell's precision and at its loss scale.
+
+        What it computes may be as many times one device's as the step has samples, if it divides after the backward,
+        and the order of summation may double a sum on its way.
+        """
+        layout = self._layout(step)
+        scale = (step.ranks[0].scale or 1.0) * 2 * len(draws(layout))
+        self.load_step(self.cell_oracle, step)
+        parts = self.cell_oracle.group_gradients(layout, scale)
+        return not all(_is_finite(part) for groups in parts for part in groups)
 
     @property
     def limit(self) -> float:

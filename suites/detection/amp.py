@@ -170,6 +170,23 @@ def weights_decay_when_the_step_is_skipped(job):
             optimizer.zero_grad()
 
 
+@known_bad("amp", on={**any_check(*OVERFLOW, "overflow/none/1x1/16"), "overflow/ddp/1x2/16": "skipped-steps"})
+def overflow_left_in_the_gradients(job):
+    """Gradients are zeroed after a step that is taken: once they are infinite they stay so, and no step is taken."""
+    model = wrapped(job)
+    optimizer, scaler = job.optimizer(model.parameters()), job.grad_scaler()
+    for epoch in range(job.epochs):
+        for batch in loader(job, epoch):
+            with job.autocast():
+                loss = job.loss(model(batch), batch)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            before = scaler.get_scale()
+            scaler.update()
+            if scaler.get_scale() >= before:
+                optimizer.zero_grad()
+
+
 @known_bad("amp", on=OVERFLOW)
 def scale_never_lowered(job):
     """There is no ``scaler.update()``: what overflowed once overflows again."""

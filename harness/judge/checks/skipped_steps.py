@@ -7,15 +7,15 @@ import torch
 from harness.core.finding import Finding
 from harness.evidence.trace import Step
 from harness.judge.findings import failed, passed
-from harness.judge.trace_analysis import TraceAnalysis, same
+from harness.judge.trace_analysis import GlobalStep, TraceAnalysis, same
 
 
 def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
-    """A skipped step had a gradient that is not finite; it leaves the weights unchanged and lowers the scale.
+    """A skipped step had a gradient that overflows; it leaves the weights unchanged and lowers the scale.
 
     Of several optimizers each may be skipped alone, which is said of its own parameters then. The factor, and when the
-    scale grows again, are the loss scaler's choice. Of a trainer that has a scaler of its own
-    the gradients of such a step are not recorded. None where no step was skipped.
+    scale grows again, are the loss scaler's choice. Of a trainer that has a scaler of its own the gradients of such a
+    step are not recorded. None where no step was skipped.
     """
     count = unseen = 0
     for trace in analysis.trace.ranks:
@@ -38,8 +38,36 @@ def skipped_steps(analysis: TraceAnalysis) -> Finding | None:
                 )
     if count == 0:
         return None
+    for global_step in analysis.steps:
+        if _overflowed(global_step) and not analysis.may_overflow(global_step):
+            return _without_reason(global_step)
     message = f"{count} skipped steps, over all ranks, left the weights unchanged"
     return passed("skipped-steps", f"{message}; the gradients of {unseen} were not recorded" if unseen else message)
+
+
+def _overflowed(global_step: GlobalStep) -> bool:
+    """Return whether all ranks skipped a step and it is known what their gradients and their scale were."""
+    return all(step.skipped and step.gradients and step.scale for step in global_step.ranks)
+
+
+def _without_reason(global_step: GlobalStep) -> Finding:
+    rank, parameter = next(
+        (rank, name)
+        for rank, step in enumerate(global_step.ranks)
+        for name, gradient in step.gradients.items()
+        if not torch.isfinite(gradient).all()
+    )
+    return failed(
+        "skipped-steps",
+        "the loss scaler skipped a step whose gradient is not finite, but at its scale of "
+        f"{global_step.ranks[0].scale:.0f} the gradient of one device is far from an overflow: was the one of an "
+        "earlier step that overflowed not set to zero?",
+        cause="skipped-without-overflow",
+        family="amp",
+        step=global_step.index,
+        rank=rank,
+        parameter=parameter,
+    )
 
 
 def _flaw(step: Step, following: float | None) -> tuple[str, str, str | None] | None:
