@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -107,7 +108,8 @@ class Watch:
             Parameter(f"p{i}", tuple(p.shape), str(p.dtype)) for i, p in enumerate(parameters_of(optimizer))
         )
         assert self._received is not None
-        step = RecordedStep(place, number, parameters, self._received, tuple(self._passes), (), skipped, facts)
+        passes = tuple(replace(one, local=torch.zeros_like(self._received)) for one in self._passes)  # it sees none
+        step = RecordedStep(place, number, parameters, self._received, passes, (), skipped, facts)
         self.steps.append(step)
         self._passes = []
 

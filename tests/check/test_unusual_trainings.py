@@ -1,6 +1,7 @@
 """Right trainings of unusual kinds on real ranks: nothing is said against them, and a mistake in them is named."""
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -143,6 +144,31 @@ def test_gradients_that_are_never_synchronised_are_named(plumbline, train):
 def test_removed_gradients_are_told(plumbline):
     checked = plumbline.check(a_layer_frozen_by_removing_its_gradients, ranks=2, steps=STEPS)
     assert any("sets those of 2.bias, 2.weight to None" in one.message for one in checked.findings)
+
+
+def skips_its_first_step(zeroes, scale):
+    """The first loss is infinite on one rank; unless it ``zeroes``, a skipped step leaves the gradients as they are."""
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    torch.manual_seed(dist.get_rank())
+    for number in range(STEPS):
+        scaler.scale(loss_of(model) * (math.inf if number == 0 and dist.get_rank() == 1 else 1.0)).backward()
+        scaler.step(optimizer)
+        before = scaler.get_scale()
+        scaler.update()
+        if zeroes or scaler.get_scale() >= before:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("zeroes", "scale", "found"),
+    [(True, 16.0, []), (False, 16.0, ["skipped-without-overflow"]), (False, 2.0**40, [])],
+)
+def test_infinities_that_a_skipped_step_leaves_are_found(plumbline, zeroes, scale, found):
+    """Where float16 would not hold the sum over ranks either, they may be new ones."""
+    checked = plumbline.check(lambda: skips_its_first_step(zeroes, scale), ranks=2, steps=STEPS)
+    assert [(one.cause, one.step) for one in checked.findings if one.outcome.is_bad] == [(one, 1) for one in found]
 
 
 def trainings_of_their_own():

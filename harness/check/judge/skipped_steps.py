@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from harness.check.evidence.training import RecordedTraining
+import torch
+from torch import Tensor
+
+from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.noted import Noted, failed_observers, listed, noted, same_parameters, side_by_side
 from harness.core.finding import Finding
 from harness.judge.findings import passed
@@ -15,7 +18,7 @@ CHECK = "skipped-steps"
 
 def judge_skipped_steps(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with skipped steps and infinities, or how many were skipped; nothing without a scaler."""
-    flaws = [_on_some_ranks, _moved, _for_nothing, _not_finite]
+    flaws = [_on_some_ranks, _moved, _for_nothing, _without_overflow, _not_finite]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
     yield from found
     yield from failed_observers(training, OBSERVER, CHECK)
@@ -63,6 +66,54 @@ def _for_nothing(training: RecordedTraining) -> Finding | None:
                 "skipped-for-nothing",
             )
     return None
+
+
+def _without_overflow(training: RecordedTraining) -> Finding | None:
+    """Find skipped steps with infinities that none of their backward passes computed, on any rank."""
+    if len({one.step.optimizer for one in noted(training, OBSERVER)}) > 1:
+        return None  # where all gradients are clipped together, one's infinity is in the other's too
+    for ranks in side_by_side(training, OBSERVER):
+        steps = [one.step for one in ranks.values()]
+        skipped = all(step.skipped for step in steps) and len(steps) == training.world_size
+        if not skipped or not same_parameters(ranks.values()) or not _far_from_overflow(steps):
+            continue
+        for one in ranks.values():
+            if (name := _infinite_where_passes_are_not(one.step)) is not None:
+                return _failed(
+                    f"the GradScaler skipped a step as the gradient of {name} is not finite, but what the backward "
+                    "passes of that step computed is, on every rank; set gradients to zero after a skipped step too",
+                    one,
+                    "skipped-without-overflow",
+                )
+    return None
+
+
+def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
+    """Return whether gradients that arrived on all ranks are finite, and stay so however they are added up.
+
+    Over ranks a script may add them up in float16, whatever it trains in.
+    """
+    parameters = [parameter for step in steps for parameter in step.parameters]
+    if not all(parameter.sampled for parameter in parameters):
+        return False
+    half = len(steps) > 1 or any(parameter.dtype == "float16" for parameter in parameters)
+    most = torch.finfo(torch.float16 if half else torch.float32).max
+    arrived = [_norms(step, one.local) for step in steps for one in (*step.passes, *step.other_passes)]
+    # Norms of projections are known to a fifth.
+    return bool(arrived) and bool((2 * torch.stack(arrived).sum(0) <= most).all())
+
+
+def _infinite_where_passes_are_not(step: RecordedStep) -> str | None:
+    """Return the name of a parameter at which gradients arrived in a step, and whose gradient is not finite."""
+    given = step.received if step.unclipped is None else step.unclipped
+    arrived = sum(_norms(step, one.local) for one in step.passes)
+    bad = ~_norms(step, given).isfinite() & (torch.as_tensor(arrived) > 0)
+    return next((one.name for one, is_bad in zip(step.parameters, bad, strict=True) if is_bad), None)
+
+
+def _norms(step: RecordedStep, vector: Tensor) -> Tensor:
+    parts = torch.split(vector, [parameter.length for parameter in step.parameters])
+    return torch.stack([torch.linalg.vector_norm(part) for part in parts])
 
 
 def _not_finite(training: RecordedTraining) -> Finding | None:
