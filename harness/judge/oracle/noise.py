@@ -7,7 +7,7 @@ float64. The limit follows from the number of measurements and from the probabil
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 
@@ -143,7 +143,7 @@ def next_to_nothing(tensors: Tensors) -> list[str]:
     return [name for name, value in tensors.items() if norm(value) <= torch.finfo(torch.float32).eps * whole]
 
 
-def rounding_alone(exact: Tensors, moved: Iterable[Tensors], names: Iterable[str]) -> dict[str, float]:
+def rounding_alone(exact: Tensors, moved: Sequence[Tensors], names: Iterable[str]) -> dict[str, float]:
     """Return which tensors are zero in truth, as what they are made of cancels out, and how large float64 makes them.
 
     Their digits are those of roundings: weights that are a rounding of float64 away change at least half of them.
@@ -154,10 +154,9 @@ def rounding_alone(exact: Tensors, moved: Iterable[Tensors], names: Iterable[str
         names: which to look at.
     """
     most = math.sqrt(torch.finfo(torch.float64).eps)
-    again = list(moved)
     sizes = {}
     for name in names:
-        others = [one[name] for one in again if name in one]
+        others = [one[name] for one in moved if name in one]
         if any(distance(other, exact[name]) > most * norm(exact[name]) for other in others):
             sizes[name] = max(map(norm, (exact[name], *others)))
     return sizes
