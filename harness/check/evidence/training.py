@@ -7,7 +7,7 @@ the combination.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,16 @@ class RecordedStep:
     facts: Facts = field(default_factory=dict)
     norm: float = 0.0
     unclipped: Tensor | None = None
+
+    def parts(self, vector: Tensor) -> Sequence[Tensor]:
+        """Return the segments of a vector, one for each parameter."""
+        lengths = [parameter.length for parameter in self.parameters]
+        return torch.split(vector, lengths) if lengths else ()
+
+    def norms(self, vector: Tensor) -> Tensor:
+        """Return the norm of each parameter's segment."""
+        norms = [part.norm() for part in self.parts(vector)]
+        return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)

@@ -94,11 +94,6 @@ class ReceivedGradient:
         return torch.where(given.isnan(), 0.0, given)
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """The lengths of the parameters' segments."""
-        return [parameter.length for parameter in self.parameters]
-
-    @cached_property
     def covered(self) -> Tensor:
         """For each parameter, whether a gradient arrived at it in a backward pass of any rank, or none was received.
 
@@ -109,7 +104,7 @@ class ReceivedGradient:
     @cached_property
     def removed(self) -> Tensor:
         """For each parameter, whether every rank set its gradient to None before the step, but not those of all."""
-        none = [[bool(part.isnan().all()) for part in self.parts(one.received)] for one in self.ranks.values()]
+        none = [[bool(part.isnan().all()) for part in one.parts(one.received)] for one in self.ranks.values()]
         everywhere = torch.tensor(none, dtype=torch.bool).reshape(len(none), len(self.parameters)).all(0)
         return everywhere & self._arrived & ~everywhere.all()
 
@@ -137,11 +132,7 @@ class ReceivedGradient:
 
     def norms(self, vector: Tensor) -> Tensor:
         """Return the norm of each parameter's segment."""
-        return torch.stack([part.norm() for part in self.parts(vector)]) if self.lengths else self.zero
-
-    def parts(self, vector: Tensor) -> Sequence[Tensor]:
-        """Return the segments of a vector."""
-        return torch.split(vector, self.lengths) if self.lengths else ()
+        return self.step.norms(vector)
 
     def evenly(self, factor: float = 1.0) -> Combination:
         """Return the mean over ranks of the sum over passes, times a factor: with 1, what is right."""

@@ -65,7 +65,7 @@ def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWe
     if len(alike) > 1 or any(one is None for one in noted):
         return
     parameters = next(iter(steps.values())).parameters
-    received = [torch.split(step.received, [one.length for one in parameters]) for step in steps.values()]
+    received = [step.parts(step.received) for step in steps.values()]
     for index, parameter in enumerate(parameters):
         here = tuple({name: values[index] for name, values in one.items()} for one in noted if one is not None)
         if all(one["before"] is not None and one["after"] is not None for one in here):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.noted import Noted, failed_observers, listed, noted, same_parameters, side_by_side
@@ -57,9 +56,8 @@ def _moved(training: RecordedTraining) -> Finding | None:
 
 def _for_nothing(training: RecordedTraining) -> Finding | None:
     """Find skipped steps with gradients that were finite on every rank: a scaler may ask the others."""
-    for ranks in side_by_side(training, OBSERVER):
-        reasons = sum(one.facts.get("found", 0) + one.facts["bad"] for one in ranks.values())
-        if not reasons and len(ranks) == training.world_size and all(one.step.skipped for one in ranks.values()):
+    for ranks in _skipped_by_all(training):
+        if not sum(one.facts.get("found", 0) + one.facts["bad"] for one in ranks.values()):
             return _failed(
                 "the GradScaler skipped a step although every gradient was finite",
                 ranks[min(ranks)],
@@ -72,10 +70,8 @@ def _without_overflow(training: RecordedTraining) -> Finding | None:
     """Find skipped steps with infinities that none of their backward passes computed, on any rank."""
     if len({one.step.optimizer for one in noted(training, OBSERVER)}) > 1:
         return None  # where all gradients are clipped together, one's infinity is in the other's too
-    for ranks in side_by_side(training, OBSERVER):
-        steps = [one.step for one in ranks.values()]
-        skipped = all(step.skipped for step in steps) and len(steps) == training.world_size
-        if not skipped or not same_parameters(ranks.values()) or not _far_from_overflow(steps):
+    for ranks in _skipped_by_all(training):
+        if not same_parameters(ranks.values()) or not _far_from_overflow([one.step for one in ranks.values()]):
             continue
         for one in ranks.values():
             if (name := _infinite_where_passes_are_not(one.step)) is not None:
@@ -88,6 +84,13 @@ def _without_overflow(training: RecordedTraining) -> Finding | None:
     return None
 
 
+def _skipped_by_all(training: RecordedTraining) -> Iterator[Mapping[int, Noted]]:
+    """Yield the steps that every rank of the world has skipped, by rank."""
+    for ranks in side_by_side(training, OBSERVER):
+        if len(ranks) == training.world_size and all(one.step.skipped for one in ranks.values()):
+            yield ranks
+
+
 def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
     """Return whether gradients that arrived on all ranks are finite, and stay so however they are added up.
 
@@ -98,22 +101,19 @@ def _far_from_overflow(steps: Sequence[RecordedStep]) -> bool:
         return False
     half = len(steps) > 1 or any(parameter.dtype == "float16" for parameter in parameters)
     most = torch.finfo(torch.float16 if half else torch.float32).max
-    arrived = [_norms(step, one.local) for step in steps for one in (*step.passes, *step.other_passes)]
+    arrived = [step.norms(one.local) for step in steps for one in (*step.passes, *step.other_passes)]
     # Norms of projections are known to a fifth.
     return bool(arrived) and bool((2 * torch.stack(arrived).sum(0) <= most).all())
 
 
 def _infinite_where_passes_are_not(step: RecordedStep) -> str | None:
     """Return the name of a parameter at which gradients arrived in a step, and whose gradient is not finite."""
+    if not step.passes:
+        return None
     given = step.received if step.unclipped is None else step.unclipped
-    arrived = sum(_norms(step, one.local) for one in step.passes)
-    bad = ~_norms(step, given).isfinite() & (torch.as_tensor(arrived) > 0)
+    arrived = torch.stack([step.norms(one.local) for one in step.passes]).any(0)
+    bad = ~step.norms(given).isfinite() & arrived
     return next((one.name for one, is_bad in zip(step.parameters, bad, strict=True) if is_bad), None)
-
-
-def _norms(step: RecordedStep, vector: Tensor) -> Tensor:
-    parts = torch.split(vector, [parameter.length for parameter in step.parameters])
-    return torch.stack([torch.linalg.vector_norm(part) for part in parts])
 
 
 def _not_finite(training: RecordedTraining) -> Finding | None:
