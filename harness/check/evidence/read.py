@@ -58,10 +58,7 @@ def _step(values: dict[str, Any], tensors: dict[str, Tensor]) -> RecordedStep:
     return RecordedStep(
         values["optimizer"],
         values["number"],
-        tuple(
-            Parameter(one["name"], tuple(one["shape"]), one["dtype"], one["reduced"], one["sampled"])
-            for one in values["parameters"]
-        ),
+        tuple(Parameter(**{**one, "shape": tuple(one["shape"])}) for one in values["parameters"]),
         tensors["received"],
         _passes("pass", values["passes"], tensors),
         _passes("other", values["other_passes"], tensors),

@@ -8,7 +8,7 @@ the combination.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ class Parameter:
     """A parameter that an optimizer updates: its name in the user's model, its shape and dtype (``float32``).
 
     ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own. ``sampled``:
-    whether it is judged; vectors have nothing of one that is not.
+    whether it is judged; vectors have nothing of one that is not. ``named``: a module that was called holds it;
+    otherwise its name is its place in the optimizer, which may be another parameter's on another rank.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Parameter:
     dtype: str
     reduced: str = ""
     sampled: bool = True
+    named: bool = True
 
     @property
     def entries(self) -> int:
@@ -109,6 +111,25 @@ class RecordedStep:
     facts: Facts = field(default_factory=dict)
     norm: float = 0.0
     unclipped: Tensor | None = None
+
+    def only(self, numbers: Sequence[int]) -> RecordedStep:
+        """Return the step as it concerns the parameters with these numbers; its norm and facts stay the whole one's."""
+
+        def chosen(vector: Tensor) -> Tensor:
+            parts = self.parts(vector)
+            return torch.cat([parts[number] for number in numbers]) if numbers else vector[:0]
+
+        def of(one: BackwardPass) -> BackwardPass:
+            return replace(one, local=chosen(one.local), exact=None if one.exact is None else chosen(one.exact))
+
+        return replace(
+            self,
+            parameters=tuple(self.parameters[number] for number in numbers),
+            received=chosen(self.received),
+            passes=tuple(map(of, self.passes)),
+            other_passes=tuple(map(of, self.other_passes)),
+            unclipped=None if self.unclipped is None else chosen(self.unclipped),
+        )
 
     def parts(self, vector: Tensor) -> Sequence[Tensor]:
         """Return the segments of a vector, one for each parameter."""

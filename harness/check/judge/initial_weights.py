@@ -9,7 +9,8 @@ from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.rank_layout import rank_layout
-from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
+from harness.check.judge.ranks_agree import must_agree
+from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, reduced_parameters, weights_at
 from harness.core.finding import Finding
 from harness.judge.findings import passed
 
@@ -22,6 +23,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     layout = rank_layout(training)
     if training.world_size == 1:
         return
+    reduced = reduced_parameters(training)
     compared, seen = 0, set()
     for place, steps in common_steps(training):
         step = steps[training.ranks[0].rank]
@@ -31,8 +33,8 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         weights = list(weights_at(place, steps))
         compared += len(weights)
         differing = [one for one in weights if one.differ("before")]
-        accused = [one for one in differing if _must_agree(one) and not one.is_rounding]
-        if accused and layout.is_data_parallel:
+        accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
+        if accused:
             yield _failure(accused, len(weights), place, step.number)
             return
         if differing:
@@ -44,11 +46,6 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         yield frozen
     elif compared:
         yield passed(CHECK, f"all ranks begin with the same {compared} parameters")
-
-
-def _must_agree(weights: RankWeights) -> bool:
-    """Say whether a parameter is meant to be the same everywhere: each rank then steps with the same gradient."""
-    return weights.is_wrapped or weights.share_gradient
 
 
 def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.check.evidence.training import Facts, RecordedRank, RecordedTraining
+from harness.check.judge.recorded_weights import all_gradients_are_reduced
 
 OBSERVER = "parallelism"
 
@@ -46,6 +47,8 @@ def rank_layout(training: RecordedTraining) -> RankLayout:
         return RankLayout(True, "the model is sharded over all ranks", is_sharded=True)
     if all(_reduced_by_hand(rank, world) for rank in training.ranks):
         return RankLayout(True, "the script reduces the gradients over all ranks")
+    if all_gradients_are_reduced(training):
+        return RankLayout(True, "all ranks step with the same gradients, reduced over them")
     return RankLayout(False, "nothing shows that gradients are reduced over all ranks")
 
 

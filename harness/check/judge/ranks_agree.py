@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers, information
-from harness.check.judge.rank_layout import rank_layout
-from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, weights_at
+from harness.check.judge.rank_layout import RankLayout, rank_layout
+from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, reduced_parameters, weights_at
 from harness.core.finding import Finding
 from harness.judge.findings import failed, passed
 
@@ -23,6 +23,7 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     if training.world_size == 1:
         return
     layout = rank_layout(training)
+    reduced = reduced_parameters(training)
     known: set[str] = set()
     seen: set[str] = set()
     compared, differing_steps = 0, 0
@@ -33,7 +34,8 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         differing_steps += bool(differing)
         found = [one for one in differing if one.parameter.name not in known and not one.is_rounding]
         known.update(one.parameter.name for one in differing)
-        if layout.is_data_parallel and (accused := [one for one in found if _must_agree(one)]):
+        optimizer = next(iter(steps.values())).optimizer
+        if accused := [one for one in found if must_agree(one, optimizer, layout, reduced)]:
             first = any(one.parameter.name not in seen for one in accused if one.differ("before"))
             yield _failure(place, steps, accused, len(weights), first=first)
             return
@@ -50,8 +52,11 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
         )
 
 
-def _must_agree(weights: RankWeights) -> bool:
-    return weights.is_wrapped or weights.share_gradient
+def must_agree(weights: RankWeights, optimizer: int, layout: RankLayout, reduced: Collection[tuple[int, str]]) -> bool:
+    """Say whether a parameter is meant to be the same on all ranks: a wrapper or its gradients say so."""
+    if (optimizer, weights.parameter.name) in reduced:
+        return True
+    return layout.is_data_parallel and (weights.is_wrapped or weights.share_gradient)
 
 
 def _failure(

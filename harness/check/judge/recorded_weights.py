@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from harness.check.evidence.training import Parameter, RecordedStep, RecordedTraining
+from harness.check.judge.shared_parameters import shared_numbers
 
 OBSERVER = "weights"
 
@@ -24,6 +25,7 @@ class RankWeights:
     parameter: Parameter
     noted: tuple[Mapping[str, Any], ...]
     received: tuple[torch.Tensor, ...]
+    local: tuple[torch.Tensor, ...]
 
     @property
     def is_wrapped(self) -> bool:
@@ -39,6 +41,11 @@ class RankWeights:
         """Whether all ranks step with the same gradient, bit for bit, that is not zero."""
         known = self.noted[0]["gradients"] is not None
         return known and not self.differ("gradients") and all(bool(one.nan_to_num().any()) for one in self.received)
+
+    @property
+    def share_reduced_gradient(self) -> bool:
+        """Whether all ranks step with the same gradient although their backward passes computed different ones."""
+        return self.share_gradient and any(not torch.equal(one, self.local[0]) for one in self.local)
 
     @property
     def distance(self) -> float:
@@ -59,17 +66,50 @@ class RankWeights:
 
 
 def weights_at(place: int, steps: Mapping[int, RecordedStep]) -> Iterator[RankWeights]:
-    """Yield each parameter of a step that is whole on every rank; none where the ranks stepped differently."""
-    noted = [step.facts.get(OBSERVER) for step in steps.values()]
-    alike = {(step.optimizer, step.number, step.parameters) for step in steps.values()}
-    if len(alike) > 1 or any(one is None for one in noted):
+    """Yield each parameter that every rank's optimizer has, whole; none where the ranks stepped differently."""
+    if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
         return
-    parameters = next(iter(steps.values())).parameters
-    received = [step.parts(step.received) for step in steps.values()]
-    for index, parameter in enumerate(parameters):
-        here = tuple({name: values[index] for name, values in one.items()} for one in noted if one is not None)
+    if any(OBSERVER not in step.facts for step in steps.values()):
+        return
+    numbers = shared_numbers(steps)
+    received = {rank: step.parts(step.received) for rank, step in steps.items()}
+    local = {rank: step.parts(_local(step)) for rank, step in steps.items()}
+    first = next(iter(steps))
+    for index, number in enumerate(numbers[first]):
+        places = {rank: own[index] for rank, own in numbers.items()}
+        here = tuple(
+            {name: values[places[rank]] for name, values in step.facts[OBSERVER].items()}
+            for rank, step in steps.items()
+        )
         if all(one["before"] is not None and one["after"] is not None for one in here):
-            yield RankWeights(parameter, here, tuple(one[index] for one in received))
+            yield RankWeights(
+                steps[first].parameters[number],
+                here,
+                tuple(received[rank][place] for rank, place in places.items()),
+                tuple(local[rank][place] for rank, place in places.items()),
+            )
+
+
+def _local(step: RecordedStep) -> torch.Tensor:
+    """Return the sum of what the backward passes of a step computed on its rank."""
+    parts = [one.local / one.scale for one in (*step.other_passes, *step.passes)]
+    return sum(parts, torch.zeros_like(step.received))
+
+
+def reduced_parameters(training: RecordedTraining) -> set[tuple[int, str]]:
+    """Return the optimizer and the name of each parameter whose gradient was reduced over all ranks in some step."""
+    return {
+        (next(iter(steps.values())).optimizer, one.parameter.name)
+        for place, steps in common_steps(training)
+        for one in weights_at(place, steps)
+        if one.share_reduced_gradient
+    }
+
+
+def all_gradients_are_reduced(training: RecordedTraining) -> bool:
+    """Say whether all ranks step with the same gradients throughout, and some of these were reduced over them."""
+    every = [one for place, steps in common_steps(training) for one in weights_at(place, steps)]
+    return any(one.share_reduced_gradient for one in every) and not any(one.differ("gradients") for one in every)
 
 
 def common_steps(training: RecordedTraining) -> Iterator[tuple[int, Mapping[int, RecordedStep]]]:

@@ -36,6 +36,10 @@ class ParameterNames:
             made.append(name if name not in made else f"{name} ({place})")
         return made
 
+    def knows(self, parameter: Tensor) -> bool:
+        """Return whether a module that was called holds a parameter."""
+        return id(parameter) in self._names
+
     def of_one(self, parameter: Tensor) -> str:
         """Return the name of a parameter, its shape where no module that was called holds it."""
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
