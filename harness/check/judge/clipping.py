@@ -18,6 +18,7 @@ from harness.check.judge.noted import (
     same_parameters,
     side_by_side,
 )
+from harness.check.judge.rank_layout import rank_layout
 from harness.core.finding import Finding
 from harness.judge.findings import failed, passed
 
@@ -34,6 +35,8 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     """Yield what is wrong with the calls of clipping, or what they did; nothing where nobody clips."""
     flaws = [_before_unscaling, _after_the_step, _every_micro_batch, _before_averaging, _shard_by_shard]
     found = [finding for flaw in flaws if (finding := flaw(training)) is not None]
+    if not found and (apart := _shards_by_hand(training)) is not None:
+        found = [apart]
     if not found and (other := _other_length(training)) is not None:  # than asked for, which those may be the cause of
         found = [other]
     yield from found
@@ -42,7 +45,8 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     if clipped and not found:
         yield passed("clipping", _summary(training, clipped))
     yield from _in_part(clipped)
-    yield from _by_hand(training)
+    if not found:
+        yield from _by_hand(training)
 
 
 def _asked_for(limit: float, norm: float) -> float:
@@ -161,6 +165,26 @@ def _shard_by_shard(training: RecordedTraining) -> Finding | None:
                 cause="clipped-shard-by-shard",
                 family="clipping",
                 step=first.step.number,
+            )
+    return None
+
+
+def _shards_by_hand(training: RecordedTraining) -> Finding | None:
+    """Find shards of one gradient that the script itself multiplied by different factors."""
+    if not rank_layout(training).is_sharded:
+        return None
+    for ranks in side_by_side(training, OBSERVER):
+        factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
+        rounding = max(one.facts["roundings"] for one in ranks.values())
+        if len(ranks) == training.world_size and None not in factors and _differ(factors, rounding):
+            return failed(
+                "clipping",
+                "the script multiplied each rank's shards by another factor "
+                f"({listed(f'{one:.6g}' for one in factors)}), although they are parts of one gradient; compute one "
+                "factor, from the norm over all shards: first seen",
+                cause="clipped-shard-by-shard",
+                family="clipping",
+                step=next(iter(ranks.values())).step.number,
             )
     return None
 
