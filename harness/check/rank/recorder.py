@@ -26,6 +26,7 @@ from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import ArrivedGradients, LocalGradients
 from harness.check.rank.memory_needed import NotEnoughMemoryError, require_memory
 from harness.check.rank.observer import Observer
+from harness.check.rank.observers.tensor_digest import tensor_digest
 from harness.check.rank.optimizer.clipping import ClippingObserver
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer_gradients import (
@@ -146,18 +147,28 @@ class TrainingRecorder:
                 facts = {
                     **self._facts(lambda observer: observer.final_facts()),
                     "uncovered": self._uncovered,
-                    "unoptimized": self._unoptimized(),
                     "unstepped": self._unstepped(),
                 }
                 self._writer.write_end(self._world[0], facts, self._error)
             except OSError as error:
                 print(f"plumbline check: the evidence cannot be written: {error}", file=sys.stderr)
 
-    def _unoptimized(self) -> list[str]:
-        """Return the names of parameters that require a gradient, in modules that were called, without an optimizer."""
+    def _unoptimized(self) -> Facts:
+        """Return the parameters of called modules that require a gradient and are in no optimizer, by their names.
+
+        Each with its shape, whether it has a gradient, and where there are several ranks a digest of its values.
+        """
         known = {id(one) for optimizer in self._optimizers for one in parameters_of(optimizer)}
-        named = ((name, one) for root in self._names.roots for name, one in root.named_parameters())
-        return [name for name, one in named if one.requires_grad and id(one) not in known]
+        found = (one for root in self._names.roots for one in root.parameters())
+        return {
+            self._names.of_one(one): {
+                "shape": list(one.shape),
+                "gradient": one.grad is not None,
+                "digest": tensor_digest(one) if self._world[1] > 1 else None,
+            }
+            for one in found
+            if one.requires_grad and id(one) not in known
+        }
 
     def _unstepped(self) -> dict[str, dict[str, int]]:
         """Return the entries of trainable parameters by their names, by the number of an optimizer not recorded."""
@@ -326,13 +337,14 @@ class TrainingRecorder:
                     dtype_name(values.dtype),
                     dtype_name(reduced.get(id(parameter))),
                     self._sample.has(parameter),
+                    self._names.knows(parameter),
                 )
                 for name, parameter, values in zip(names, parameters, map(as_real, parameters), strict=True)
             ),
             torch.cat(gradients),
             tuple(vector(one, parameters, self._sample) for one in own),
             tuple(vector(one, parameters, self._sample) for one in others),
-            facts={"gradient_hooks": sum(map(has_own_hooks, parameters))},
+            facts={"gradient_hooks": sum(map(has_own_hooks, parameters)), "unoptimized": self._unoptimized()},
             norm=math.hypot(*norms),
             unclipped=unclipped_vector(self._unclipped, parameters, gradients),
         )
