@@ -45,6 +45,11 @@ def add_to(commands: Any) -> None:
         action="store_true",
         help="take a few steps, print what recording K of them costs in time, memory and files, and end the script",
     )
+    command.add_argument(
+        "--require-full",
+        action="store_true",
+        help="exit with 2 where less than 99 %% of gradients and updates was judged (default: 0 if none is wrong)",
+    )
     command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
     command.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
     command.add_argument("--sarif", type=Path, metavar="FILE", help="write what is wrong as SARIF, for code scanning")
@@ -61,8 +66,8 @@ def check(options: argparse.Namespace) -> int:
     The script's output goes where it always goes; the verdict follows on standard error, so that standard output is
     the script's alone.
 
-    Exit code: 0 all is right, 1 the training is wrong, 2 nothing could be judged or the script itself failed (its own
-    exit code is in the verdict), 4 the command line is invalid, 130 interrupted and nothing wrong until then.
+    Exit code: 0 nothing is wrong, 1 the training is wrong, 2 nothing could be judged or the script itself failed (its
+    own exit code is in the verdict), 4 the command line is invalid, 130 interrupted and nothing wrong until then.
     """
     from harness.check.command.command_line import command_in
     from harness.check.evidence.options import RecordingOptions
@@ -89,7 +94,7 @@ def check(options: argparse.Namespace) -> int:
         sample_parameters=options.sample_parameters,
     )
     checked = run_check(command, recording, options.time_limit)
-    verdict = verdict_of(checked)
+    verdict = verdict_of(checked, require_full=options.require_full)
     _print(verdict_screen(checked, verdict, **_form()))
     if options.github:
         from harness.check.report.annotations import annotations_on

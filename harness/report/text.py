@@ -77,6 +77,13 @@ def markdown_table_code(text: str) -> str:
     return markdown(text) if re.search(r"[\\|`]", text) else markdown_code(text)
 
 
+def percent(share: float) -> str:
+    """Return a share in percent; only what is everything or nothing is rounded to that."""
+    if share in (0, 1):
+        return f"{100 * share:.0f} %"
+    return f"{min(max(100 * share, 0.1), 99.9):.1f} %".replace(".0 %", " %")
+
+
 def compact(number: float) -> str:
     """Return a number in few characters: ``0.8``, ``57``, ``2e6``, ``inf``; nothing for a missing one (NaN)."""
     if math.isnan(number):

@@ -40,18 +40,30 @@ NOT_JUDGED = Finding("gradients", Outcome.SKIPPED, "no gradients were judged: gr
 BROKEN = Finding("update", Outcome.ERRORED, "it could not be judged: ZeroDivisionError")
 
 
-def training(*findings, ranks=2, steps=4, optimizers=1, replayed=True, error="", facts=None):
-    """Return a training with a replayed parameter of six entries, and one of two that was not replayed."""
+def updates(numbers=(0, 1)):
+    """Return what is noted of a right step that moves the parameters with these numbers."""
+    rows = [[number, 0.1, 0.2, 1.0, 1.0, 1.0, 0.0, 0.2] for number in numbers]
+    told = {"class": "", "of_torch": True, "why": "", "hooks": False, "unjudged": {}, "outside": [], "shared": {}}
+    return {"update": {**told, "parameters": rows}}
+
+
+def training(*findings, ranks=2, steps=4, optimizers=1, replayed=True, error="", facts=None, moved=(0, 1)):
+    """Return a training with a replayed parameter of six entries, and one of two that was not replayed.
+
+    Steps move the parameters with the numbers ``moved``.
+    """
     local = torch.ones(8, dtype=torch.float64)
     exact = torch.tensor([1.0] * 6 + [torch.nan] * 2, dtype=torch.float64) if replayed else None
     taken = tuple(
-        RecordedStep(optimizer, number, (WEIGHT, SCALE), local, (BackwardPass(number, local, exact),))
+        RecordedStep(
+            optimizer, number, (WEIGHT, SCALE), local, (BackwardPass(number, local, exact),), facts=updates(moved)
+        )
         for number in range(steps)
         for optimizer in range(optimizers)
     )
     noted = {"uncovered": {"scale": "it is used outside of any recorded call"}, **(facts or {})}
     recorded = RecordedTraining(tuple(RecordedRank(rank, ranks, taken, noted, error) for rank in range(ranks)))
-    return CheckedTraining(recorded, in_reading_order(findings), coverage_of(recorded))
+    return CheckedTraining(recorded, in_reading_order(findings), coverage_of(recorded, findings))
 
 
 def checked(*trainings, code=0, by=EndedBy.ITSELF, processes=(), options=None, out_of_memory=0, **more):

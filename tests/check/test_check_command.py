@@ -102,7 +102,7 @@ def test_a_right_script_keeps_its_output_and_its_surroundings(check, folder, mon
     after = "import harness, os, subprocess; print(harness.MINE); os.chdir('/'); subprocess.run(['echo', 'a child'])"
     code, out, err, written = check(LOOP.format(steps=5, after=after))
     assert out.splitlines() == ["my own sitecustomize", "my own harness", "a child"]
-    assert said(err).startswith("RIGHT: 4 steps, every gradient")
+    assert said(err).startswith("RIGHT: 100 % of gradients and updates judged in 4 steps")
     assert code == written["script"]["exit_code"] == 0
     (training,) = written["trainings"]
     assert (training["ranks"], training["steps"], training["optimizers"]) == (1, 4, ["SGD"])

@@ -84,10 +84,12 @@ def test_an_optimizer_whose_first_step_comes_too_late_is_not_covered(plumbline):
     checked = plumbline.check(train, ranks=1, steps=3)
     checked.assert_right()
     (training,) = checked.trainings
-    (uncovered,) = training.coverage.uncovered
-    assert uncovered.why == NO_STEP
-    assert uncovered.entries == training.coverage.entries / 2
-    assert training.coverage.share == 0.5
+    for share in (training.coverage.gradients, training.coverage.updates, training.coverage.replays):
+        (left_out,) = share.left_out
+        assert left_out.why == NO_STEP
+        assert share.part == 0.5
+    with pytest.raises(AssertionError, match="right in part"):
+        checked.assert_right(require_full=True)
 
 
 @pytest.mark.parametrize("first", ["norm", "average"])

@@ -10,10 +10,7 @@ from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked,
 from harness.check.command.process_notes import PythonProcess
 from harness.check.command.running import EndedBy
 from harness.check.evidence.options import RecordingOptions
-from harness.check.judge.noted import information
 from harness.check.verdict.verdict import Answer, verdict_of
-from harness.core.finding import Finding
-from harness.core.outcome import Outcome
 
 
 def process(**facts):
@@ -50,11 +47,30 @@ def test_a_question_that_could_not_be_judged_accuses_nobody():
     assert verdict_of(checked(training(BROKEN))).answer is Answer.NOT_JUDGED
 
 
-def test_only_an_update_that_was_judged_is_called_right():
-    judged = Finding("update", Outcome.PASSED, "weights after the step match")
-    unknown = information("update", "3 parameters are in no optimizer")
-    assert "every gradient and update" in verdict_of(checked(training(RIGHT, judged, unknown))).sentence
-    assert "every gradient that was judged" in verdict_of(checked(training(RIGHT, unknown))).sentence
+def test_the_headline_has_the_share_that_was_judged():
+    whole = verdict_of(checked(training(RIGHT)))
+    part = verdict_of(checked(training(RIGHT, moved=(0,))))
+    assert whole.sentence.startswith("100 % of gradients and updates judged in 4 steps on 2 ranks, none wrong")
+    assert part.sentence.startswith("100 % of gradients, 75 % of updates judged in 4 steps on 2 ranks, none wrong")
+    assert (whole.answer, part.answer) == (Answer.RIGHT, Answer.RIGHT_IN_PART)
+
+
+def test_what_is_right_in_part_fails_only_where_all_of_it_is_required():
+    command = checked(training(RIGHT, moved=(0,)))
+    assert verdict_of(command).exit_code == 0
+    assert verdict_of(command, require_full=True).exit_code == 2
+    assert verdict_of(checked(training(RIGHT)), require_full=True).exit_code == 0
+
+
+def test_a_training_in_which_nothing_was_due_to_move_is_not_judged():
+    verdict = verdict_of(checked(training(RIGHT, moved=())))
+    assert (verdict.answer, verdict.exit_code) == (Answer.NOT_JUDGED, 2)
+    assert "is the learning rate 0?" in verdict.sentence
+
+
+def test_gradients_without_an_answer_are_no_part_of_the_share_that_was_judged():
+    assert training(NOT_JUDGED).coverage.gradients.entries == 0
+    assert training(RIGHT).coverage.gradients.part == 1
 
 
 def test_the_sentence_has_the_cause_and_the_noise_in_plain_words():

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from harness.check.judge.noted import information
 from harness.check.report.json_file import as_json
-from harness.check.report.lines import percent
 from harness.check.report.page import verdict_page
 from harness.check.report.terminal import verdict_screen
 from harness.check.verdict.verdict import verdict_of
 from harness.core.finding import Finding
+from harness.report.text import percent
 
 EVERYTHING = checked(training(WRONG, FOLLOWS, BROKEN), training(RIGHT, ranks=1, optimizers=2), code=1)
 
@@ -34,7 +34,8 @@ def document(command):
 
 
 def test_the_first_line_is_the_answer():
-    assert screen(checked(training(RIGHT))).startswith("RIGHT: 4 steps on 2 ranks, every gradient")
+    assert screen(checked(training(RIGHT))).startswith("RIGHT: 100 % of gradients and updates judged in 4 steps")
+    assert screen(checked(training(RIGHT, moved=(0,)))).startswith("RIGHT IN PART: 100 % of gradients, 75 % of updates")
     assert screen(checked(training(WRONG))).startswith(
         "WRONG: gradients: not synchronised (3,900,000 × rounding noise)"
     )
@@ -69,13 +70,14 @@ def test_what_says_nothing_about_being_right_is_a_note_everywhere():
 
 def test_what_was_not_covered_is_said_as_a_share_with_the_reason():
     text = " ".join(screen(checked(training(RIGHT))).split())
-    assert "75 % of 8 trainable parameters were computed again in float64" in text
-    assert "not covered: 25 %, scale: it is used outside of any recorded call" in text
+    assert "judged: 100 % of gradients, 100 % of updates, of 8 trainable parameters" in text
+    assert "75 % of gradients were computed again in float64" in text
+    assert "not computed again: 25 %, scale: it is used outside of any recorded call" in text
 
 
 def test_without_a_replay_it_is_said_what_gradients_were_compared_with():
     text = " ".join(screen(checked(training(RIGHT, replayed=False))).split())
-    assert "100 % of 8 trainable parameters were compared with what the script's own backward passes computed" in text
+    assert "gradients were compared with what the script's own backward passes computed" in text
 
 
 def test_only_all_is_100_percent():
@@ -103,6 +105,7 @@ def test_json_has_every_field_of_every_finding():
     assert first["findings"][1]["error_x_noise"] is None
     assert (second["ranks"], second["steps"], second["optimizers"]) == (1, 4, ["an optimizer", "an optimizer"])
     assert second["coverage"]["replayed"] == 0.75
+    assert (second["coverage"]["compared"], second["coverage"]["updates"]) == (1, 1)
 
 
 def test_a_page_works_offline():

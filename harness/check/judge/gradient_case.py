@@ -126,9 +126,14 @@ class ReceivedGradient:
         )
 
     @property
-    def is_judged(self) -> bool:
-        """Whether there is something to compare: a backward pass, a covered parameter, and numbers."""
-        return bool(self.passes and self.covered.any()) and self.is_finite
+    def compared(self) -> Tensor:
+        """For each parameter, whether its gradient is compared with one that is not zero: it could have differed."""
+        return self._arrived & ~self.removed
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the optimizer received a gradient that is zero throughout."""
+        return bool(self.step.received.isfinite().any()) and not bool(self.received.any())
 
     def norms(self, vector: Tensor) -> Tensor:
         """Return the norm of each parameter's segment."""

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from harness.check.evidence.training import RecordedStep, RecordedTraining
+from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
+from harness.check.judge.gradient_evidence import (
+    NOT_FINITE,
+    NOT_FOLLOWED,
+    REDUCED_IN_STEP,
+    ZERO,
+    GradientEvidence,
+    gradient_evidence,
+)
 from harness.check.judge.gradient_hypotheses import HYPOTHESES
-from harness.check.judge.noted import listed
+from harness.check.judge.noted import listed, not_judged
+from harness.check.judge.shared_parameters import shared_numbers
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes.hypothesis import Evidence, Hypothesis, Match, explained
@@ -20,11 +29,13 @@ CHECK = "gradients"
 
 def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one finding: all gradients are right, or the worst one and its cause."""
-    cases = list(received_gradients(training))
-    judged = [(case, right_combination(case)) for case in cases if case.is_judged]
+    evidence = gradient_evidence(training)
+    judged = evidence.judged
     if not judged:
-        yield Finding(CHECK, Outcome.SKIPPED, f"no gradients were judged: {_why_none(training, cases)}")
+        yield Finding(CHECK, Outcome.SKIPPED, f"no gradients were judged: {_why_none(training, evidence)}")
         return
+    if REDUCED_IN_STEP in evidence.unjudged:
+        yield not_judged(CHECK, _of_optimizers(evidence.unjudged[REDUCED_IN_STEP]) + REDUCED_IN_STEP)
     fits = [(case, right, case.fit(right)) for case, right in judged]
     wrong = [(case, right, fit) for case, right, fit in fits if not fit.holds]
     if not wrong:
@@ -39,47 +50,6 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         return
     finding = explained(_finding(*wrong[0], wrong), HYPOTHESES, _Wrong(wrong))
     yield settled(finding, [case for case, _, _ in wrong], training)
-
-
-def received_gradients(training: RecordedTraining) -> Iterator[ReceivedGradient]:
-    """Yield each rank's gradient of each step that was taken, where all ranks recorded the step."""
-    previous: dict[tuple[int, int], RecordedStep] = {}
-    hook_format = _hook_format(training)
-    for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
-        ranks = training.at(place)
-        alike = {(step.optimizer, step.number, len(step.parameters)) for step in ranks.values()}
-        if len(alike) > 1 or len(ranks) < training.world_size:
-            return
-        for rank, step in ranks.items():
-            if not step.skipped:
-                before = previous.get((rank, step.optimizer))
-                yield ReceivedGradient(place, rank, ranks, before, hook_format=hook_format)
-            previous[rank, step.optimizer] = step
-
-
-def right_combination(case: ReceivedGradient) -> Combination:
-    """Return what is right: the mean over ranks of the passes that belong to the step.
-
-    Where passes of other optimizers' steps left gradients in the same parameters and nobody zeroed them, they are part
-    of what the optimizer is meant to receive: two optimizers may step at different frequencies.
-    """
-    right = case.evenly()
-    if not any(step.other_passes for step in case.ranks.values()) or case.fit(right).holds:
-        return right
-    ranks = {rank: replace(step, passes=step.other_passes + step.passes) for rank, step in case.ranks.items()}
-    whole = replace(case, ranks=ranks)
-    wider = whole.evenly()
-    more = whole.value(wider) - case.value(right)
-    together = Combination(right.coefficients, more)
-    return together if case.fit(together).holds else right
-
-
-def _hook_format(training: RecordedTraining) -> str:
-    """Return the format to which a communication hook of torch rounds gradients, "" without one."""
-    hooks = [name for rank in training.ranks for name in rank.facts.get("precision", {}).get("hooks", ())]
-    if any("bf16" in name for name in hooks):
-        return "bfloat16"
-    return "float16" if any("fp16" in name for name in hooks) else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,24 +127,34 @@ def _removed(judged: Iterable[tuple[ReceivedGradient, Combination]]) -> str:
     return f"; the script sets those of {listed(sorted(names))} to None before a step, which leaves them as they are"
 
 
-def _why_none(training: RecordedTraining, cases: list[ReceivedGradient]) -> str:
+def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
     if not any(rank.steps for rank in training.ranks):
         return "no optimizer stepped"
     if len(training.ranks) < training.world_size:
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
-    if not cases:
-        return "ranks took different steps, or every step was skipped"
-    if not any(case.passes for case in cases):
-        return _why_unreached(training)
-    return "gradients were not finite"
-
-
-def _why_unreached(training: RecordedTraining) -> str:
-    """Return why no gradient arrived: what keeps the optimizer's parameters apart from those of the model."""
-    names = [one.name for rank in training.ranks for step in rank.steps for one in step.parameters]
-    if any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
+    if not evidence.unjudged:
+        return _why_no_case(training)
+    why = next(why for why in (REDUCED_IN_STEP, NOT_FINITE, ZERO, NOT_FOLLOWED) if why in evidence.unjudged)
+    names = [one.name for case in evidence.unjudged[why] for one in case.parameters]
+    if why == NOT_FOLLOWED and any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
         return "FullyShardedDataParallel (FSDP1) cannot be followed; fully_shard (FSDP2) can"
-    return (
-        "no backward pass reached the optimizer's parameters; their gradients cannot be followed where they are copied "
-        "from other tensors, such as master weights, or come from torch.autograd.grad or torch.func"
-    )
+    return why
+
+
+def _why_no_case(training: RecordedTraining) -> str:
+    """Return why no step has a gradient to compare, though every rank recorded steps."""
+    steps = training.at(0)
+    if len({(step.optimizer, step.number) for step in steps.values()}) > 1:
+        return "ranks stepped different optimizers, or at different times"
+    if not any(shared_numbers(steps).values()):
+        return (
+            "no parameter is in every rank's optimizer: the ranks hold different parts of a model, as in a pipeline, "
+            "which is not judged yet"
+        )
+    return "every step was skipped"
+
+
+def _of_optimizers(cases: Iterable[ReceivedGradient]) -> str:
+    """Return which optimizers these gradients belong to, where only some of them are concerned."""
+    names = dict.fromkeys(case.step.facts.get("update", {}).get("class") or "an optimizer" for case in cases)
+    return f"{listed(names)}: "

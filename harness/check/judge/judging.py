@@ -29,7 +29,9 @@ def judged_trainings(folder: Path) -> list[CheckedTraining]:
     Raises:
         TraceError: evidence cannot be read.
     """
-    return [
-        CheckedTraining(one, in_reading_order(judge(one)), coverage_of(one), estimate(one, folder))
-        for one in read_trainings(folder)
-    ]
+    return [_judged(one, folder) for one in read_trainings(folder)]
+
+
+def _judged(training: RecordedTraining, folder: Path) -> CheckedTraining:
+    findings = in_reading_order(judge(training))
+    return CheckedTraining(training, findings, coverage_of(training, findings), estimate(training, folder))

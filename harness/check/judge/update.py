@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,6 +19,11 @@ from harness.judge.findings import compare_with_one, failed, with_parameters
 from harness.judge.oracle.noise import Deviation, in_noise, largest, limit
 
 OBSERVER = "update"
+NOT_MOVED = "it was not due to move in the recorded steps"
+
+Key = tuple[int, str]
+"""The number of an optimizer and the name of one of its parameters."""
+
 KNOWN_TO = 1e-3
 """Rounding of the weights limits how well an update is known, as a part of its length."""
 
@@ -30,7 +35,7 @@ def judge_update(training: RecordedTraining) -> Iterator[Finding]:
         return
     if (again := _stepped_again(training)) is not None:
         yield again
-    steps = _Judged.of(training)
+    steps = replayed_updates(training)
     if steps.errors:
         yield _compared(steps)
     elif not steps.why:
@@ -40,37 +45,67 @@ def judge_update(training: RecordedTraining) -> Iterator[Finding]:
     yield from _changed_outside(training)
 
 
+def replayed_updates(training: RecordedTraining) -> ReplayedUpdates:
+    """Return how far the weights after each step are from its replay."""
+    updates = ReplayedUpdates()
+    for one in noted(training, OBSERVER):
+        updates.add(one)
+    return updates
+
+
 @dataclass(eq=False)
-class _Judged:
+class ReplayedUpdates:
     """Errors of all parameters that were judged, with the step of each, and why others were not."""
 
     errors: list[tuple[Deviation, Noted]] = field(default_factory=list)
     why: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    _moved: set[tuple[int, Key]] = field(default_factory=set)
+    _reasons: dict[tuple[int, Key], str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, training: RecordedTraining) -> _Judged:
-        judged = cls()
-        for one in noted(training, OBSERVER):
-            judged._add(one)
-        return judged
+    @property
+    def judged(self) -> set[Key]:
+        """The parameters that a judged step moved, or should have, on every rank whose step moves them."""
+        return {key for _, key in self._moved} - self.left_out.keys()
 
-    def _add(self, one: Noted) -> None:
+    @property
+    def left_out(self) -> dict[Key, str]:
+        """Why the update of a parameter was not judged on some rank, or was not due to move it on any."""
+        moved = {key for _, key in self._moved}
+        return {
+            key: why
+            for (rank, key), why in self._reasons.items()
+            if (rank, key) not in self._moved and (key not in moved or why != NOT_MOVED)
+        }
+
+    def add(self, one: Noted) -> None:
+        """Take a step that an optimizer took on one rank."""
         if one.step.skipped:
             return
-        if one.facts["why"]:
-            self.why[one.facts["why"]].update()
+        doubt = "" if one.facts["why"] or _repeats(one) else _doubt(one)
+        reasons: dict[str, list[int]] = {one.facts["why"] or doubt: [*range(len(one.step.parameters))]}
+        reasons |= {why: numbers for why, numbers in one.facts["unjudged"].items() if not one.facts["why"]}
+        self._note(one, reasons)
+        if why := one.facts["why"]:
+            self.why[why].update()
             return
         for why, numbers in one.facts["unjudged"].items():
             self.why[why].update(dict.fromkeys(map(one.parameter, numbers)))
-        rows = [
-            (Deviation(in_noise(error, noise), one.step.number, one.parameter(int(number)), one.rank), one)
-            for number, error, noise, *_ in one.facts["parameters"]
-        ]
-        doubt = _doubt(one)
-        if doubt and not _repeats(one):
+        if doubt:
             self.why[doubt].update()
-        else:
-            self.errors += rows
+            return
+        for number, error, noise, due, made, *_ in one.facts["parameters"]:
+            name = one.parameter(int(number))
+            self.errors.append((Deviation(in_noise(error, noise), one.step.number, name, one.rank), one))
+            if due or made:
+                self._moved.add((one.rank, (one.step.optimizer, name)))
+
+    def _note(self, one: Noted, reasons: Mapping[str, Sequence[int]]) -> None:
+        """Keep the reasons by parameter: what prevents judging it counts more than that it was not due to move."""
+        for why, numbers in reasons.items():
+            for number in numbers:
+                key = one.rank, (one.step.optimizer, one.parameter(number))
+                if why or key not in self._reasons:
+                    self._reasons[key] = why or NOT_MOVED
 
 
 def _doubt(one: Noted) -> str:
@@ -92,7 +127,7 @@ def _repeats(one: Noted) -> bool:
     )
 
 
-def _compared(steps: _Judged) -> Finding:
+def _compared(steps: ReplayedUpdates) -> Finding:
     if not any(row[3] or row[4] for _, one in steps.errors for row in one.facts["parameters"]):
         return not_judged("update", "no weight was due to move in the recorded steps (is the learning rate 0?)")
     errors = [deviation for deviation, _ in steps.errors]

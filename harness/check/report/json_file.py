@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from harness.check.command.command import CheckedCommand
 from harness.check.command.running import EndedBy
-from harness.check.judge.coverage import Coverage
+from harness.check.judge.coverage import Coverage, Share
 from harness.check.judge.judging import CheckedTraining
 from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
@@ -70,22 +70,36 @@ class Uncovered(BaseModel):
 
 
 class CheckCoverage(BaseModel):
-    """How many ``parameters`` (entries) there are, and which shares were ``compared`` and ``replayed`` in float64."""
+    """How many ``parameters`` (entries) there are, and which shares of them were judged.
+
+    ``compared`` is the share whose gradients were judged, ``updates`` that whose updates were, ``replayed`` that whose
+    gradients were computed again in float64; the lists have what was left out of each, and why.
+    """
 
     parameters: Count
     compared: float
+    updates: float
     replayed: float
     uncovered: tuple[Uncovered, ...]
+    gradients_left_out: tuple[Uncovered, ...]
+    updates_left_out: tuple[Uncovered, ...]
 
     @classmethod
     def of(cls, coverage: Coverage) -> CheckCoverage:
         """Return the record of a training's coverage."""
         return cls(
             parameters=coverage.entries,
-            compared=coverage.compared_share,
-            replayed=coverage.share,
-            uncovered=tuple(Uncovered(names=one.names, entries=one.entries, why=one.why) for one in coverage.uncovered),
+            compared=coverage.gradients.part,
+            updates=coverage.updates.part,
+            replayed=coverage.replays.part,
+            uncovered=_left_out(coverage.replays),
+            gradients_left_out=_left_out(coverage.gradients),
+            updates_left_out=_left_out(coverage.updates),
         )
+
+
+def _left_out(share: Share) -> tuple[Uncovered, ...]:
+    return tuple(Uncovered(names=one.names, entries=one.entries, why=one.why) for one in share.left_out)
 
 
 class CheckTraining(BaseModel):

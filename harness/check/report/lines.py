@@ -9,14 +9,14 @@ from enum import Enum
 
 from harness.check.command.command import CheckedCommand
 from harness.check.command.running import EndedBy
-from harness.check.judge.coverage import NO_REPLAY, Coverage
+from harness.check.judge.coverage import NO_REPLAY, Coverage, Share, Uncovered
 from harness.check.judge.judging import CheckedTraining
 from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
 from harness.check.verdict.verdict import accusations, is_accusation
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
-from harness.report.text import counted, digits, in_words, listed, shortened
+from harness.report.text import counted, digits, in_words, listed, percent, shortened
 
 MOST_NAMES = 3
 
@@ -87,22 +87,26 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
 
     ``truth`` is the precision of the replays.
     """
-    share, compared = percent(coverage.share), percent(coverage.compared_share)
-    of = f"of {coverage.entries:,} trainable parameters"
-    if coverage.replayed:
-        yield f"{share} {of} were computed again in {truth}"
-    else:
-        yield f"{compared} {of} were compared with what the script's own backward passes computed"
-    for one in coverage.uncovered:
-        if one.why != NO_REPLAY or coverage.replayed:
-            yield f"not covered: {percent(one.entries / coverage.entries)}, {listed(one.names, MOST_NAMES)}: {one.why}"
+    gradients, updates, replays = coverage.gradients, coverage.updates, coverage.replays
+    yield (
+        f"judged: {percent(gradients.part)} of gradients, {percent(updates.part)} of updates, of {coverage.entries:,} "
+        f"trainable parameters"
+    )
+    if replays.entries:
+        yield f"{percent(replays.part)} of gradients were computed again in {truth}"
+    elif gradients.entries:
+        yield "gradients were compared with what the script's own backward passes computed"
+    for what, share in (("gradients", gradients), ("updates", updates)):
+        for one in share.left_out:
+            yield f"{what} not judged: {_left_out(one, share)}"
+    unseen = {name for one in gradients.left_out for name in one.names}
+    for one in replays.left_out if replays.entries else ():
+        if not unseen.issuperset(one.names) and one.why != NO_REPLAY:
+            yield f"not computed again: {_left_out(one, replays)}"
 
 
-def percent(share: float) -> str:
-    """Return a share in percent; only what is everything or nothing is rounded to that."""
-    if share in (0, 1):
-        return f"{100 * share:.0f} %"
-    return f"{min(max(100 * share, 0.1), 99.9):.1f} %".replace(".0 %", " %")
+def _left_out(one: Uncovered, share: Share) -> str:
+    return f"{percent(one.entries / share.of)}, {listed(one.names, MOST_NAMES)}: {one.why}"
 
 
 def ran(checked: CheckedCommand) -> str:

@@ -18,7 +18,7 @@ from harness.check.verdict.verdict import Answer, Verdict, accusations, answer_o
 from harness.core.finding import Finding
 from harness.report.html.environment import page_environment
 
-_KIND: Final = {"right": "good", "wrong": "bad", "not judged": "unclear"}
+_KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
 _SIGN: Final = {"ok": "good", "right": "good", "wrong": "bad", "not judged": "open", "note": "none"}
 _MARK: Final = {"ok": "✓", "right": "✓", "wrong": "✗", "not judged": "?", "note": "i"}
 
@@ -33,7 +33,7 @@ class TrainingSection:
     wrong: Finding | None
     lines: list[Line]
     coverage: list[str]
-    uncovered: list[tuple[str, tuple[str, ...]]]
+    uncovered: list[tuple[str, str, tuple[str, ...]]]
 
 
 def verdict_page(checked: CheckedCommand, verdict: Verdict) -> str:
@@ -68,7 +68,15 @@ def _section(one: CheckedTraining, truth: str) -> TrainingSection:
         next(accusations(one), None),
         lines_of(one),
         list(coverage_lines(one.coverage, truth)),
-        [(group.why, group.names) for group in one.coverage.uncovered],
+        [
+            (what, group.why, group.names)
+            for what, share in (
+                ("gradient not judged", one.coverage.gradients),
+                ("update not judged", one.coverage.updates),
+                ("gradient not computed again", one.coverage.replays),
+            )
+            for group in share.left_out
+        ],
     )
 
 

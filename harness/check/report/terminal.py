@@ -22,7 +22,12 @@ from harness.report.text import printable, shortened
 LONGEST_MESSAGE = 180
 """Characters of a line that needs no action; the page and the JSON file have all of it."""
 
-_STYLES = {Answer.RIGHT: "bold green", Answer.WRONG: "bold red", Answer.NOT_JUDGED: "bold yellow"}
+_STYLES = {
+    Answer.RIGHT: "bold green",
+    Answer.RIGHT_IN_PART: "bold yellow",
+    Answer.NOT_JUDGED: "bold yellow",
+    Answer.WRONG: "bold red",
+}
 _SIGN_STYLES = {Sign.RIGHT: "green", Sign.WRONG: "bold red", Sign.INFORMATION: "cyan", Sign.NOT_JUDGED: "yellow"}
 
 

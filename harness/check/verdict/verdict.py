@@ -10,23 +10,29 @@ from harness.check.command.command import CheckedCommand
 from harness.check.command.running import EndedBy
 from harness.check.judge.gradients import CHECK as GRADIENTS
 from harness.check.judge.judging import CheckedTraining
-from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
 from harness.check.verdict.obstacles import incidents, why_nothing_was_recorded
 from harness.core.exit_codes import TROUBLE
 from harness.core.finding import Finding, is_unexplained
 from harness.core.outcome import Outcome
-from harness.report.text import counted, digits
+from harness.report.text import counted, digits, percent
 
-UPDATE = "update"
 RIGHT, WRONG = 0, 1
+
+ENOUGH = 0.99
+"""The share of a training's trainable entries whose gradients and updates are judged where it is called right."""
+
 INTERRUPTED = 130  # 128 + SIGINT, as a shell does
 
 
 class Answer(str, Enum):
-    """Whether a training is right, worst last."""
+    """Whether a training is right, worst last.
+
+    ``RIGHT_IN_PART``: nothing is wrong, but less than ``ENOUGH`` of its gradients or updates was judged.
+    """
 
     RIGHT = "right"
+    RIGHT_IN_PART = "right in part"
     NOT_JUDGED = "not judged"
     WRONG = "wrong"
 
@@ -41,8 +47,11 @@ class Verdict:
     exit_code: int
 
 
-def verdict_of(checked: CheckedCommand) -> Verdict:
-    """Return the verdict on a command: that of its worst training."""
+def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdict:
+    """Return the verdict on a command: that of its worst training.
+
+    ``require_full``: a training that is right in part has the exit code of one that could not be judged.
+    """
     answers = [answer_of(one) for one in checked.trainings]
     answer = max(answers, key=list(Answer).index, default=Answer.NOT_JUDGED)
     if not answers:
@@ -52,16 +61,21 @@ def verdict_of(checked: CheckedCommand) -> Verdict:
         if len(answers) > 1:
             sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
     also = list(incidents(checked))
-    if answer is Answer.RIGHT and checked.end.has_failed:
+    if answer in (Answer.RIGHT, Answer.RIGHT_IN_PART) and checked.end.has_failed:
         sentence = f"{also.pop(0)}; until then {sentence}"
-    return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked))
+    return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked, require_full=require_full))
 
 
 def answer_of(one: CheckedTraining) -> Answer:
-    """Return whether a training is right: what its optimizers received must have been judged for that."""
+    """Return whether a training is right: what its optimizers received and made of it must have been judged."""
+    coverage = one.coverage
     if any(is_accusation(finding) for finding in one.findings):
         return Answer.WRONG
-    return Answer.RIGHT if any(_has_passed(finding, GRADIENTS) for finding in one.findings) else Answer.NOT_JUDGED
+    has_passed = any(_has_passed(finding, GRADIENTS) for finding in one.findings)
+    if not has_passed or not coverage.gradients.entries or coverage.nothing_moved:
+        return Answer.NOT_JUDGED
+    is_full = min(coverage.gradients.part, coverage.updates.part) >= ENOUGH
+    return Answer.RIGHT if is_full else Answer.RIGHT_IN_PART
 
 
 def _has_passed(finding: Finding, check: str) -> bool:
@@ -83,14 +97,22 @@ def sentence_on(one: CheckedTraining) -> str:
     wrong = next(accusations(one), None)
     if wrong is not None:
         return f"{_cause(wrong)}{_noise(wrong)}"
-    gradients = next((finding for finding in one.findings if finding.check == GRADIENTS), None)
-    if gradients is None:
+    gradients = [finding for finding in one.findings if finding.check == GRADIENTS]
+    if not gradients:
         return "no gradient was judged"
-    if gradients.outcome is not Outcome.PASSED:
-        return gradients.message.removeprefix("not judged: ")
-    updates = (finding for finding in one.findings if _has_passed(finding, UPDATE))
-    judged = "" if all(isinstance(finding, Information) for finding in updates) else " and update"
-    return f"{extent(one)}, every gradient{judged} that was judged is right{_noise(gradients)}"
+    passed = next((finding for finding in gradients if finding.outcome is Outcome.PASSED), None)
+    if passed is None:
+        return gradients[0].message.removeprefix("not judged: ")
+    if one.coverage.nothing_moved:
+        return "no weight was due to move in the recorded steps: is the learning rate 0?"
+    return f"{_judged_shares(one)} judged in {extent(one)}, none wrong{_noise(passed)}"
+
+
+def _judged_shares(one: CheckedTraining) -> str:
+    gradients, updates = percent(one.coverage.gradients.part), percent(one.coverage.updates.part)
+    if gradients == updates:
+        return f"{gradients} of gradients and updates"
+    return f"{gradients} of gradients, {updates} of updates"
 
 
 def extent(one: CheckedTraining) -> str:
@@ -109,12 +131,14 @@ def _noise(finding: Finding) -> str:
     return "" if finding.error_x_noise is None else f" ({digits(finding.error_x_noise)} × rounding noise)"
 
 
-def _exit_code(answer: Answer, checked: CheckedCommand) -> int:
+def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -> int:
     """Return the code: a mistake counts more than how the command ended, and that more than its being right."""
     if answer is Answer.WRONG:
         return WRONG
     if checked.end.by is EndedBy.USER:
         return INTERRUPTED
+    if answer is Answer.RIGHT_IN_PART and require_full:
+        return TROUBLE
     if answer is Answer.NOT_JUDGED or checked.end.has_failed:
         return TROUBLE
     return RIGHT

@@ -18,8 +18,13 @@ from harness.check.rank.patching import attempt, wrap
 from harness.check.rank.pause import is_paused
 from harness.check.rank.sharding import is_data_parallel_shard
 
-_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "all_gather",
-               "all_gather_into_tensor")  # fmt: skip
+_REDUCTIONS = (
+    "all_reduce", "all_reduce_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+    "all_gather", "all_gather_into_tensor", "all_gather_single",
+)  # fmt: skip
+
+_OTHER_COLLECTIVES = ("all_to_all", "all_to_all_single", "broadcast", "reduce")
+"""Not isend and irecv, which torch knows by their identity."""
 
 SHARDED_AS_DATA = ("FSDPModule", "FullyShardedDataParallel")
 """Classes of modules whose parameters are distributed although each rank has its own data."""
@@ -54,6 +59,8 @@ class ParallelismObserver(Observer):
         self._counting = False
         self._reduced: dict[int, int] = {}
         self._entries = 0
+        self._stepping = False
+        self._collectives = 0
 
     def install(self) -> None:
         """Wrap what makes meshes and groups, and the collectives that reduce."""
@@ -64,6 +71,8 @@ class ParallelismObserver(Observer):
         wrap(torch.distributed, "new_group", self._around_group)
         for name in _REDUCTIONS:
             wrap(torch.distributed, name, self._around_reduction)
+        for name in _OTHER_COLLECTIVES:
+            wrap(torch.distributed, name, self._around_collective)
 
     def wrapper_of(self, module: nn.Module) -> Any:
         """Return the DistributedDataParallel through which a module has been called, None where there is none."""
@@ -89,19 +98,28 @@ class ParallelismObserver(Observer):
         return None
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Stop counting."""
+        """Count what the step itself communicates."""
         self._counting = False
+        self._stepping, self._collectives = True, 0
         self._entries = sum(p.numel() for p in parameters_of(optimizer) if p.grad is not None)
 
     def after_step(self, optimizer: Optimizer, *, skipped: bool) -> Facts | None:
-        """Return how many entries were reduced by hand, by the group's size, and how many the gradients have."""
-        if not self._reduced:
+        """Return how many entries were reduced by hand, by the group's size, and how many the gradients have.
+
+        ``collectives`` counts those that ran inside the step.
+        """
+        self._stepping = False
+        if not self._reduced and not self._collectives:
             return None
-        return {"reduced": {str(size): count for size, count in self._reduced.items()}, "entries": self._entries}
+        return {
+            "reduced": {str(size): count for size, count in self._reduced.items()},
+            "entries": self._entries,
+            "collectives": self._collectives,
+        }
 
     def stop(self) -> None:
         """Let go of the modules."""
-        self._counting, self._modules = False, []
+        self._counting, self._stepping, self._modules = False, False, []
 
     def final_facts(self) -> Facts | None:
         """Return the modules, meshes of several dimensions, and the sizes of groups that are not the world."""
@@ -136,6 +154,11 @@ class ParallelismObserver(Observer):
         # Asked first: a compiled region must not depend on what is being counted.
         if not torch.compiler.is_compiling() and self._counting and not is_paused():
             attempt(self._note_reduction, args, kwargs)
+        return self._around_collective(original, *args, **kwargs)
+
+    def _around_collective(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and self._stepping and not is_paused():
+            self._collectives += 1
         return original(*args, **kwargs)
 
     def _note_reduction(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,304 @@
+"""No praise that was not earned: trainings of which little or nothing can be judged, or whose ranks differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.check.verdict.verdict import Answer, answer_of, sentence_on
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError:  # before torch 2.6
+    from torch.distributed._composable.fsdp import fully_shard
+
+STEPS = 2
+
+
+def small(seed=0, classes=4):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, classes))
+
+
+def fit(model, *optimizers, classes=4, after_backward=lambda: None, same_data=False):
+    torch.manual_seed(0 if same_data else 100 + dist.get_rank())
+    for _ in range(STEPS):
+        model.zero_grad()
+        cross_entropy(model(torch.randn(8, 6)), torch.randint(classes, (8,))).backward()
+        after_backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def average(parameters):
+    for one in parameters:
+        if one.grad is not None:
+            dist.all_reduce(one.grad)
+            one.grad /= dist.get_world_size()
+
+
+def sharded(model):
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+@pytest.fixture
+def judged(plumbline):
+    """Return a function that trains on ranks, and returns the training with its answer and its sentence."""
+
+    def judged(train, ranks=2):
+        checked = plumbline.check(train, ranks=ranks, steps=STEPS)
+        assert not any(end.has_failed for end in checked.ends), checked.ends
+        (training,) = checked.trainings
+        return training, answer_of(training), sentence_on(training)
+
+    return judged
+
+
+def causes(training):
+    return {one.cause for one in training.findings if one.outcome.is_bad and one.consequence_of is None}
+
+
+class TensorParallel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 4)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        parallelize_module(self, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def forward(self, inputs):
+        return self.head(self.down(self.up(inputs).relu()))
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_tensor_parallelism_is_right_in_part_at_most_and_what_was_not_followed_is_named(judged, factor):
+    def train():
+        torch.manual_seed(0)
+        model = TensorParallel()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fit(model, optimizer, after_backward=lambda: model.up.weight.grad.mul_(factor), same_data=True)
+
+    training, answer, sentence = judged(train)
+    assert answer is Answer.RIGHT_IN_PART
+    assert sentence.startswith("20.3 % of gradients, 100 % of updates judged")
+    (left_out,) = training.coverage.gradients.left_out
+    assert "DTensors" in left_out.why  # a gradient did arrive at them
+
+
+def a_new_head(model, optimizer):
+    model[4] = nn.Linear(8, 4)
+    return model
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [lambda model, _: sharded(model), lambda model, _: DistributedDataParallel(small()), a_new_head],
+    ids=["fully_shard", "another-model", "a-new-layer"],
+)
+def test_an_optimizer_made_before_its_parameters_were_replaced_is_named(judged, replace):
+    def train():
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        fit(replace(model, optimizer), optimizer)
+
+    training, answer, sentence = judged(train, ranks=1 if replace is a_new_head else 2)
+    assert answer is Answer.WRONG
+    assert "optimizer-holds-other-parameters" in causes(training)
+    assert "optimizer holds other parameters" in sentence
+
+
+def test_a_second_model_that_is_not_called_yet_is_no_mistake(judged):
+    def train():
+        model, later = small(), nn.Linear(3, 5)
+        fit(model, torch.optim.SGD(model[2:].parameters(), 0.1), torch.optim.SGD(later.parameters(), 0.1))
+
+    _, answer, _ = judged(train, ranks=1)
+    assert answer is Answer.RIGHT_IN_PART
+
+
+@pytest.mark.parametrize("when", ["in-hooks", "before-the-step"])
+def test_ranks_that_average_gradients_of_different_models_are_wrong(judged, when):
+    def train():
+        model = small(seed=dist.get_rank())
+        if when == "in-hooks":
+            for one in model.parameters():
+                one.register_post_accumulate_grad_hook(lambda one: average([one]))
+        after = (lambda: average(model.parameters())) if when == "before-the-step" else lambda: None
+        fit(model, torch.optim.SGD(model.parameters(), 0.1), after_backward=after)
+
+    training, answer, _ = judged(train)
+    assert answer is Answer.WRONG
+    assert causes(training) == {"not-broadcast"}
+
+
+class LowRank(nn.Module):
+    """A frozen layer and an update of low rank, whose second factor begins as zeros."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, base.in_features))
+        self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+
+    def forward(self, inputs):
+        return self.base(inputs) + inputs @ self.a.T @ self.b.T
+
+
+@pytest.mark.parametrize("difference", [0, 0.02])
+def test_adapters_that_differ_between_ranks_are_found_though_their_first_gradient_is_zero(judged, difference):
+    def train():
+        torch.manual_seed(0)
+        model = nn.Sequential(LowRank(nn.Linear(6, 8)), nn.ReLU(), LowRank(nn.Linear(8, 4)))
+        with torch.no_grad():
+            model[0].a.mul_(1 + difference * dist.get_rank())
+        parameters = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.SGD(parameters, 0.1)
+        fit(model, optimizer, after_backward=lambda: average(parameters))
+
+    training, answer, _ = judged(train)
+    assert answer is (Answer.WRONG if difference else Answer.RIGHT)
+    assert causes(training) == ({"not-broadcast"} if difference else set())
+
+
+def test_parameters_that_one_rank_does_not_optimise_are_named(judged):
+    def train():
+        model = DistributedDataParallel(small())
+        parameters = list(model.parameters())
+        fit(model, torch.optim.SGD(parameters if dist.get_rank() == 0 else parameters[:2], 0.1))
+
+    training, answer, _ = judged(train)
+    assert answer is Answer.WRONG
+    assert causes(training) == {"missing-on-some-ranks"}
+    assert not any("different steps" in one.message for one in training.findings)
+
+
+def test_ranks_that_divide_the_optimizer_and_share_the_weights_are_not_accused(judged):
+    def train():
+        model = DistributedDataParallel(small())
+        parameters = list(model.parameters())
+        shares = [parameters[:3], parameters[3:]]
+
+        def share():
+            for owner, own in enumerate(shares):
+                for one in own:
+                    dist.broadcast(one.data, owner)
+
+        optimizer = torch.optim.SGD(shares[dist.get_rank()], 0.1)
+        torch.manual_seed(100 + dist.get_rank())
+        for _ in range(STEPS):
+            model.zero_grad()
+            cross_entropy(model(torch.randn(8, 6)), torch.randint(4, (8,))).backward()
+            optimizer.step()
+            share()
+
+    _, answer, sentence = judged(train)
+    assert answer is Answer.NOT_JUDGED
+    assert "no parameter is in every rank's optimizer" in sentence
+
+
+@pytest.mark.parametrize("width", [8, 4])
+def test_parts_of_a_model_with_equal_names_are_not_compared(judged, width):
+    def train():
+        torch.manual_seed(dist.get_rank())
+        part = nn.Sequential(nn.Linear(6, 8 if dist.get_rank() else width))
+        fit(part, torch.optim.SGD(part.parameters(), 0.1))
+
+    _, answer, sentence = judged(train)
+    assert answer is Answer.NOT_JUDGED
+    assert "could not be judged" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("classes", "rate", "sentence"), [(1, 0.1, "every gradient was zero"), (4, 0.0, "is the learning rate 0?")]
+)
+def test_where_nothing_could_have_differed_nothing_is_right(judged, classes, rate, sentence):
+    def train():
+        model = DistributedDataParallel(small(classes=classes))
+        fit(model, torch.optim.SGD(model.parameters(), rate), classes=classes)
+
+    _, answer, said = judged(train)
+    assert answer is Answer.NOT_JUDGED
+    assert sentence in said
+
+
+class AveragesInStep(torch.optim.Optimizer):
+    """An optimizer that averages gradients itself, or shares the work of its step, or forgets to do so."""
+
+    def __init__(self, parameters, way):
+        super().__init__(parameters, {"lr": 0.1})
+        self.way = way
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for place, one in enumerate(group["params"]):
+                update = one.grad.clone()
+                if self.way == "averages":
+                    dist.all_reduce(update)
+                    update /= dist.get_world_size()
+                if self.way == "shares":
+                    dist.broadcast(update, place % dist.get_world_size())
+                if self.way == "forgets":
+                    dist.all_reduce(torch.zeros(1))
+                one.sub_(update, alpha=group["lr"])
+
+
+def test_an_optimizer_that_averages_inside_its_step_is_not_accused_and_not_praised(judged):
+    def train():
+        model = small()
+        fit(model, AveragesInStep(model.parameters(), "averages"))
+
+    _, answer, sentence = judged(train)
+    assert answer is Answer.NOT_JUDGED
+    assert "the optimizer's step communicates" in sentence
+
+
+def test_an_optimizer_whose_step_communicates_but_leaves_ranks_apart_is_wrong(judged):
+    def train():
+        model = small()
+        fit(model, AveragesInStep(model.parameters(), "forgets"))
+
+    training, answer, _ = judged(train)
+    assert answer is Answer.WRONG
+    assert "not-synchronised" in causes(training)
+
+
+def test_updates_that_communicate_are_not_in_the_share_of_what_was_judged(judged):
+    def train():
+        model = DistributedDataParallel(small())
+        matrices = AveragesInStep([one for one in model.parameters() if one.dim() == 2], "shares")
+        fit(model, matrices, torch.optim.SGD([one for one in model.parameters() if one.dim() == 1], 0.1))
+
+    training, answer, sentence = judged(train)
+    assert answer is Answer.RIGHT_IN_PART
+    assert sentence.startswith("100 % of gradients, 12.2 % of updates judged")
+    assert [one.why for one in training.coverage.updates.left_out] == ["its step communicates with other ranks"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_shards_that_are_shortened_by_factors_of_their_own_are_named(judged, together):
+    def train():
+        model = sharded(small())
+        parameters = list(model.parameters())
+
+        def shorten():
+            square = torch.stack([one.grad.to_local().square().sum() for one in parameters]).sum()
+            if together:
+                dist.all_reduce(square)
+            for one in parameters:
+                one.grad.to_local().mul_(0.05 / square.sqrt())
+
+        fit(model, torch.optim.SGD(parameters, 0.1), after_backward=shorten)
+
+    training, answer, _ = judged(train)
+    assert causes(training) == (set() if together else {"clipped-shard-by-shard"})
+    assert answer is (Answer.RIGHT if together else Answer.WRONG)
