@@ -217,6 +217,53 @@ def test_parts_of_a_model_with_equal_names_are_not_compared(judged, width):
     assert "could not be judged" not in sentence
 
 
+class Experts(nn.Module):
+    """Each rank has an expert of its own, to which all ranks send a part of their samples."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 4)
+        torch.manual_seed(1 + dist.get_rank())
+        self.expert = nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs).relu()
+        back = Exchange.apply(self.expert(Exchange.apply(hidden)))
+        return self.head(hidden + back)
+
+
+class Exchange(torch.autograd.Function):
+    """Half of the rows of each rank go to the other, and so do their gradients."""
+
+    @staticmethod
+    def forward(ctx, rows):
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows.contiguous())
+        return received
+
+    backward = forward
+
+
+@pytest.mark.parametrize("communicates", [True, False])
+def test_only_where_the_forward_communicates_are_other_weights_on_each_rank_experts(judged, communicates, monkeypatch):
+    if not communicates:
+        monkeypatch.setattr(Exchange, "forward", staticmethod(lambda ctx, rows: rows.clone()))
+        monkeypatch.setattr(Exchange, "backward", staticmethod(lambda ctx, rows: rows.clone()))
+
+    def train():
+        model = Experts()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["expert.weight", "expert.bias"])
+        fit(DistributedDataParallel(model), torch.optim.SGD(model.parameters(), 0.1))
+
+    training, answer, sentence = judged(train)
+    if communicates:
+        assert answer is Answer.RIGHT_IN_PART
+        assert sentence.startswith("62.5 % of gradients, 100 % of updates judged")
+    else:
+        assert causes(training) == {"some-parameters-not-synchronised"}
+
+
 @pytest.mark.parametrize(
     ("classes", "rate", "sentence"), [(1, 0.1, "every gradient was zero"), (4, 0.0, "is the learning rate 0?")]
 )

@@ -19,6 +19,9 @@ from harness.evidence.projection import project
 SEGMENT = 64
 """Entries of a parameter's segment at most. A norm is known to 18 % from a projection of this length."""
 
+COMMUNICATES = "its forward communicates with other ranks"
+"""Why a call is not computed again, where collectives run inside of it."""
+
 Facts = dict[str, Any]
 """What an observer noted, as JSON values, by the observer's name."""
 

@@ -15,6 +15,7 @@ from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 
 NO_REPLAY = "its backward passes were not computed again"
+IN_PARTS = "each rank holds another part of it"
 NO_STEP = "its optimizer took none of the recorded steps; record more of them"
 NO_GRADIENT = "it received no gradient in the recorded steps"
 ZERO_GRADIENT = "its gradient was zero in the recorded steps"
@@ -128,6 +129,8 @@ def _gradients_left_out(training: RecordedTraining, evidence: GradientEvidence) 
                 compared.add(key)
             elif removed:
                 known[key] = REMOVED
+            elif parameter.name in case.parts:
+                known[key] = IN_PARTS
     for why, reason in _REASONS.items():
         for case in evidence.unjudged.get(why, ()):
             known |= {(case.step.optimizer, one.name): reason for one in case.parameters}

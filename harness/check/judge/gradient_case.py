@@ -52,7 +52,8 @@ class ReceivedGradient:
 
     ``ranks`` has this step as each rank recorded it, ``previous`` the step before of this rank. ``free_factor``: the
     gradient may be shorter by one factor, because it was clipped. ``hook_format`` is the format to which a
-    communication hook rounds gradients, "" without one.
+    communication hook rounds gradients, "" without one. ``parts`` are the names of parameters of which each rank holds
+    another part: how their gradients belong together is not known.
     """
 
     place: int
@@ -61,6 +62,7 @@ class ReceivedGradient:
     previous: RecordedStep | None = None
     free_factor: bool = False
     hook_format: str = ""
+    parts: frozenset[str] = frozenset()
 
     @property
     def step(self) -> RecordedStep:
@@ -99,7 +101,7 @@ class ReceivedGradient:
 
         Not where it was removed: such a parameter does not move, which is how scripts freeze one for a while.
         """
-        return (self._arrived | (self.norms(self.received) == 0)) & ~self.removed
+        return (self._arrived | (self.norms(self.received) == 0)) & ~self.removed & ~self._held_in_parts
 
     @cached_property
     def removed(self) -> Tensor:
@@ -112,6 +114,10 @@ class ReceivedGradient:
     def _arrived(self) -> Tensor:
         passes = [one for step in self.ranks.values() for one in _all(step)]
         return (torch.stack([self.norms(one.local) for one in passes] or [self.zero]) > 0).any(0)
+
+    @property
+    def _held_in_parts(self) -> Tensor:
+        return torch.tensor([one.name in self.parts for one in self.parameters], dtype=torch.bool)
 
     @property
     def zero(self) -> Tensor:
@@ -128,7 +134,7 @@ class ReceivedGradient:
     @property
     def compared(self) -> Tensor:
         """For each parameter, whether its gradient is compared with one that is not zero: it could have differed."""
-        return self._arrived & ~self.removed
+        return self._arrived & ~self.removed & ~self._held_in_parts
 
     @property
     def is_zero(self) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.gradient_case import Combination, ReceivedGradient
+from harness.check.judge.model_parts import model_parts
 from harness.check.judge.recorded_weights import weights_at
 from harness.check.judge.shared_parameters import shared_part
 
@@ -14,6 +15,10 @@ NOT_FINITE = "gradients were not finite"
 NOT_FOLLOWED = (
     "no backward pass reached the optimizer's parameters; their gradients cannot be followed where they are copied "
     "from other tensors, such as master weights, or come from torch.autograd.grad or torch.func"
+)
+IN_PARTS = (
+    "each rank holds another part of the model, as with experts or tensor parallelism; how gradients of such parts "
+    "belong together is not judged yet"
 )
 ZERO = "every gradient was zero in the recorded steps, so that nothing could have differed"
 REDUCED_IN_STEP = (
@@ -70,6 +75,7 @@ def _received_gradients(
 ) -> Iterator[tuple[ReceivedGradient, Mapping[int, RecordedStep]]]:
     """Yield each received gradient, and the whole step of each rank."""
     previous: dict[tuple[int, int], RecordedStep] = {}
+    held_in_parts = model_parts(training)
     hook_format = _hook_format(training)
     for place in range(min((len(rank.steps) for rank in training.ranks), default=0)):
         recorded = training.at(place)
@@ -77,12 +83,15 @@ def _received_gradients(
         if not alike or len(recorded) < training.world_size:
             return
         ranks = shared_part(recorded)
+        optimizer = next(iter(ranks.values())).optimizer
+        parts = frozenset(name for number, name in held_in_parts if number == optimizer)
         for rank, step in ranks.items():
             if not step.skipped and step.parameters:
                 before = previous.get((rank, step.optimizer))
                 if before is not None and before.parameters != step.parameters:
                     before = None
-                yield ReceivedGradient(place, rank, ranks, before, hook_format=hook_format), recorded
+                case = ReceivedGradient(place, rank, ranks, before, hook_format=hook_format, parts=parts)
+                yield case, recorded
             previous[rank, step.optimizer] = step
 
 
@@ -99,7 +108,7 @@ def _why_unjudged(case: ReceivedGradient, right: Combination, recorded: Mapping[
     if not case.is_finite:
         return NOT_FINITE
     if not case.compared.any():
-        return ZERO if case.is_zero else NOT_FOLLOWED
+        return ZERO if case.is_zero else IN_PARTS if case.parts else NOT_FOLLOWED
     if not case.fit(right).holds and _is_reduced_in_step(case.place, recorded):
         return REDUCED_IN_STEP
     return ""

@@ -10,6 +10,7 @@ from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
 from harness.check.judge.gradient_evidence import (
+    IN_PARTS,
     NOT_FINITE,
     NOT_FOLLOWED,
     REDUCED_IN_STEP,
@@ -43,10 +44,13 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
         yield Finding(
             CHECK,
             Outcome.PASSED,
-            f"every gradient that an optimizer received is {_mean(judged[0][0])}{_removed(judged)}",
+            f"every gradient that was judged is {_mean(judged[0][0])}{_removed(judged)}",
             error_x_noise=max((value for value in noise if value is not None), default=None),
             limit_x_noise=2.0,
         )
+        return
+    if any(case.parts for case, _, _ in wrong):
+        yield not_judged(CHECK, IN_PARTS, wrong[0][0].place)
         return
     finding = explained(_finding(*wrong[0], wrong), HYPOTHESES, _Wrong(wrong))
     yield settled(finding, [case for case, _, _ in wrong], training)
@@ -134,7 +138,7 @@ def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
     if not evidence.unjudged:
         return _why_no_case(training)
-    why = next(why for why in (REDUCED_IN_STEP, NOT_FINITE, ZERO, NOT_FOLLOWED) if why in evidence.unjudged)
+    why = next(why for why in (REDUCED_IN_STEP, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED) if why in evidence.unjudged)
     names = [one.name for case in evidence.unjudged[why] for one in case.parameters]
     if why == NOT_FOLLOWED and any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
         return "FullyShardedDataParallel (FSDP1) cannot be followed; fully_shard (FSDP2) can"

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from harness.check.evidence.training import COMMUNICATES
 from harness.check.rank.replay.autocast_state import autocast
 from harness.check.rank.replay.call import TrackedCall, sample
 from harness.check.rank.replay.draws import Draws, UnknownDrawError
@@ -81,7 +82,7 @@ def replay(
         raise
     except CommunicatesError as error:
         # All ranks could replay together, if they knew from each other that they recorded the same calls.
-        raise CannotReplayError(f"{call.name}: its forward communicates with other ranks") from error
+        raise CannotReplayError(f"{call.name}: {COMMUNICATES}") from error
     except torch.cuda.OutOfMemoryError as error:
         raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
