@@ -208,10 +208,13 @@ def plumbline_benchmark(request: pytest.FixtureRequest) -> BenchmarkCase:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cells that their subjects do not declare."""
-    if SESSION in config.stash and not config.option.show_unsupported:
-        from harness.pytest_plugin.undeclared_cells import deselect_undeclared
+    """Deselect cells that their subjects do not declare, and what stands for a plan without cells."""
+    if SESSION not in config.stash or REFUSED in config.stash:
+        return
+    from harness.pytest_plugin.undeclared_cells import deselect_undeclared, leave_out_placeholders
 
+    leave_out_placeholders(config, items, CELL_FIXTURES)
+    if not config.option.show_unsupported:
         deselect_undeclared(config, config.stash[SESSION], items, CELL_FIXTURES)
 
 

@@ -13,6 +13,10 @@ from harness.report.terminal.end_of_run import speed_for_terminal, support_for_t
 from harness.results.records import Result
 from harness.results.run import read_run
 
+NOTHING_PLANNED = (
+    "Nothing to run: no cell has these options. Choose other --backends, --workloads or --precisions, or more --gpus."
+)
+
 
 def write_summary(terminal: Any, recording: RunRecording, *, interrupted: bool, show_unsupported: bool) -> None:
     """Write the run's tables to pytest's ``terminal`` reporter, and how to resume a run that was interrupted."""

@@ -73,6 +73,17 @@ def test_where_nothing_is_left_it_is_said_why(project, xdist):
     assert not list(project.root.glob("reports/*"))
 
 
+@pytest.mark.parametrize("more", [(), ("--collect-only",), ("--show-unsupported",), ("-n", "1")], ids=" ".join)
+def test_where_no_cell_is_planned_it_is_said(project, more):
+    project.trainer("mine.py")
+    asked = ("--gpus", "2", "--workloads", "mlp", "--backends", "ep", "--precisions", "32", "--subject", "mine.py")
+    result = project.pytest(*asked, *more, suites=("suites/conformance",), fresh="-n" in more)
+    assert result.ret == pytest.ExitCode.NO_TESTS_COLLECTED
+    result.stdout.fnmatch_lines(["Nothing to run: no cell has these options. Choose other --backends, *"])
+    assert "INTERNALERROR" not in result.stdout.str()
+    assert not list(project.root.glob("reports/*"))
+
+
 def test_two_workers_leave_out_what_one_process_does(project):
     project.trainer("mine.py")
     result = project.pytest(*ASKED, "-k", "1x2 and not bf16", "-n", "2", "--subject", "mine.py", fresh=True)
