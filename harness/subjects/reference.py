@@ -54,6 +54,12 @@ class _Adapter(Module):
             return super().configure_ddp(model, device_ids)
         return DistributedDataParallel(model, device_ids=device_ids, find_unused_parameters=True)
 
+    def configure_blocks(self) -> list[nn.Module] | None:
+        # A model that not every batch goes through as a whole says where it may be cut.
+        declare = getattr(self.model, "configure_blocks", super().configure_blocks)
+        blocks: list[nn.Module] | None = declare()
+        return blocks
+
     def while_planning(self) -> AbstractContextManager[None]:
         return self.job.trial()
 

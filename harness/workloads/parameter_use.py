@@ -52,6 +52,10 @@ class Branching(nn.Module):
         super().__init__()
         self.first, self.extra, self.last = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 8)
 
+    def configure_blocks(self) -> list[nn.Module]:
+        """Return the layers that every batch goes through: a pipeline is cut between these alone."""
+        return [self.first, self.last]
+
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits, (batch, 8)."""
         hidden = self.first(batch["x"])

@@ -30,6 +30,8 @@ MISTAKES = Path(__file__).parent / "subjects" / "wrong_stages.py"
         ("checkpoint-windows", "1x2", "32", Outcome.PASSED),
         ("checkpoint", "1x2", "16", Outcome.PASSED),
         ("thawed", "1x2", "32", Outcome.PASSED),
+        ("unused-parameters", "1x2", "16", Outcome.PASSED),
+        ("unused-at-the-end", "1x2", "32", Outcome.PASSED),
         ("checkpoint-elastic", "2x2", "32", Outcome.PASSED),
         ("cnn-batchnorm", "2x2", "32", Outcome.DEVIATES),
         ("transformer", "2x2", "32", Outcome.PASSED),

@@ -29,6 +29,40 @@ def test_those_of_a_recipe_are_those_that_are_found(inputs, layer):
     assert problem.blocks in ((found, found - 1) if layer == "experts" else (found,)), "a router may be one by itself"
 
 
+@pytest.mark.parametrize("name", ["unused-parameters", "unused-at-the-end"])
+@torch.no_grad()
+def test_batches_that_leave_a_layer_unused_pass_wherever_the_model_is_cut(name):
+    workload = WORKLOADS[name]
+    model, batches = workload.model(), list(batches_of(workload))
+    expected = [workload.loss(model(batch), batch) for batch in batches]
+    for first in batches[:2] + batches[-1:]:
+        chain = find_chain(
+            model, lambda first=first: workload.loss(model(first), first), 2, torch.device("cpu"), declared(model)
+        )
+        assert len(chain.blocks) >= workload.blocks
+        for cut in range(1, len(chain.blocks)):
+            interception = chain.interception(model, torch.device("cpu"))
+            parts = chain.part(0, cut), chain.part(cut, len(chain.blocks))
+            with interception.installed():
+                for batch, whole in zip(batches, expected, strict=True):
+                    values = []
+                    for part in parts:
+                        values = interception.run(part, values, lambda batch=batch: workload.loss(model(batch), batch))
+                    assert torch.equal(values, whole)
+
+
+def batches_of(workload):
+    """Yield the micro-batches of an epoch, of four samples each."""
+    samples = workload.dataset(2)
+    for start in range(0, workload.samples(2), 4):
+        yield samples.batch(range(start, start + 4))
+
+
+def declared(model):
+    """Return the blocks that a model declares, or None."""
+    return model.configure_blocks() if hasattr(model, "configure_blocks") else None
+
+
 def leaves(model):
     """Return the modules that have no others inside."""
     return [part for part in model.modules() if not list(part.children())]

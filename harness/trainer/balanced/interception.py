@@ -231,7 +231,7 @@ class Interception:
         return (
             f"What later blocks use of {self._named(carried.label.call)}, or of the code after it, is not computed as "
             "it was when the blocks were found: balanced needs the same data flow for every batch, in training and "
-            "validation."
+            f"validation. {ADVICE}"
         )
 
     def _named(self, call: int) -> str:
