@@ -170,6 +170,12 @@ class Backend:
         return self.micro_batches == 1 and any(Held.PARAMETERS in splits for splits in together)
 
     @property
+    def has_stages(self) -> bool:
+        """Whether each device has whole layers, which the micro-batches of a batch pass one after the other."""
+        together = (one.splits for one in self.dimensions if Held.SAMPLES not in one.splits)
+        return self.micro_batches > 1 and any(Held.PARAMETERS in splits for splits in together)
+
+    @property
     def divides_experts(self) -> bool:
         """Whether ranks have experts of their own."""
         return any(Held.EXPERTS in one.splits for one in self.dimensions)

@@ -110,3 +110,7 @@ def test_a_name_is_registered_for_one_backend_only():
     BACKENDS.register(BACKENDS["ddp"])
     with pytest.raises(ValueError, match="there is already a backend 'ddp'"):
         BACKENDS.register(type(BACKENDS["ddp"])("ddp"))
+
+
+def test_stages_are_those_of_pipelines_alone():
+    assert {backend.name for backend in BACKENDS.values() if backend.has_stages} == {"pp", "balanced"}

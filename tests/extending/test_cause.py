@@ -27,3 +27,15 @@ def test_it_explains_what_nothing_explained_before(outside, trained, monkeypatch
     finding = trained(mistake, "mirrors", "mlp", "none", "1x1")["gradients"]
     assert (finding.outcome, finding.cause, finding.family) == (Outcome.FAILED, "mirrored", "data")
     assert "who turns rows?" in finding.message
+
+
+def observed(case):
+    """Predict nothing: what was observed meets itself."""
+    yield case.observed
+
+
+def test_what_was_observed_is_no_prediction_and_explains_nothing(outside, trained, monkeypatch):
+    monkeypatch.setitem(HYPOTHESES, GradientCase, [*HYPOTHESES[GradientCase]])
+    register(GradientCase, Hypothesis("observed", "data", observed, "what they are", "why?", specificity=600))
+    finding = trained(outside("mistake"), "mirrors", "mlp", "none", "1x1")["gradients"]
+    assert (finding.outcome, finding.cause) == (Outcome.FAILED, "unexplained")

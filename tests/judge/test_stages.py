@@ -15,6 +15,7 @@ from harness.judge.replicas import as_replicas, with_empty_steps
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.workloads import WORKLOADS
 
+DETECTION = Path(__file__).parents[2] / "suites" / "detection" / "everybody.py"
 MISTAKES = Path(__file__).parent / "subjects" / "wrong_stages.py"
 
 
@@ -114,6 +115,16 @@ def test_a_mistake_of_a_stage_is_named(verdict, subject, cell, cause, check, wor
     assert outcome.is_bad
     assert (first.check, first.cause) == (check, cause), findings
     assert words in first.message
+
+
+def test_ranks_that_share_sequences_are_no_stages(verdict):
+    """Each of them holds the whole model: none is accused alone, and nothing is said to fit that was not predicted."""
+    findings, outcome = verdict("keys-without-the-others-gradients", "transformer", "sp", "1x2", locator=DETECTION)
+    first = diagnosis(findings.values())
+    assert outcome is Outcome.FAILED
+    assert (first.cause, first.family, first.cause_x_noise) == ("exchanged-otherwise", "sync", None)
+    assert "from that" not in first.message
+    assert "right for all others" not in first.message
 
 
 def test_stages_of_which_one_has_no_parameters_and_makes_no_steps_are_right(verdict):

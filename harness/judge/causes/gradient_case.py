@@ -11,7 +11,7 @@ import torch
 from harness.evidence.trace import Step, Tensors
 from harness.judge.causes.combinations import common_factor, factor_between
 from harness.judge.causes.counterfactuals import Counterfactuals, Parts
-from harness.judge.causes.hypothesis import Hypothesis
+from harness.judge.causes.hypothesis import Hypothesis, Match
 from harness.judge.causes.stage_pattern import HeldParameters, StagePattern, names_in_words, ranks_in_words
 from harness.judge.oracle.noise import distance, length, norm
 from harness.judge.oracle.oracle import clipped
@@ -99,6 +99,11 @@ class GradientCase:
         """Whether several ranks hold one model together."""
         return self.counterfactuals.analysis.is_staged
 
+    @property
+    def in_stages(self) -> bool:
+        """Whether these ranks are the stages of a pipeline: each holds whole layers of its own."""
+        return self.is_staged and self.counterfactuals.cell.contract.has_stages
+
     @cached_property
     def held(self) -> HeldParameters:
         """Which ranks hold which of the trained parameters."""
@@ -107,8 +112,8 @@ class GradientCase:
 
     @property
     def shared(self) -> dict[str, tuple[int, ...]]:
-        """The parameters that several of the ranks hold which hold one model together."""
-        return self.held.shared if self.is_staged else {}
+        """The parameters that several stages of a pipeline hold, such as tied weights."""
+        return self.held.shared if self.in_stages else {}
 
     @property
     def recorded(self) -> dict[int, Step]:
@@ -213,7 +218,7 @@ class GradientCase:
     def _norm_rank(self) -> str:
         """The rank whose own norm comes nearest to the one that the gradient seems to have been clipped by."""
         raw, limit = self.expected.raw, self.clip_norm
-        if not self.is_staged or not limit:
+        if not self.in_stages or not limit:
             return ""
         seen = limit / (factor_between(raw, self.observed) or limit)
         own = {rank: length({n: raw[n] for n in self.held.on(rank) & raw.keys()}) for rank in self.held.ranks}
@@ -225,8 +230,12 @@ class GradientCase:
         return factor_between(right, self.observed) if right else 1.0
 
 
-GradientHypothesis = Hypothesis[GradientCase, Tensors]
-"""Predicts gradients as the optimizer would have received them, in float64."""
+GradientHypothesis = Hypothesis[GradientCase, Tensors | Match]
+"""Predicts gradients as the optimizer would have received them, in float64.
 
-Gradients = Iterator[Tensors]
+What cannot be predicted is no prediction: a hypothesis that holds by elimination, or by other evidence than gradients,
+yields a ``Match``. The observed gradients themselves predict nothing, and explain nothing.
+"""
+
+Gradients = Iterator[Tensors | Match]
 """What a hypothesis about gradients predicts, variant by variant."""

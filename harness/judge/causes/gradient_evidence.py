@@ -75,11 +75,14 @@ class GradientEvidence(Evidence):
         when = occasion(self.wrong, refuting, self.every) if refuting else ""
         if when is None or (when and hypothesis.specificity < OCCASIONAL):
             return None
-        return Match(figures=self.wrong[0].figures, error=error, when=when)
+        by_elimination = isinstance(next(iter(hypothesis.predict(self.wrong[0])), None), Match)
+        return Match(figures=self.wrong[0].figures, error=None if by_elimination else error, when=when)
 
     def message(self, finding: Finding, description: str, hint: str, match: Match) -> str:
         """Return where the gradients are wrong, by how much, and how near the hypothesis comes."""
-        errors = f"{times(match.error or 0.0)} from that; {times(finding.error_x_noise or 0.0)} from right"
+        errors = f"{times(finding.error_x_noise or 0.0)} from right"
+        if match.error is not None:
+            errors = f"{times(match.error)} from that; {errors}"
         when = f"; it happens {match.when}" if match.when else ""
         return f"gradients at {self.wrong[0].location} are {description} ({errors}): {hint}{when}"
 
@@ -121,7 +124,8 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
         explained = explain(finding, evidence)
         if explained.cause != UNEXPLAINED:
             return explained
-    return replace(finding, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {_figures(first)}")
+    seen = f"{_figures(first)}{_stage(first, analysis)}"
+    return replace(finding, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {seen}")
 
 
 def _cases(analysis: TraceAnalysis) -> list[GradientCase]:
@@ -182,9 +186,9 @@ def _is_multiple(case: GradientCase, analysis: TraceAnalysis) -> bool:
 
 def _stages(wrong: Sequence[GradientCase], analysis: TraceAnalysis) -> StagePattern:
     """Return what is wrong on each rank, by the parameters that are wrong at the first wrong step."""
-    if not analysis.is_staged:
-        return StagePattern()
     first = wrong[0]
+    if not first.in_stages:
+        return StagePattern()
     limit = 0.0 if analysis.exact else analysis.limit
     names = [name for name in first.held.holders if _least_error(first, name, analysis) > limit]
     return stage_pattern(first.held, names, [(one.expected.raw, one.observed) for one in wrong])
@@ -221,10 +225,20 @@ def _misfit(
     """Return the largest error over cases, each with its nearest prediction; ``without`` where there is none."""
     worst = 0.0
     for case in cases:
-        worst = max(worst, min((_error(case, one, analysis) for one in hypothesis.predict(case)), default=without))
+        errors = (_misfit_of(one, case, analysis) for one in hypothesis.predict(case))
+        worst = max(worst, min(errors, default=without))
         if worst > analysis.limit:
             break
     return worst
+
+
+def _misfit_of(prediction: Tensors | Match, case: GradientCase, analysis: TraceAnalysis) -> float:
+    """Return the error of a prediction; what holds by elimination has none, and the evidence is no prediction."""
+    if isinstance(prediction, Match):
+        return 0.0
+    if any(prediction.get(name) is value for name, value in case.observed.items()):
+        return math.inf
+    return _error(case, prediction, analysis)
 
 
 def _error(case: GradientCase, predicted: Tensors, analysis: TraceAnalysis) -> float:
@@ -255,6 +269,12 @@ def _worst_parameter(case: GradientCase, analysis: TraceAnalysis) -> str | None:
         key=lambda name: _error_of(case, name, case.expected.contract, analysis),
         default=None,
     )
+
+
+def _stage(case: GradientCase, analysis: TraceAnalysis) -> str:
+    """Return in words on which stages of a pipeline the gradient is wrong, empty where it is on all."""
+    pattern = _stages([case], analysis)
+    return "; wrong is only what {wrong_ranks} holds ({held})".format(**pattern.figures) if pattern.in_part else ""
 
 
 def _figures(case: GradientCase) -> str:

@@ -10,6 +10,7 @@ import torch
 from harness.core.precision import PRECISIONS, Precision
 from harness.judge.causes.combinations import scaled, total_distance, weighted
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from harness.judge.causes.hypothesis import Match
 from harness.judge.oracle.noise import distance, limit, norm
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
@@ -85,7 +86,7 @@ def _rounded(case: GradientCase) -> Gradients:
         # A rounding of each part, of the sums on the way, and of the quotient.
         near = (case.world + 2) * torch.finfo(dtype).eps
         rounded = {
-            name: value
+            name: value.to(dtype).double()
             for name, value in case.observed.items()
             if torch.equal(value.to(dtype).double(), value)
             and distance(value, case.expected.contract[name]) <= near * _size(case, name)
@@ -108,7 +109,7 @@ def _rounded_inputs(case: GradientCase) -> Gradients:
 
 
 def _lower_precision(case: GradientCase) -> Gradients:
-    """Predict the observed gradient where a lower precision's gradient is nearer to it than the right one.
+    """Match where a lower precision's gradient is nearer to the observed one than the right one is, in bits or in size.
 
     Otherwise predict that lower precision's gradient. Weights and activations are rounded the same way on every
     device, but sums are not added in the same order, so the bits cannot be predicted. Random errors of that size are
@@ -128,7 +129,7 @@ def _lower_precision(case: GradientCase) -> Gradients:
         coarse = precision.autocast is None and all(
             torch.equal(value.float().double(), value) for value in case.observed.values()
         )
-        yield case.observed if alike and (coarse or total_distance(case.observed, computed) < error) else computed
+        yield Match() if alike and (coarse or total_distance(case.observed, computed) < error) else computed
 
 
 def _below(precision: Precision) -> Iterable[Precision]:

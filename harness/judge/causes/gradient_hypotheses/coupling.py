@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from harness.judge.causes.combinations import scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from harness.judge.causes.hypothesis import Match
 from harness.judge.oracle.layout import Layout
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
 
@@ -182,7 +183,10 @@ def _shared_statistics(case: GradientCase) -> Gradients:
 
 
 def _coupled_otherwise(case: GradientCase) -> Gradients:
-    """Predict the observed gradient, by elimination: every step is wrong, ranks agree, and samples are coupled."""
+    """Match, by elimination, where every step is wrong, ranks agree, and samples are coupled.
+
+    Predict the gradient of the nearest loss, where a loss of the right outputs may be the mistake.
+    """
     if case.pattern.only_scaled or not (
         case.pattern.every_step and case.ranks_agree and case.counterfactuals.is_coupled(case.index)
     ):
@@ -191,7 +195,7 @@ def _coupled_otherwise(case: GradientCase) -> Gradients:
         in_layers = _has_batchnorm(oracle)
     # Layers that couple samples wrongly have other outputs; a wrong loss is still a loss of the right outputs.
     nearest = None if in_layers else case.counterfactuals.nearest_loss_gradient(case.index, case.observed)
-    yield case.observed if nearest is None else nearest
+    yield Match() if nearest is None else nearest
 
 
 HYPOTHESES = (

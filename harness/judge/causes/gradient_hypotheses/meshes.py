@@ -11,6 +11,7 @@ from harness.evidence.trace import Tensors
 from harness.judge.causes.combinations import CONCLUSIVE, factor_between, mean, scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
 from harness.judge.causes.held_parts import HeldParts
+from harness.judge.causes.hypothesis import Match
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.oracle import clipped, mean_gradient
 
@@ -18,7 +19,7 @@ from harness.judge.oracle.oracle import clipped, mean_gradient
 def _sizes(case: GradientCase) -> list[int]:
     """Return the numbers of ranks that compute with the same samples: along each dimension of the mesh, and in all."""
     cell = case.counterfactuals.cell
-    if cell.contract.micro_batches > 1:
+    if cell.contract.has_stages:
         return []
     ranks = cell.contract.replicas(cell.topology)[0]
     mesh = cell.contract.mesh(cell.topology)
@@ -39,7 +40,7 @@ def _by_size(case: GradientCase) -> Gradients:
 
 def _partial_sums(case: GradientCase) -> Gradients:
     """Predict the first rank's part of a sum, or of a mean, from the parts that the other ranks have."""
-    if case.clip_norm is not None:
+    if case.clip_norm is not None or case.in_stages:  # what stages share are tied weights, which have causes
         return
     held = HeldParts(case)
     unlike = list(held.unlike())
@@ -178,15 +179,15 @@ def _positions_again(case: GradientCase) -> Gradients:
 
 
 def _unlike_members(case: GradientCase) -> Gradients:
-    """Predict the observed gradient where ranks that see the same samples differ in a parameter that each holds."""
+    """Match where ranks that see the same samples differ in the gradient of a parameter that each of them holds."""
     if any(True for _ in HeldParts(case).unlike()):
-        yield case.observed
+        yield Match()
 
 
 def _exchanged_otherwise(case: GradientCase) -> Gradients:
-    """Predict the observed gradient, by elimination: every step is wrong, and several ranks compute each sample."""
+    """Match, by elimination, where every step is wrong, and several ranks compute each sample."""
     if case.pattern.every_step and not case.pattern.only_scaled and _sizes(case):
-        yield case.observed
+        yield Match()
 
 
 HYPOTHESES = (

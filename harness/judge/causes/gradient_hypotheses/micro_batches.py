@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from harness.evidence.trace import Tensors
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
+from harness.judge.causes.hypothesis import Match
 from harness.judge.oracle.layout import Share
 from harness.judge.oracle.noise import norm
 from harness.judge.oracle.oracle import Oracle, clipped, mean_gradient
@@ -55,7 +56,7 @@ def _other_activations(case: GradientCase) -> Gradients:
     A boundary is a layer's output on which everything after it depends through this output alone.
     """
     (own, *others) = _shares(case) or [[]]
-    if not own or others or case.clip_norm is not None or not case.is_staged:
+    if not own or others or case.clip_norm is not None or not case.in_stages:
         return
     with case.counterfactuals.at(case.index) as oracle:
         ranks = {id(p): case.held.holders[n][0] for n, p in oracle.parameters.items() if n in case.held.holders}
@@ -120,10 +121,10 @@ def _boundaries(layers: Sequence[nn.Module], ranks: dict[int, int]) -> Iterator[
 
 
 def _in_another_order(case: GradientCase) -> Gradients:
-    """Predict, by elimination, what was observed where ranks took the micro-batches of a step in different orders."""
+    """Match, by elimination, where ranks took the micro-batches of a step in different orders."""
     orders = [[micro.samples for micro in step.micro_batches if micro.samples] for step in case.recorded.values()]
-    if case.is_staged and case.pattern.every_step and case.clip_norm is None and _differ(orders):
-        yield case.observed
+    if case.in_stages and case.pattern.every_step and case.clip_norm is None and _differ(orders):
+        yield Match()
 
 
 def _differ(orders: Sequence[Sequence[Any]]) -> bool:

@@ -9,6 +9,7 @@ import torch
 from harness.judge.causes.combinations import scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
 from harness.judge.causes.gradient_hypotheses import accumulation, sync
+from harness.judge.causes.hypothesis import Match
 from harness.judge.oracle.noise import length
 from harness.judge.oracle.oracle import clipped
 
@@ -19,6 +20,8 @@ def _of_one(hypothesis: GradientHypothesis, specificity: float) -> GradientHypot
     def predict(case: GradientCase) -> Gradients:
         optimizers = case.counterfactuals.parameters_of_optimizers()
         for wrong in hypothesis.predict(case) if len(optimizers) > 1 else ():
+            if isinstance(wrong, Match):
+                continue
             for names in optimizers:
                 yield {**case.expected.contract, **{name: value for name, value in wrong.items() if name in names}}
 

@@ -14,7 +14,7 @@ from harness.judge.oracle.oracle import clipped
 
 
 def _without_gradient(case: GradientCase) -> Gradients:
-    for rank in case.held.ranks if case.is_staged else ():
+    for rank in case.held.ranks if case.in_stages else ():
         for names in (case.held.on(rank), case.held.first_on(rank), case.held.only_on(rank)):
             if any(bool(case.observed[name].any()) for name in names & case.observed.keys()):
                 continue
@@ -40,7 +40,7 @@ def _tied_scaled(case: GradientCase) -> Gradients:
 def _stages_scaled(case: GradientCase) -> Gradients:
     """Predict one factor for each stage; a part that one of them adds to a shared gradient has that stage's factor."""
     factors = case.pattern.stages.factors
-    if not case.is_staged or not case.pattern.stages.in_part or case.clip_norm is not None:
+    if not case.in_stages or not case.pattern.stages.in_part or case.clip_norm is not None:
         return
     total = {n: v * factors.get(case.held.holders[n][0], 1.0) for n, v in case.expected.raw.items()}
     yield total
@@ -53,12 +53,12 @@ def _stages_scaled(case: GradientCase) -> Gradients:
 
 
 def _by_stages(case: GradientCase) -> Gradients:
-    if case.is_staged:
+    if case.in_stages:
         yield clipped(scaled(1 / len(case.held.ranks), case.expected.raw), case.clip_norm)
 
 
 def _times_stages(case: GradientCase) -> Gradients:
-    if case.is_staged:
+    if case.in_stages:
         yield clipped(scaled(len(case.held.ranks), case.expected.raw), case.clip_norm)
 
 
@@ -79,13 +79,13 @@ def _own_norms(case: GradientCase) -> dict[int, Tensors]:
 
 
 def _clipped_stage_by_stage(case: GradientCase) -> Gradients:
-    if case.clip_norm is not None and case.is_staged:
+    if case.clip_norm is not None and case.in_stages:
         own = {rank: clipped(held, case.clip_norm) for rank, held in _own_norms(case).items()}
         yield {name: own[case.held.holders[name][0]][name] for name in case.expected.raw}
 
 
 def _norm_of_one_stage(case: GradientCase) -> Gradients:
-    for held in _own_norms(case).values() if case.clip_norm is not None and case.is_staged else ():
+    for held in _own_norms(case).values() if case.clip_norm is not None and case.in_stages else ():
         if size := length(held):
             yield scaled(min(1.0, (case.clip_norm or 0.0) / (size + 1e-6)), case.expected.raw)
 
@@ -97,18 +97,11 @@ def _shared_counted_again(case: GradientCase) -> Gradients:
 
 
 def _stage_not_clipped(case: GradientCase) -> Gradients:
-    if case.clip_norm is None or not case.is_staged:
+    if case.clip_norm is None or not case.in_stages:
         return
     for rank in case.held.ranks:
         names = case.held.first_on(rank)
         yield {n: case.expected.raw[n] if n in names else v for n, v in case.expected.contract.items()}
-
-
-def _stage_wrong(case: GradientCase) -> Gradients:
-    """Predict, by elimination, what was observed on the stages that are wrong, and what is right on the others."""
-    if case.is_staged and case.pattern.stages.in_part and case.clip_norm is None:
-        wrong = set(case.pattern.stages.wrong)
-        yield {n: case.observed[n] if n in wrong else v for n, v in case.expected.contract.items()}
 
 
 HYPOTHESES = (
@@ -149,7 +142,4 @@ HYPOTHESES = (
     GradientHypothesis("stage-scaled", "averaging", _stages_scaled,
         "{stage_factors} ({held}), and right on all other ranks",
         "does a backward count twice there, or is what travels between stages scaled?", 338),
-    GradientHypothesis("stage-wrong", "sync", _stage_wrong,
-        "wrong for the parameters that {wrong_ranks} holds ({held}), and right for all others",
-        "what does this stage receive, and through which activations does it go back?", 35),
 )  # fmt: skip
