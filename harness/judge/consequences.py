@@ -28,6 +28,8 @@ COUNTS: Collection[str | None] = {
 }  # fmt: skip
 """Causes by which an epoch has more or fewer samples than it should; those about their order are not among them."""
 
+OF_ANOTHER_RANK: Collection[str | None] = {"optimizer-state-altered", "weights-not-restored", *NONE}
+"""Causes of what a rank would find that resumes with the state of one from which it had parted."""
 
 STAGES_APART: Collection[str | None] = {"stage-never-stepped", "stage-stepped-again"}
 """Causes by which the n-th steps of ranks that hold one model together do not belong together."""
@@ -141,6 +143,10 @@ RULES: tuple[Rule, ...] = (
     Rule("buffers", "gradients", "a forward that bypasses DistributedDataParallel broadcasts no buffers",
          origin_causes={"not-synchronised"}, causes={"buffers-not-broadcast"}),
     Rule("buffers", "steps", "statistics are followed from step to step", origin_causes=PACE),
+    Rule("metrics", "ranks-agree", "ranks that hold different weights report losses of different models", causes=NONE),
+    Rule("checkpoint", "ranks-agree", "what is saved of one rank is not what the others had", causes=OF_ANOTHER_RANK),
+    Rule("checkpoint", "gradients", "the optimizers of ranks that are not synchronised remember different gradients",
+         causes=OF_ANOTHER_RANK, origin_causes={"not-synchronised", "some-parameters-not-synchronised"}),
     Rule("metrics", "validation", "a loss over other samples, or in another mode, is another loss",
          causes={"other-mode", *NONE}),
     *(
@@ -174,12 +180,22 @@ def in_order(findings: Sequence[Finding]) -> tuple[Finding, ...]:
 def _origin(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> str | None:
     for rule in RULES:
         for other in bad:
-            if rule.explains(finding, other) and not _leads_to(other.check, finding.check, origins):
+            since = replace(other, step=_since(other, bad, origins))
+            if rule.explains(finding, since) and not _leads_to(other.check, finding.check, origins):
                 return other.check
     for other in bad[: bad.index(finding)]:
         if not is_unexplained(finding) and (other.cause, other.family) == (finding.cause, finding.family):
             return other.check if not _leads_to(other.check, finding.check, origins) else None
     return None
+
+
+def _since(finding: Finding, bad: Sequence[Finding], origins: dict[str, str]) -> int | None:
+    """Return the step at which a finding began: a consequence began with its origin, wherever it is largest."""
+    steps, check = [finding.step], finding.check
+    while check in origins:
+        check = origins[check]
+        steps += [one.step for one in bad if one.check == check]
+    return min((step for step in steps if step is not None), default=None)
 
 
 def _leads_to(check: str, wanted: str, origins: dict[str, str]) -> bool:

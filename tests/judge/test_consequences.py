@@ -80,6 +80,31 @@ def test_consequences_of_consequences_name_the_root():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("cause", ["optimizer-state-altered", "weights-not-restored"])
+def test_a_rank_that_parted_and_resumes_with_what_another_saved_is_a_consequence(cause):
+    told = origins(
+        bad("gradients", "not-synchronised", "sync", 4),
+        bad("ranks-agree", "not-synchronised", "sync", 9),
+        bad("metrics", "unexplained", None, 5),
+        bad("checkpoint", cause, "checkpoint", 7),
+    )
+    assert told == {"gradients": None, "ranks-agree": "gradients", "metrics": "gradients", "checkpoint": "gradients"}
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        bad("checkpoint", "optimizer-state-altered", "checkpoint", 3),
+        bad("checkpoint", "optimizer-state-dropped", "checkpoint", 7),
+    ],
+)
+def test_a_checkpoint_that_is_wrong_before_ranks_part_or_lost_what_they_had_stands_by_itself(checkpoint):
+    told = origins(
+        bad("gradients", "not-synchronised", "sync", 4), bad("ranks-agree", "not-synchronised", "sync", 9), checkpoint
+    )
+    assert told["checkpoint"] is None
+
+
 def test_a_check_that_raised_is_no_consequence():
     told = origins(
         bad("gradients", "zero", "optimizer", 0), *(bad(c, outcome=Outcome.ERRORED) for c in ("update", "training"))
