@@ -53,8 +53,15 @@ def printable_lines(text: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """Return at most ``length`` characters of the text, with an ellipsis where something is left out."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+    """Return at most ``length`` characters of the text, with an ellipsis where something is left out.
+
+    It ends with a whole word, unless that word is most of it.
+    """
+    if len(text) <= length:
+        return text
+    kept = text[: length - 1]
+    words = kept if text[length - 1].isspace() else kept.rpartition(" ")[0]
+    return f"{(words if 2 * len(words) > length else kept).rstrip()}…"
 
 
 def markdown(text: str) -> str:

@@ -68,6 +68,13 @@ def test_what_says_nothing_about_being_right_is_a_note_everywhere():
     assert [one["information"] for one in document(command)["trainings"][0]["findings"]] == [False, True]
 
 
+def test_what_the_reader_must_do_is_shown_whole_on_a_narrow_screen():
+    long = f"the loader {'and its sampler ' * 15}begin each epoch alike: call sampler.set_epoch(epoch)"
+    for one in (information("samples", long), replace(NOT_JUDGED, message=long)):
+        text = " ".join(screen(checked(training(RIGHT, one)), width=60).split())
+        assert "call sampler.set_epoch(epoch)" in text
+
+
 def test_what_was_not_covered_is_said_as_a_share_with_the_reason():
     text = " ".join(screen(checked(training(RIGHT))).split())
     assert "judged: 100 % of gradients, 100 % of updates, of 8 trainable parameters" in text

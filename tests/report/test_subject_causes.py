@@ -47,6 +47,12 @@ def test_one_cause_of_all_cells_is_said_once(run_of):
     assert summary.sentences[0].startswith("my-ddp: all 3 wrong cells have one cause, not-synchronised (sync): they")
 
 
+def test_the_last_words_of_what_is_told_are_shown(run_of):
+    told = ("not-synchronised", "sync", f"they were {'never, never ' * 20}all-reduced; it happens in a short window")
+    run = run_of({cell(gpus=gpus): [wrong(told)] for gpus in (2, 3)})
+    assert "all-reduced; it happens in a short window." in " ".join(support_for_terminal(run, width=80).split())
+
+
 def test_what_it_does_not_explain_is_listed(run_of):
     cells = {cell(gpus=gpus): [wrong()] for gpus in (2, 3)}
     other = cell("validation")

@@ -86,6 +86,12 @@ def test_a_compact_number_is_near_the_number(number: float) -> None:
     assert math.isclose(float(compact(number)), number, rel_tol=0.51, abs_tol=5e-324)
 
 
+def test_what_is_shortened_ends_with_a_whole_word() -> None:
+    assert shortened("call set_epoch before it", 17) == "call set_epoch…"
+    assert shortened("call set_epoch before it", 15) == "call set_epoch…"
+    assert shortened("in /a/very/long/path", 12) == "in /a/very/…", "but for one that is most of it"
+
+
 def test_shortening_says_so() -> None:
     assert shortened("abcdef", 6) == "abcdef"
     assert shortened("abcdefg", 6) == "abcde…"

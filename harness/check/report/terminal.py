@@ -20,7 +20,7 @@ from harness.report.terminal.console import rendered
 from harness.report.text import printable, shortened
 
 LONGEST_MESSAGE = 180
-"""Characters of a line that needs no action; the page and the JSON file have all of it."""
+"""Characters of a line that says that something is right; the page and the JSON file have all of it."""
 
 _STYLES = {
     Answer.RIGHT: "bold green",
@@ -89,7 +89,7 @@ def _questions(lines: list[Line]) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column(ratio=1, overflow="fold")
     for line in lines:
-        text = line.text if line.sign is Sign.WRONG else shortened(line.text, LONGEST_MESSAGE)
+        text = shortened(line.text, LONGEST_MESSAGE) if line.sign is Sign.RIGHT else line.text
         table.add_row(
             Text(line.sign.value, style=_SIGN_STYLES[line.sign]), Text(printable(line.check)), Text(printable(text))
         )

@@ -17,6 +17,8 @@ from harness.results.records import UNEXPECTED_PASS, Expected, Result, by_cell
 from harness.results.run import Run
 
 LONGEST_CONSEQUENCE: Final = 160
+LONGEST_EXAMPLE: Final = 1000
+"""Characters of the finding that a run's summary tells: every message of ours is shorter, an exception may not be."""
 LONGEST_MESSAGE: Final = 200
 LONGEST_PARAMETER: Final = 48
 MOST_CELLS: Final = 3
@@ -137,7 +139,7 @@ class SubjectCauses:
         name, family = self.cause
         named = f"{name} ({family})" if family else name
         which = f"all {self.wrong}" if not self.others else f"{len(self.explained)} of {self.wrong}"
-        told = in_one_line(self.example)
+        told = in_one_line(self.example, LONGEST_EXAMPLE)
         told += "" if told.endswith((".", "?", "!")) else "."
         sentences = [f"{self.subject}: {which} wrong cells have one cause, {named}: {told}"]
         if self.others:
