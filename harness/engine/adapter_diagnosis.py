@@ -219,8 +219,8 @@ def _right_trainer(evidence: SmokeEvidence) -> str:
     checks = sum(finding.outcome in (Outcome.PASSED, Outcome.DEVIATES) for finding in evidence.findings)
     if worst(finding.outcome for finding in evidence.findings) is Outcome.DEVIATES:
         promise = f"exactly what {evidence.cell.backend} promises, which is not what one device computes"
-        return f"The trainer is right: it computes {promise} ({checks} checks)."
-    return f"The trainer is right: it computes what one device computes ({checks} checks)."
+        return f"The trainer is right here: it computes {promise} ({checks} checks)."
+    return f"The trainer is right here: it computes what one device computes ({checks} checks)."
 
 
 def _listed(numbers: list[int]) -> str:

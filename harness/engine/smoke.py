@@ -24,6 +24,7 @@ from harness.launch.pool import Pool
 from harness.planning.plan import smoke_workload
 from harness.report.text import printable, printable_lines
 from harness.subjects.locator import parse_subject
+from harness.workloads import WORKLOADS
 
 if TYPE_CHECKING:
     from harness.engine.adapter_diagnosis import AdapterVerdict, SmokeEvidence
@@ -61,7 +62,10 @@ def smoke(subject: str, accelerator: str) -> int:
             for declared in pool.subjects:
                 cells[declared["name"]] += cells_of(declared, accelerator, present)
             _refuse_too_few_devices(pool.subjects, cells, accelerator, present)
-            return max(try_in_turn(pool, own, limit) for own in cells.values())
+            untried: dict[str, list[str]] = {name: [] for name in cells}
+            for declared in pool.subjects:
+                untried[declared["name"]] += untried_of(declared, accelerator, cells[declared["name"]])
+            return max(try_in_turn(pool, own, limit, untried[name]) for name, own in cells.items())
     except SubjectError as error:
         place, _, name = locator.partition("::")
         if not place.endswith(".py") or (name and f"has no subject {name!r}" in str(error)):
@@ -111,6 +115,20 @@ def cells_of(declared: Mapping[str, Any], accelerator: str, present: float = mat
     ]
 
 
+def untried_of(declared: Mapping[str, Any], accelerator: str, cells: Sequence[Cell]) -> list[str]:
+    """Return what a subject declares and the cells do not try: capabilities, and backends in some precisions."""
+    needed = frozenset[str]().union(*(WORKLOADS[cell.workload].needs for cell in cells))
+    tried = {(cell.backend, cell.precision) for cell in cells}
+    missing: dict[str, list[str]] = {}
+    for backend in declared["backends"]:
+        others = [one for one in declared["precisions"][accelerator] if (backend, one) not in tried]
+        if others:
+            missing.setdefault(" and ".join(others), []).append(backend)
+    capabilities = sorted(frozenset(declared["capabilities"]) - needed)
+    parts = [f"{' and '.join(backends)} in precision {precisions}" for precisions, backends in missing.items()]
+    return [*capabilities, *parts]
+
+
 def _simplest_first(name: str) -> tuple[bool, bool, bool]:
     """Return what sorts precisions: float32, then other formats without autocast, then those without a scaler."""
     precision = PRECISIONS[name]
@@ -128,10 +146,10 @@ def _refuse_too_few_devices(
             )
 
 
-def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int:
+def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT, untried: Sequence[str] = ()) -> int:
     """Test the cells until one is wrong, print the diagnosis, and return the exit code.
 
-    ``limit`` is in seconds, for one cell.
+    ``limit`` is in seconds, for one cell; ``untried`` is what is declared and not in any cell.
     """
     from harness.engine.adapter_diagnosis import diagnose, refused
 
@@ -155,6 +173,8 @@ def try_in_turn(pool: Pool, cells: list[Cell], limit: float = TIME_LIMIT) -> int
     if len(tried) > 1:
         others = ", ".join(f"{cell.backend} {cell.topology} {cell.precision}" for cell in tried[1:])
         print(f"  Right as well: {others}.")
+    if untried:
+        print(f"  Declared, but not tried here: {'; '.join(untried)}.")
     return 0
 
 

@@ -48,7 +48,7 @@ def test_what_is_right(evidence):
     assert verdict.sentences[0] == (
         "The adapter is right: 2 ranks that know of each other, optimizer steps: 1, samples: 4."
     )
-    assert verdict.sentences[-1].startswith("The trainer is right: it computes what one device computes")
+    assert verdict.sentences[-1].startswith("The trainer is right here: it computes what one device computes")
     assert len(verdict.sentences) == 2
 
 

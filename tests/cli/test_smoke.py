@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.engine.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn
+from harness.engine.smoke import EXCERPT_LINES, cells_of, excerpt, try_in_turn, untried_of
 
 ADAPTERS = Path(__file__).parent / "adapters.py"
 
@@ -20,7 +20,8 @@ def smoke(warm_pool, one_thread, capsys, tmp_path, monkeypatch):
     declarations = {declared["name"]: declared for declared in pool.subjects}
 
     def smoke(name):
-        code = try_in_turn(pool, cells_of(declarations[name], "cpu"))
+        cells = cells_of(declarations[name], "cpu")
+        code = try_in_turn(pool, cells, untried=untried_of(declarations[name], "cpu", cells))
         return code, capsys.readouterr().out
 
     return smoke
@@ -30,9 +31,23 @@ def test_all_that_is_declared_is_right(smoke, tmp_path):
     code, said = smoke("adapted")
     assert code == 0
     assert "2 ranks that know of each other, optimizer steps: 6, samples: 72" in said
-    assert "The trainer is right" in said
     assert "Right as well: none 1x1 32, ddp 1x2 64." in said
+    assert "The trainer is right here" in said
+    assert "Declared, but not tried here: none in precision 64." in said
     assert not list(tmp_path.glob("plumbline-smoke-*"))
+
+
+def test_what_is_declared_and_not_tried_is_named():
+    declared = {
+        "name": "it",
+        "backends": ["none", "ddp", "dp"],
+        "precisions": {"cpu": ["32", "16"]},
+        "capabilities": ["checkpoint", "accumulation"],
+    }
+    untried = untried_of(declared, "cpu", cells_of(declared, "cpu"))
+    assert untried == ["accumulation", "checkpoint", "none and dp in precision 16"]
+    plain = {**declared, "backends": ["ddp"], "capabilities": []}
+    assert untried_of(plain, "cpu", cells_of(plain, "cpu")) == []
 
 
 def test_a_wrong_trainer_gets_the_diagnosis(smoke):
