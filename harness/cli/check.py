@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.cli.complain import complain
-from harness.core.errors import PlanError
-from harness.core.exit_codes import TROUBLE, USAGE
+from harness.core.exit_codes import TROUBLE
 
 
 def add_to(commands: Any) -> None:
@@ -73,12 +71,8 @@ def check(options: argparse.Namespace) -> int:
     from harness.check.evidence.options import RecordingOptions
     from harness.check.report.files import refuse_unwritable
 
-    try:
-        command = command_in(options.command)
-        refuse_unwritable(options.html, options.json, options.sarif)
-    except PlanError as error:
-        complain(error)
-        return USAGE
+    command = command_in(options.command)
+    refuse_unwritable(options.html, options.json, options.sarif)
     from harness.check.command.command import check as run_check
     from harness.check.report.files import write_files
     from harness.check.report.terminal import verdict_screen

@@ -8,8 +8,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.complain import complain
-from harness.core.errors import PlanError
 from harness.core.exit_codes import TROUBLE, USAGE
 from harness.report.comparison.alignment import DIMENSIONS, NotAligned
 from harness.report.comparison.comparison import DEFAULT_GATES, GATES, compare_runs, compare_within, failing_gates
@@ -79,13 +77,7 @@ def compare(options: argparse.Namespace) -> int:
     A figure is better, worse, the same, or inconclusive, given the launches of both sides and a minimum effect.
     It is not comparable where the machine or the workload's definition differs; the difference is named.
     """
-    from harness.results.errors import RunNotFound
-
-    try:
-        comparison = _comparison(options)
-    except (NotAligned, PlanError, RunNotFound) as error:
-        complain(error, "plumbline compare")
-        return USAGE
+    comparison = _comparison(options)
     gates = failing_gates(comparison, options.fail_on)
     code = GATES[gates[0]].code if gates else 0
     print(FORMATS[options.format](comparison, gates, code))

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.complain import complain
-from harness.core.errors import PlanError
-from harness.core.exit_codes import TROUBLE, USAGE
+from harness.core.exit_codes import TROUBLE
 from harness.subjects.locator import parse_subject
 
 if TYPE_CHECKING:
@@ -67,16 +65,12 @@ def hunt(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return TROUBLE
-    try:
-        with (
-            open_subject(options.subject) as (pool, declared),
-            tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,
-        ):
-            every = searches(pool, declared, options.gpus, Path(scratch), options.time_limit)
-            return max([_one(search, len(every), options) for search in every])
-    except PlanError as error:
-        complain(error)
-        return USAGE
+    with (
+        open_subject(options.subject) as (pool, declared),
+        tempfile.TemporaryDirectory(prefix="plumbline-") as scratch,
+    ):
+        every = searches(pool, declared, options.gpus, Path(scratch), options.time_limit)
+        return max([_one(search, len(every), options) for search in every])
 
 
 def _one(search: Search, of: int, options: argparse.Namespace) -> int:

@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from harness.cli.complain import complain
+from harness.core.exit_codes import TROUBLE
 from harness.engine.rejudge import Rejudged, rejudge
-from harness.report.text import printable, printable_lines
+from harness.report.text import counted, printable, printable_lines
 from harness.results.records import Result
 from harness.results.run import read_run
 
@@ -33,6 +35,8 @@ def judge(options: argparse.Namespace) -> int:
     """Judge a recorded run again, from its traces, and show which findings changed. Nothing is written.
 
     A run keeps the traces of cells that did not pass, or of every cell with ``pytest --keep-traces``.
+
+    Exit code: 0 every finding is as recorded, 1 some changed, 2 nothing could be judged, 4 invalid usage.
     """
     run = read_run(options.run)
     cells = rejudge(run, options.workload)
@@ -46,9 +50,13 @@ def judge(options: argparse.Namespace) -> int:
             print(f"{printable(cell.cell)}\n  not judged again: {printable(cell.obstacle)}")
     without = len(run.header.planned) - len(cells)
     print(
-        f"{len(judged)} cells judged again: {len(judged) - len(changed)} as recorded, {len(changed)} changed; "
-        f"{len(cells) - len(judged)} could not be judged, {without} have no traces"
+        f"{counted(len(judged), 'cell')} judged again: {len(judged) - len(changed)} as recorded, "
+        f"{len(changed)} changed; {len(cells) - len(judged)} could not be judged, {without} have no traces"
     )
+    if not judged:
+        hint = "" if cells else ": repeat the run with --keep-traces to keep the traces of all cells"
+        complain(f"nothing could be judged again{hint}")
+        return TROUBLE
     return CHANGED if changed else 0
 
 

@@ -9,8 +9,9 @@ from importlib import import_module
 from typing import Final, NoReturn
 
 from harness.cli.complain import complain
-from harness.core.errors import PlumblineError
+from harness.core.errors import PlumblineError, UsageError
 from harness.core.exit_codes import TROUBLE, USAGE
+from harness.machine.installed_software import plumbline_version
 
 COMMANDS: Final = {
     "new-subject": "write an adapter that runs at once, to be replaced by your trainer step by step",
@@ -34,9 +35,12 @@ COMMANDS: Final = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = _parser(sys.argv[1:] if arguments is None else arguments).parse_args(arguments)
+    options = _options(sys.argv[1:] if arguments is None else arguments)
     try:
         return int(options.do(options))
+    except UsageError as error:
+        complain(error)
+        return USAGE
     except (PlumblineError, OSError) as error:
         complain(error)
         return TROUBLE
@@ -44,16 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130  # 128 + SIGINT, as a shell does
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Return a parser that has the arguments of one command, so that only its module is imported."""
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line with the arguments of its command alone, so that only its module is imported."""
     parser = _Parser(prog="plumbline", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"plumbline {plumbline_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, description in COMMANDS.items():
         if arguments and arguments[0] == name:
             import_module(f"harness.cli.{name.replace('-', '_')}").add_to(commands)
         else:
             commands.add_parser(name, help=description)
-    return parser
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        # Not parse_args, which shows the usage of plumbline and not that of the command.
+        hint = getattr(options, "hint_for_unknown", "")
+        commands.choices[arguments[0]].error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return options
 
 
 class _Parser(argparse.ArgumentParser):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.cli.complain import complain
 from harness.core.errors import PlanError
-from harness.core.exit_codes import TROUBLE, USAGE
+from harness.core.exit_codes import TROUBLE
 
 if TYPE_CHECKING:
     from harness.power.measure import Power
@@ -36,9 +36,9 @@ def add_to(commands: Any) -> None:
 def power(options: argparse.Namespace) -> int:
     """Train a right trainer, put known errors into what it recorded, and find the smallest that the judge notices.
 
-    For each cell: the smallest relative error of a gradient, of an update and of a reported loss that is caught in 99
-    of 100 runs. A run is a step, and a tensor or all of them, of one of several trainings with different weights, data
-    and order.
+    For each cell: the smallest relative error of a gradient, of an update and of a reported loss that is caught in 99 %
+    of the runs, which is all of them where there are fewer than 100. A run is a step, and a tensor or all of them, of
+    one of several trainings with different weights, data and order.
 
     Exit code: 0, 2 if a training is found wrong without any error put in, 4 invalid usage.
     """
@@ -47,8 +47,7 @@ def power(options: argparse.Namespace) -> int:
     from harness.power.measure import NotRightError, measure
 
     if min(options.runs, options.trainings) < 1:
-        complain(PlanError("--runs and --trainings must be 1 or more"))
-        return USAGE
+        raise PlanError("--runs and --trainings must be 1 or more")
     try:
         with (
             open_subject(options.subject) as (pool, declared),
@@ -57,23 +56,21 @@ def power(options: argparse.Namespace) -> int:
             for cell in cells_of(declared, options.workload, options.gpus, options.backends, options.precisions):
                 found = measure(pool, cell, Path(scratch, "trace"), runs=options.runs, trainings=options.trainings)
                 print(f"\n{cell.id}")
-                print("\n".join(_lines(found)), flush=True)
+                print("\n".join(power_lines(found)), flush=True)
     except NotRightError as error:
         complain(error)
         return TROUBLE
-    except PlanError as error:
-        complain(error)
-        return USAGE
     return 0
 
 
-def _lines(found: Iterable[Power]) -> Iterable[str]:
-    yield f"  {'relative error of a':<26} {'caught in 99 of 100':>20} {'in half':>10} {'runs':>6}"
+def power_lines(found: Iterable[Power]) -> Iterable[str]:
+    """Yield the table of one cell, a line for each kind of error."""
+    yield f"  {'relative error of a':<26} {'caught':>10} {'in runs':>14} {'in half':>10}"
     for one in found:
         if one.limit is None or one.median is None:
-            yield f"  {one.kind:<26} {'nothing to judge':>20}"
+            yield f"  {one.kind:<26} {'nothing to judge':>25}"
         else:
-            yield f"  {one.kind:<26} {one.limit:>20.1e} {one.median:>10.1e} {one.runs:>6}"
+            yield f"  {one.kind:<26} {one.limit:>10.1e} {f'{one.caught} of {one.runs}':>14} {one.median:>10.1e}"
 
 
 def _names(text: str) -> list[str]:

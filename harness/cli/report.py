@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.core.exit_codes import USAGE
+from harness.core.errors import PlanError
 from harness.report.formats import format_names, report_format, write_content, write_report
 from harness.results.run import read_run
 
@@ -31,9 +31,9 @@ def report(options: argparse.Namespace) -> int:
     run = read_run(options.run)
     chosen = None if options.format is None else report_format(options.format)
     if chosen is None and options.output is not None:
-        return _usage_error("-o is the file for one format: choose it with --format")
+        raise PlanError("-o is the file for one format: choose it with --format")
     if chosen is not None and chosen.binary and options.output is None:
-        return _usage_error(f"--format {options.format} cannot be printed: name a file with -o")
+        raise PlanError(f"--format {options.format} cannot be printed: name a file with -o")
     if chosen is None:
         write_report(options.run)
         print(run.path / "report.html")
@@ -42,8 +42,3 @@ def report(options: argparse.Namespace) -> int:
     else:
         sys.stdout.write(str(chosen.render(run)))
     return 0
-
-
-def _usage_error(message: str) -> int:
-    print(f"plumbline report: {message}", file=sys.stderr)
-    return USAGE

@@ -6,9 +6,6 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from harness.cli.complain import complain
-from harness.core.errors import PlanError
-from harness.core.exit_codes import USAGE
 from harness.core.invocation import SUITES, command, pytest_arguments
 
 if TYPE_CHECKING:
@@ -34,11 +31,7 @@ def run(options: argparse.Namespace) -> int:
     if {"-h", "--help"} & set(words):
         _usage().print_help()
         return 0
-    try:
-        arguments = pytest_arguments(words)
-    except PlanError as error:
-        complain(error)
-        return USAGE
+    arguments = pytest_arguments(words)
     import pytest
 
     return int(pytest.main(arguments, plugins=[_CommandLine(words)]))

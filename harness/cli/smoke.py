@@ -6,9 +6,6 @@ import argparse
 import shlex
 from typing import Any
 
-from harness.cli.complain import complain
-from harness.core.errors import PlanError, SubjectError
-from harness.core.exit_codes import USAGE
 from harness.core.invocation import suite_command
 from harness.engine.smoke import smoke as run_smoke
 
@@ -30,11 +27,7 @@ def smoke(options: argparse.Namespace) -> int:
 
     Exit code: 0 all is right, 1 the trainer is wrong, 2 the adapter is wrong, 4 there is no such subject.
     """
-    try:
-        worst = run_smoke(options.subject, options.accelerator)
-    except (PlanError, SubjectError) as error:
-        complain(error)
-        return USAGE
+    worst = run_smoke(options.subject, options.accelerator)
     if not worst:
         print(f"All of the matrix:  {shlex.join(suite_command('--subject', options.subject))}")
     return worst

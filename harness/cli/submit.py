@@ -36,7 +36,8 @@ def add_to(commands: Any) -> None:
     for engine in ENGINES.values():
         engine.add_options(add)
     add("arguments", nargs="*", metavar="-- ARGUMENTS", help="as for plumbline run, or for pytest with a path")
-    parser.set_defaults(do=submit)
+    example = command("plumbline", "submit", "--nodes", "1", "--gpus", "2", "--", "--workloads", "mlp")
+    parser.set_defaults(do=submit, hint_for_unknown=f"; options of the run follow `--`, as in: {example}")
 
 
 def submit(options: argparse.Namespace) -> int:

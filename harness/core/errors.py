@@ -7,15 +7,19 @@ class PlumblineError(Exception):
     """Base of every error whose message is shown to the user without a traceback."""
 
 
-class PlanError(PlumblineError):
+class UsageError(PlumblineError):
+    """What was asked for cannot be done: the command line has to change."""
+
+
+class PlanError(UsageError):
     """The options cannot be planned."""
 
 
-class SubjectError(PlumblineError):
+class SubjectError(UsageError):
     """A subject cannot be found or imported, or its declaration is invalid."""
 
 
-class WorkloadError(PlumblineError):
+class WorkloadError(UsageError):
     """A workload of the user's own cannot be found or imported, or a trainer cannot be judged on it."""
 
 

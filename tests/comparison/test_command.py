@@ -114,9 +114,9 @@ def test_the_minimum_effect_is_used(compare, run_of):
     assert compare(a, b, minimum_effect="1")[0] == 3
 
 
-def test_a_run_that_is_not_there_is_usage_and_one_that_is_broken_is_trouble(compare, run_of, on_disk, tmp_path, capsys):
+def test_a_run_that_is_not_there_or_is_broken_cannot_be_read(compare, run_of, on_disk, tmp_path, capsys):
     whole = on_disk(run_of())
-    assert main(["compare", whole, str(tmp_path / "nowhere")]) == 4
+    assert main(["compare", whole, str(tmp_path / "nowhere")]) == 2
     assert "There is no run at" in capsys.readouterr().err
     broken = tmp_path / "broken"
     broken.mkdir()

@@ -224,7 +224,7 @@ def test_what_pods_could_not_find_or_start_is_refused(submission, changed, said)
     ],
 )
 def test_a_wrong_option_is_said_before_anything_is_planned(words, said, capsys):
-    assert main(["submit", "--nodes", "1", "--gpus", "1", "--engine", *words]) == 2
+    assert main(["submit", "--nodes", "1", "--gpus", "1", "--engine", *words]) == 4
     assert said in capsys.readouterr().err
 
 
@@ -232,7 +232,7 @@ def test_a_wrong_option_is_said_before_anything_is_planned(words, said, capsys):
 def test_a_patch_that_is_no_mapping_is_refused(tmp_path, capsys, text, said):
     (tmp_path / "pod.yaml").write_text(text)
     words = ["--engine", "kubernetes", "--image", "one", "--volume", "v", "--pod", str(tmp_path / "pod.yaml")]
-    assert main(["submit", "--nodes", "1", "--gpus", "1", *words]) == 2
+    assert main(["submit", "--nodes", "1", "--gpus", "1", *words]) == 4
     assert said in capsys.readouterr().err
 
 

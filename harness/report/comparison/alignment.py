@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from harness.core.errors import PlumblineError
+from harness.core.errors import UsageError
 from harness.results.header_footer import Header
 from harness.results.records import CellRecord, Coordinates, Measurement, Result, by_cell
 from harness.results.run import Run
 
 
-class NotAligned(PlumblineError):  # noqa: N818 - named after what is wrong
+class NotAligned(UsageError):  # noqa: N818 - named after what is wrong
     """No cell of one side corresponds to a cell of the other."""
 
 
