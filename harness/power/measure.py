@@ -16,7 +16,7 @@ from harness.launch.cell_launch import behavior_of
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.own_workloads.find import workload_of
-from harness.power.threshold import KINDS, caught_in_most
+from harness.power.threshold import CAUGHT, KINDS, caught_in_most, number_of
 
 
 class NotRightError(Exception):
@@ -31,7 +31,7 @@ class Power:
         cell: without its seed.
         kind: a key of ``KINDS``.
         runs: over how many trainings and places.
-        limit: the smallest relative error that is caught in 99 of 100 of them; None where nothing could be judged.
+        limit: the smallest relative error that is caught in 99 % of them; None where nothing could be judged.
         median: the same of half of them.
     """
 
@@ -40,6 +40,11 @@ class Power:
     runs: int
     limit: float | None
     median: float | None
+
+    @property
+    def caught(self) -> int:
+        """In how many runs an error as large as the limit is caught."""
+        return number_of(CAUGHT, self.runs)
 
 
 def measure(pool: Pool, cell: Cell, folder: Path, *, runs: int, trainings: int) -> Iterator[Power]:

@@ -1,4 +1,4 @@
-"""The smallest error that a check notices in one training, and in 99 of 100."""
+"""The smallest error that a check notices in one training, and in 99 % of many."""
 
 from __future__ import annotations
 
@@ -80,7 +80,12 @@ def smallest(caught: Callable[[float], bool]) -> float:
 
 def caught_in_most(found: Sequence[float], share: float = CAUGHT) -> float | None:
     """Return the smallest error that is caught in this share of the runs; None where there are none."""
-    return sorted(found)[math.ceil(share * len(found)) - 1] if found else None
+    return sorted(found)[number_of(share, len(found)) - 1] if found else None
+
+
+def number_of(share: float, runs: int) -> int:
+    """Return how many of the runs are this share of them, rounded up: of 20 runs, 99 % are all 20."""
+    return math.ceil(share * runs)
 
 
 def _with(analysis: TraceAnalysis, trace: Trace) -> TraceAnalysis:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from harness.cli.main import main
+from harness.cli.power import power_lines
 from harness.core.cell import Cell
 from harness.core.exit_codes import USAGE
 from harness.core.topology import Topology
@@ -17,6 +18,7 @@ from harness.judge.checks.update import compare_updates
 from harness.judge.oracle.oracle import Oracle
 from harness.judge.trace_analysis import TraceAnalysis
 from harness.power.injection import Place, gradient_off, places, update_off
+from harness.power.measure import Power
 from harness.power.threshold import KINDS, PRECISION, caught_in_most, smallest
 from harness.workloads import WORKLOADS
 
@@ -121,3 +123,12 @@ def test_a_report_is_judged_where_there_is_one(training):
 def test_a_number_of_runs_that_measures_nothing_is_refused(capsys):
     assert main(["power", "--subject", "torch", "--runs", "0"]) == USAGE
     assert "must be 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("runs", "words"), [(100, "99 of 100"), (20, "20 of 20"), (1, "1 of 1"), (300, "297 of 300")])
+def test_the_number_of_runs_in_which_an_error_is_caught_is_the_one_that_was_counted(runs, words):
+    """A share of 99 % of 20 runs is all of them, and the table says so."""
+    cell = Cell("simulated", "mlp", "none", Topology(1, 1), "32", "cpu")
+    text = "\n".join(power_lines([Power(cell, "gradient, one tensor", runs, 1e-6, 1e-7)]))
+    assert words in text
+    assert ("99 of 100" in text) == (runs == 100)
