@@ -56,9 +56,10 @@ def calls_of_test(end: RankEnd, file: str) -> tuple[PendingCall, ...]:
     return end.calls[: outermost + 1] or end.calls
 
 
-def representation(ends: Sequence[RankEnd], timeout: float, file: str, line: int) -> ExceptionChainRepr:
+def representation(ends: Sequence[RankEnd], limit: str, file: str, line: int) -> ExceptionChainRepr:
     """Return what pytest shows of a test that failed: each group of ranks under a heading, then those that were ended.
 
+    ``limit`` is the time that they had, in words.
     It is made of pytest's own parts, so that it looks like any failure and passes through xdist. The summary's line is
     that of the group that failed first.
     """
@@ -66,8 +67,8 @@ def representation(ends: Sequence[RankEnd], timeout: float, file: str, line: int
     crash = None
     lost = [end for end in ends if _lost_a_peer(end, ends)]
     for group in groups_of((end for end in ends if end.has_failed and end not in lost), file):
-        links += [_heading(f"―― {group.names} of {len(ends)} {_failed(group.first, timeout)} ――"), *_shown(group, file)]
-        crash = crash or _crash(group, len(ends), timeout, file, line)
+        links += [_heading(f"―― {group.names} of {len(ends)} {_failed(group.first, limit)} ――"), *_shown(group, file)]
+        crash = crash or _crash(group, len(ends), limit, file, line)
     for group in groups_of((end for end in ends if end.how is How.ENDED), file):
         links += [_heading(f"―― {group.names} {_ended(group.first)} ――"), *_stack(group.first, file)]
     for group in groups_of(lost, file):
@@ -89,11 +90,11 @@ def _lost_a_peer(end: RankEnd, ends: Sequence[RankEnd]) -> bool:
     )
 
 
-def _failed(end: RankEnd, timeout: float) -> str:
+def _failed(end: RankEnd, limit: str) -> str:
     if end.how is How.RAISED:
         return "failed"
     if end.how is How.HUNG:
-        return f"had not ended after {timeout:g} s{_waiting(end)}"
+        return f"had not ended after {limit}{_waiting(end)}"
     assert end.code is not None
     if end.code >= 0:
         return f"exited with code {end.code} before the test had ended"
@@ -135,7 +136,7 @@ def _stack(end: RankEnd, file: str) -> list[ChainLink]:
     return [_text("\n".join(["  (the innermost call first)", *shown]))] if shown else []
 
 
-def _crash(group: Group, ranks: int, timeout: float, file: str, line: int) -> ReprFileLocation:
+def _crash(group: Group, ranks: int, limit: str, file: str, line: int) -> ReprFileLocation:
     description = group.first.description
     if isinstance(description, Failure):
         crash = description.chain[-1][1]
@@ -143,7 +144,7 @@ def _crash(group: Group, ranks: int, timeout: float, file: str, line: int) -> Re
         return ReprFileLocation(*place, f"{group.names} of {ranks}: {description.message}")
     calls = calls_of_test(group.first, file)
     place = (file, next((call.line for call in calls if call.file == file), line))
-    return ReprFileLocation(*place, f"{group.names} of {ranks} {_failed(group.first, timeout)}")
+    return ReprFileLocation(*place, f"{group.names} of {ranks} {_failed(group.first, limit)}")
 
 
 def _heading(text: str) -> ChainLink:

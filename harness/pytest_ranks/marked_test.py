@@ -14,6 +14,7 @@ from harness.core.errors import LaunchError
 from harness.pytest_ranks.failures import order, representation
 from harness.pytest_ranks.marker import Marker
 from harness.pytest_ranks.rank_side import BodyOnRank, Failure, Kind, Observed
+from harness.pytest_ranks.time_limit import TimeLimit
 from harness.ranks import RankEnd, run_on_ranks
 
 SHOWN: pytest.StashKey[ExceptionChainRepr | tuple[str, int, str]] = pytest.StashKey()
@@ -38,12 +39,12 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
         BaseException: what the rank that was the first to fail raised, or what skips the test or expects its failure.
     """
     body = BodyOnRank(item)
-    with _not_captured(item.config):
+    with _not_captured(item.config), TimeLimit.of_ranks(item, marker) as limit:
         try:
             ends = run_on_ranks(
                 body,
                 marker.ranks,
-                timeout=marker.timeout,
+                timeout=limit.seconds,
                 backend=marker.backend,
                 init=marker.init,
                 capture=item.config.getoption("capture", "no") != "no",
@@ -54,7 +55,7 @@ def run_body(item: pytest.Function, marker: Marker) -> None:
     _hand_on(item, ends)
     failed = [end for end in ends if _kind(end) is Kind.FAILED]
     if failed:
-        _fail(item, [end for end in ends if _kind(end) in (None, Kind.FAILED)], marker)
+        _fail(item, [end for end in ends if _kind(end) in (None, Kind.FAILED)], limit)
     for kind, raised in _OTHERWISE.items():
         for end in ends:
             if _kind(end) is kind:
@@ -84,9 +85,9 @@ def _kind(end: RankEnd) -> Kind | None:
     return Kind.FAILED if end.has_failed else None
 
 
-def _fail(item: pytest.Function, ends: Sequence[RankEnd], marker: Marker) -> NoReturn:
+def _fail(item: pytest.Function, ends: Sequence[RankEnd], limit: TimeLimit) -> NoReturn:
     path, line, _ = item.reportinfo()
-    item.stash[SHOWN] = representation(ends, marker.timeout, str(path), (line or 0) + 1)
+    item.stash[SHOWN] = representation(ends, limit.words, str(path), (line or 0) + 1)
     if any(isinstance(end.description, Failure) and end.description.quit for end in ends):
         item.session.shouldstop = "Quitting debugger"
     first = min((end for end in ends if end.has_failed), key=order)

@@ -6,6 +6,8 @@ import bdb
 import os
 import unittest
 from collections.abc import Callable, Generator
+from contextlib import suppress
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -86,6 +88,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     item.stash[MARKER] = marker
     leave_to_ranks(item)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """Let the ranks of a marked test observe the limit of pytest-timeout, which begins to time it now."""
+    if item.get_closest_marker("ranks"):
+        with suppress(ImportError):  # torch is imported now: that takes seconds, which are not the test's
+            import_module("harness.pytest_ranks.marked_test")
+        from harness.pytest_ranks.time_limit import note_timer
+
+        note_timer(item, settings)
 
 
 @pytest.hookimpl(tryfirst=True)
