@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from harness.check.report import json_file
+from harness.check.report import dry_run_file, json_file
 from harness.report import json_report
 from harness.results import schema
 
@@ -21,6 +21,7 @@ SCHEMAS: dict[Path, Callable[[], dict[str, Any]]] = {
     schema.FILE: schema.results_schema,
     json_report.FILE: json_report.report_schema,
     json_file.FILE: json_file.check_schema,
+    dry_run_file.FILE: dry_run_file.dry_run_schema,
 }
 
 

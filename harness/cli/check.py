@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from harness.core.errors import PlanError
 from harness.core.exit_codes import TROUBLE
 
 
@@ -49,7 +50,9 @@ def add_to(commands: Any) -> None:
         help="exit with 2 where less than 99 %% of gradients and updates was judged (default: 0 if none is wrong)",
     )
     command.add_argument("--html", type=Path, metavar="FILE", help="write the verdict as a page that works offline")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the verdict as JSON")
+    command.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the verdict, or the estimate of --dry-run, as JSON"
+    )
     command.add_argument("--sarif", type=Path, metavar="FILE", help="write what is wrong as SARIF, for code scanning")
     command.add_argument(
         "--github", action="store_true", help="print what is wrong as annotations of GitHub Actions, on standard error"
@@ -72,14 +75,18 @@ def check(options: argparse.Namespace) -> int:
     from harness.check.report.files import refuse_unwritable
 
     command = command_in(options.command)
+    if options.dry_run and (options.html or options.sarif or options.github):
+        raise PlanError(
+            "--dry-run gives no verdict: leave out --html, --sarif and --github; --json writes its estimate"
+        )
     refuse_unwritable(options.html, options.json, options.sarif)
+    if options.dry_run:
+        return _dry_run(command, options)
     from harness.check.command.command import check as run_check
     from harness.check.report.files import write_files
     from harness.check.report.terminal import verdict_screen
     from harness.check.verdict.verdict import verdict_of
 
-    if options.dry_run:
-        return _dry_run(command, options)
     recording = RecordingOptions(
         options.steps,
         options.after,
@@ -103,12 +110,19 @@ def _dry_run(command: list[str], options: argparse.Namespace) -> int:
     from harness.check.command.command import check as run_check
     from harness.check.evidence.options import RecordingOptions
     from harness.check.judge.estimate import PLAIN_STEPS
+    from harness.check.report.dry_run_file import dry_run_json
+    from harness.check.report.files import write_whole
     from harness.check.report.terminal import dry_run_screen
+    from harness.check.verdict.obstacles import why_no_estimate
 
     recording = RecordingOptions(1, options.after + PLAIN_STEPS, stop=True, dry_run=True)
     checked = run_check(command, recording, options.time_limit)
     _print(dry_run_screen(checked, options.steps, **_form()))
-    return 0 if any(one.estimate for one in checked.trainings) else TROUBLE
+    why = why_no_estimate(checked)
+    code = 0 if why is None else TROUBLE
+    if options.json is not None:
+        write_whole(options.json, dry_run_json(checked, options.steps, why, code))
+    return code
 
 
 def _form() -> dict[str, Any]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
 
+import pytest
 from checked_commands import RIGHT, checked, training
+from jsonschema import Draft202012Validator
 
 from harness.check.judge.estimate import CostEstimate, estimate_lines
+from harness.check.report.dry_run_file import dry_run_json, dry_run_schema
 from harness.check.report.terminal import dry_run_screen
+from harness.check.verdict.obstacles import why_no_estimate
 from harness.cli.main import main
+
+SCHEMA = Draft202012Validator(dry_run_schema())
 
 ONE = CostEstimate(
     2, plain_s=0.5, recorded_s=0.6, replay_s=1.0, parameter_bytes=4096, extra_bytes=2**20, evidence_bytes=10
@@ -44,8 +51,39 @@ def test_a_script_is_ended_after_a_few_steps(tmp_path, monkeypatch, capfd):
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["check", "--dry-run", "--steps", "3", "--", sys.executable, "-u", "train.py"]) == 0
+    command = ["--", sys.executable, "-u", "train.py"]
+    assert main(["check", "--dry-run", "--steps", "3", "--json", "cost.json", *command]) == 0
     out, err = capfd.readouterr()
     assert out.split() == ["0", "1"]
     assert "DRY RUN: 3 recorded steps will take about" in err
-    assert list(tmp_path.iterdir()) == [script]
+    written = json.loads((tmp_path / "cost.json").read_text())
+    SCHEMA.validate(written)
+    (training,) = written["trainings"]
+    assert (written["steps"], written["exit_code"], written["obstacle"], training["ranks"]) == (3, 0, None, 1)
+    assert training["parameter_bytes"] == 4 * (64 * 64 + 64)
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "cost.json", script]
+
+
+def test_an_estimate_that_is_not_there_is_written_with_the_reason():
+    checked_command = checked(training(RIGHT, steps=1))
+    why = why_no_estimate(checked_command)
+    document = json.loads(dry_run_json(checked_command, 4, why, 2))
+    SCHEMA.validate(document)
+    assert document["trainings"] == []
+    assert document["obstacle"] == why == "the ranks of the training did not take 1 step each"
+
+
+def test_the_document_has_the_figures_of_the_screen():
+    document = json.loads(dry_run_json(checked(replace(training(RIGHT, steps=1), estimate=ONE)), 4, None, 0))
+    SCHEMA.validate(document)
+    (cost,) = document["trainings"]
+    assert (cost["seconds"], cost["seconds_without_check"], cost["evidence_bytes"]) == (6.4, 2.0, 80)
+
+
+@pytest.mark.parametrize("option", [["--html", "x.html"], ["--sarif", "x.sarif"], ["--github"]], ids=lambda one: one[0])
+def test_a_form_of_the_verdict_is_refused_before_anything_starts(option, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", "open('started', 'x')"]
+    assert main(["check", "--dry-run", *option, "--", *command]) == 4
+    assert "--dry-run gives no verdict: leave out --html, --sarif and --github" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -34,6 +34,18 @@ class CostEstimate:
     extra_bytes: int
     evidence_bytes: int
 
+    def checked_s(self, steps: int) -> float:
+        """Return how long so many recorded steps will take."""
+        return steps * (max(self.recorded_s, self.plain_s) + self.replay_s)
+
+    def unchecked_s(self, steps: int) -> float:
+        """Return how long these steps take without a check."""
+        return steps * self.plain_s
+
+    def all_evidence_bytes(self, steps: int) -> int:
+        """Return how large the files of all ranks will be."""
+        return self.evidence_bytes * steps * self.ranks
+
 
 def estimate(training: RecordedTraining, folder: Path) -> CostEstimate | None:
     """Return what was measured in a dry run, whose evidence is in ``folder``; None where a rank measured nothing."""
@@ -53,9 +65,9 @@ def estimate(training: RecordedTraining, folder: Path) -> CostEstimate | None:
 
 def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
     """Yield what so many steps will cost, in sentences."""
-    recorded, plain = steps * (max(one.recorded_s, one.plain_s) + one.replay_s), steps * one.plain_s
-    yield f"{counted(steps, 'recorded step')} will take about {in_words(recorded, 's')}, in place of " + (
-        f"{in_words(plain, 's')} without a check"
+    yield (
+        f"{counted(steps, 'recorded step')} will take about {in_words(one.checked_s(steps), 's')}, in place of "
+        f"{in_words(one.unchecked_s(steps), 's')} without a check"
     )
     yield (
         f"time: a plain step took {in_words(one.plain_s, 's')}, a recorded one {in_words(one.recorded_s, 's')}; "
@@ -67,5 +79,5 @@ def estimate_lines(one: CostEstimate, steps: int) -> Iterator[str]:
     )
     yield (
         f"evidence: {in_words(one.evidence_bytes, 'bytes')} a rank and step, "
-        f"{in_words(one.evidence_bytes * steps * one.ranks, 'bytes')} in the temporary folder"
+        f"{in_words(one.all_evidence_bytes(steps), 'bytes')} in the temporary folder"
     )

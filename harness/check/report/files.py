@@ -35,18 +35,23 @@ def write_files(
         OSError: a file cannot be written.
     """
     if json is not None:
-        _write(json, as_json(checked, verdict))
+        write_whole(json, as_json(checked, verdict))
     if sarif is not None:
         from harness.check.report.annotations import check_sarif
 
-        _write(sarif, check_sarif(checked, verdict))
+        write_whole(sarif, check_sarif(checked, verdict))
     if html is not None:
         from harness.check.report.page import verdict_page
 
-        _write(html, verdict_page(checked, verdict))
+        write_whole(html, verdict_page(checked, verdict))
 
 
-def _write(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
+    """Write a file, or leave it as it was.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     new = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         new.write_text(text, encoding="utf-8")

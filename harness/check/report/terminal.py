@@ -13,7 +13,7 @@ from harness.check.command.command import CheckedCommand
 from harness.check.judge.estimate import estimate_lines
 from harness.check.judge.judging import CheckedTraining
 from harness.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
-from harness.check.verdict.obstacles import why_nothing_was_recorded
+from harness.check.verdict.obstacles import why_no_estimate
 from harness.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from harness.core.finding import Finding
 from harness.report.terminal.console import rendered
@@ -52,9 +52,8 @@ def dry_run_screen(checked: CheckedCommand, steps: int, *, width: int = 80, colo
         if one.estimate is not None:
             first, *others = estimate_lines(one.estimate, steps)
             parts += [Text.assemble("DRY RUN: ", (first, "bold"), overflow="fold"), *map(_indented, others)]
-    if not parts:
-        why = f"the ranks of the training did not take {checked.options.after + 1} steps each"
-        parts = [Text.assemble("DRY RUN: ", why if checked.trainings else why_nothing_was_recorded(checked))]
+    if (why := why_no_estimate(checked)) is not None:
+        parts = [Text.assemble("DRY RUN: ", why)]
     return rendered(*parts, Text(), _indented(ran(checked), "dim"), width=width, colour=colour)
 
 

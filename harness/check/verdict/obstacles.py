@@ -49,6 +49,15 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     return _without_a_step(checked, trained)
 
 
+def why_no_estimate(checked: CheckedCommand) -> str | None:
+    """Return why a dry run measured no training, None where it measured one."""
+    if any(one.estimate for one in checked.trainings):
+        return None
+    if checked.trainings:
+        return f"the ranks of the training did not take {counted(checked.options.after + 1, 'step')} each"
+    return why_nothing_was_recorded(checked)
+
+
 def incidents(checked: CheckedCommand) -> Iterator[str]:
     """Yield what else went wrong, the command's own failure first."""
     if checked.trainings and (early := early_end(checked)):
