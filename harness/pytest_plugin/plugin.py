@@ -32,6 +32,8 @@ SESSION: pytest.StashKey[Session] = pytest.StashKey()
 CELL_FIXTURES = ("plumbline_cell", "plumbline_benchmark")
 REFUSAL = "plumbline-refusal"
 REFUSED: pytest.StashKey[pytest.UsageError] = pytest.StashKey()
+PLANNING: pytest.StashKey[bool] = pytest.StashKey()
+"""Set once there is a cell to plan."""
 COMMAND: pytest.StashKey[list[str]] = pytest.StashKey()
 """The user's command, where it was not pytest's."""
 
@@ -252,6 +254,14 @@ def pytest_testnodedown(node: Any) -> None:
         receive_undeclared(node.config, node.config.stash.get(SESSION, None), output)
 
 
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
+    """Where planning was interrupted, show the command that begins the run: there is none yet to resume."""
+    begun = SESSION in config.stash and config.stash[SESSION].recording.path is not None
+    if exitstatus == pytest.ExitCode.INTERRUPTED and PLANNING in config.stash and not begun:
+        terminalreporter.write_line("interrupted before the first cell; begin the run again with:")
+        terminalreporter.write_line(f"  {command(*_command(config))}")
+
+
 def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
     """Begin the run on disk for the cells that were ``chosen``, and show its progress."""
     with _usage_errors():
@@ -264,6 +274,7 @@ def _begin(config: pytest.Config, session: Session, chosen: Set[str]) -> None:
 
 def _session(config: pytest.Config, suite: Path) -> Session:
     """Return this process's session, made at the first cell, which is in the file ``suite``."""
+    config.stash[PLANNING] = True
     if SESSION not in config.stash:
         from harness.pytest_plugin.hooks import SessionHooks
         from harness.pytest_plugin.session import Session

@@ -17,7 +17,9 @@ from harness.results.run import LATEST, Run, read_run
 
 
 def find_resumed_run(options: Options) -> Run | None:
-    """Return the run that the options resume, None if they resume none.
+    """Return the run that the options resume; None if they resume none, or the latest where there is none yet.
+
+    A run that was interrupted before its first cell was known has left nothing: then a new one begins.
 
     Raises:
         ResultsError: it cannot be read.
@@ -25,7 +27,10 @@ def find_resumed_run(options: Options) -> Run | None:
     """
     if options.resume is None:
         return None
-    run = read_run(options.report_dir / LATEST if options.resume == LATEST else Path(options.resume))
+    latest = options.report_dir / LATEST
+    if options.resume == LATEST and not latest.exists():
+        return None
+    run = read_run(latest if options.resume == LATEST else Path(options.resume))
     recorded = options.recorded
     differing = [name for name, value in recorded.items() if run.header.options.get(name, value) != value]
     if differing:

@@ -129,6 +129,8 @@ class Session:
         sources = {name: place for name, place in places.items() if place is not None}
         behaviors = {planned.cell: planned.behavior for planned in self.planned}
         self.recording.begin(examined, measured, command, subjects, sources, behaviors)
+        if self.options.resume is not None and not self.recording.resumes:
+            self.notify(f"there is no run in {self.options.report_dir} to resume: a new one begins")
 
     def begin_upcoming(self) -> None:
         """Launch the cell of the next test, if it will be examined and the machine is free for it."""

@@ -19,6 +19,34 @@ def interrupting(self, *records):
         os.kill(os.getpid(), signal.SIGINT)
 RunWriter.write = interrupting
 """
+WHILE_PLANNING = """
+import os, signal
+from harness.pytest_plugin.subject_pools import SubjectPools
+load = SubjectPools.__init__
+def interrupted(self, *arguments):
+    load(self, *arguments)
+    if not os.path.exists("interrupted"):
+        open("interrupted", "x").close()
+        os.kill(os.getpid(), signal.SIGINT)
+SubjectPools.__init__ = interrupted
+"""
+
+
+def test_a_run_that_was_interrupted_before_its_first_cell_can_be_resumed_or_begun_again(project):
+    (project.root / "interrupting.py").write_text(WHILE_PLANNING)
+    few = ("--gpus", "1", "--workloads", "mlp", "--precisions", "32")
+    interrupted = project.pytest("-p", "interrupting", *few, fresh=True)
+    assert interrupted.ret == 2
+    interrupted.stdout.fnmatch_lines(
+        ["interrupted before the first cell; begin the run again with:", "*-p interrupting*--gpus 1*--precisions 32"]
+    )
+    assert not (project.root / "reports").exists()
+
+    resumed = project.pytest("--resume", *few)
+    assert resumed.ret == 0
+    resumed.stderr.fnmatch_lines(["*there is no run in *reports to resume: a new one begins"])
+    assert len({result["cell"] for result in project.run.results}) == 1
+    assert project.run.footer is not None
 
 
 def test_the_command_that_is_printed_goes_on_with_the_run(project):
@@ -30,10 +58,11 @@ def test_the_command_that_is_printed_goes_on_with_the_run(project):
     settings = {"cwd": project.root, "capture_output": True, "text": True, "timeout": project.hangs_after}
     done = subprocess.run(command, env=variables, **settings)
     assert done.returncode == 2
-    _, _, said = done.stdout.partition("interrupted after 2 of 5 cells; resume with:\n")
+    before = project.run_in("my reports")
+    planned = len(before.lines[0]["planned"])
+    _, _, said = done.stdout.partition(f"interrupted after 2 of {planned} cells; resume with:\n")
     printed = said.splitlines()[0].strip()
     assert shlex.split(printed)[-len(asked) - 1 :] == [*asked, "--resume"]
-    before = project.run_in("my reports")
     assert before.footer is None
 
     done = subprocess.run(printed, shell=True, **settings)
@@ -42,4 +71,4 @@ def test_the_command_that_is_printed_goes_on_with_the_run(project):
     after = project.run_in("my reports")
     assert after.name == before.name
     assert after.footer is not None
-    assert len({result["cell"] for result in after.results}) == 5
+    assert len({result["cell"] for result in after.results}) == planned

@@ -55,7 +55,7 @@ def test_a_killed_run_goes_on_where_it_was(project, xdist):
 
 
 def test_only_the_run_that_was_asked_for_is_gone_on_with(project):
-    assert project.pytest("--resume", *CELLS).ret == 4
+    assert project.pytest("--resume", "reports/nowhere", *CELLS).ret == 4
     killed_after(project, 1, *CELLS)
     result = project.pytest("--resume", *CELLS, "--seed", "5")
     assert result.ret == 4
