@@ -21,6 +21,7 @@ from harness.core.cell import Cell
 from harness.core.errors import LaunchError, PlanError
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
+from harness.engine.subject_code import subject_code
 from harness.launch.pool import Pool
 from harness.launch.settings import Settings
 from harness.machine.fingerprint import take_fingerprint
@@ -134,7 +135,8 @@ def interleave(options: Any, tell: Callable[[str], None]) -> tuple[Run, Run]:
         writers = []
         for side, cells in zip(sides, zip(*pairs, strict=True), strict=True):
             software = {one.name: one.software for one in side.declared}
-            writers.append(stack.enter_context(RunWriter(report_dir, header(measured=cells, subjects=software))))
+            begun = header(measured=cells, subjects=software, code=subject_code(side.declared))
+            writers.append(stack.enter_context(RunWriter(report_dir, begun)))
         results: list[list[Result]] = [[] for _ in writers]
         for number, cells in enumerate(pairs, start=1):
             tell(

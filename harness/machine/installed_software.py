@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from harness.machine.hardware import command_output
+from harness.machine.repository import head
 
 # Nothing that could be a path or an address is published.
 _PUBLIC_NAME = re.compile(r"[\w.+!-]{1,100}", re.ASCII)
@@ -25,8 +26,8 @@ def project_commit(root: Path | None = None) -> str | None:
     root = root or Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
-    commit = command_output("git", "-C", str(root), "rev-parse", "--verify", "HEAD")
-    if commit is None or not re.fullmatch(r"[0-9a-f]{40,64}", commit):
+    commit = head(root)
+    if commit is None:
         return None
     # Only the code counts: a new report or note does not change the run.
     changes = command_output(

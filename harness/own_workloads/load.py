@@ -10,7 +10,7 @@ from types import ModuleType
 
 from harness.core.errors import SubjectError, WorkloadError
 from harness.own_workloads.attempt import attempt
-from harness.own_workloads.source import sha256_of
+from harness.user_code.source_hash import sha256_of
 from harness.user_code.user_module import import_file, import_module, imported_file
 from harness.workloads import EVERY, WORKLOADS, PerformanceWorkload, Workload
 

@@ -25,7 +25,8 @@ class Refusal:
 class Declaration:
     """What a subject declares, and the locator by which it was found; ``precisions`` are by accelerator.
 
-    ``source`` is the file and the line where its function begins, None where that is not known.
+    ``source`` is the file and the line where its function begins, ``sha256`` the hash of that file and of what it
+    imports from its folder; None where that is not known.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Declaration:
     launch: str = "rank"
     behavior: TrainingBehavior = ORDINARY
     source: tuple[str, int] | None = None
+    sha256: str | None = None
 
     @classmethod
     def of(cls, locator: str, values: Mapping[str, Any]) -> Declaration:
@@ -51,6 +53,7 @@ class Declaration:
             launch=values["launch"],
             behavior=TrainingBehavior.of(values["conduct"]),
             source=values["source"] and tuple(values["source"]),
+            sha256=values["sha256"],
         )
 
     def refusal(self, cell: Cell) -> Refusal | None:

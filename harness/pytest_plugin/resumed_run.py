@@ -13,6 +13,7 @@ from harness.core.training_behavior import TrainingBehavior
 from harness.machine.fingerprint import take_fingerprint
 from harness.planning.options import Options
 from harness.results.errors import NothingToResume
+from harness.results.header_footer import SubjectCode
 from harness.results.run import LATEST, Run, read_run
 
 
@@ -50,7 +51,11 @@ def find_resumed_run(options: Options) -> Run | None:
 
 
 def check_unchanged(
-    run: Run, chosen: Set[str], subjects: Mapping[str, Software], behaviors: Mapping[Cell, TrainingBehavior]
+    run: Run,
+    chosen: Set[str],
+    subjects: Mapping[str, Software],
+    code: Mapping[str, SubjectCode],
+    behaviors: Mapping[Cell, TrainingBehavior],
 ) -> None:
     """Refuse to continue ``run`` with cells it has not planned, or with subjects that are not what they were.
 
@@ -58,7 +63,7 @@ def check_unchanged(
 
     Raises:
         PlanError: a cell is not planned in the run.
-        NothingToResume: a subject's library has another version now, or its declarations differ.
+        NothingToResume: a subject or its library has another version now, or its declarations differ.
     """
     unknown = chosen - {planned.cell for planned in run.header.planned}
     if unknown:
@@ -69,6 +74,12 @@ def check_unchanged(
     for name, software in subjects.items():
         if (before := run.header.subjects.get(name, software)) != software:
             raise NothingToResume(f"--resume: {run.path} examined {name} with {before}, and now it is {software}.")
+    for name, present in code.items():
+        if run.header.code.get(name, present).sha256 != present.sha256:
+            raise NothingToResume(
+                f"--resume: the source of {name} has changed since {run.path} was begun, whose cells would then be of "
+                "two trainers: begin a new run"
+            )
     declared = {cell.id: behavior.declared for cell, behavior in behaviors.items()}
     for planned in run.header.planned:
         if not planned.measured and (now := declared.get(planned.cell, planned.conduct)) != planned.conduct:

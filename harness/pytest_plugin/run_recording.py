@@ -21,7 +21,7 @@ from harness.pytest_plugin.resumed_run import check_unchanged, find_resumed_run
 from harness.pytest_plugin.xdist_transport import payload_of
 from harness.report.formats import write_report
 from harness.results.errors import ResultsError
-from harness.results.header_footer import Footer, Header
+from harness.results.header_footer import Footer, Header, SubjectCode
 from harness.results.records import Coordinates, Measurement, PlannedCell, Result, SourceLine
 from harness.results.run import PROFILES
 from harness.results.run_writer import RunWriter
@@ -81,20 +81,21 @@ class RunRecording:
         command: list[str],
         subjects: Mapping[str, Software],
         sources: Mapping[str, SourceLine],
+        code: Mapping[str, SubjectCode],
         behaviors: Mapping[Cell, TrainingBehavior],
     ) -> None:
         """Open the run for these cells; ``behaviors`` has what the subject of each declares of its way of training.
 
-        ``sources`` has where the functions of the subjects begin.
+        ``sources`` has where the functions of the subjects begin, ``code`` which version of them this is.
 
         Raises:
             PlanError: the resumed run has not planned one of them.
-            NothingToResume: it was begun with other versions of the subjects' libraries, or other declarations.
+            NothingToResume: it was begun with other versions of the subjects or their libraries, or other declarations.
             ResultsError: the run cannot be written.
         """
         self._command = command
         if self._resumed is not None:
-            check_unchanged(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, behaviors)
+            check_unchanged(self._resumed, {cell.id for cell in (*examined, *measured)}, subjects, code, behaviors)
             self._writer, run = RunWriter.resume(self._resumed.path)
             self._results, self._measurements = list(run.results), list(run.measurements)
             return
@@ -108,6 +109,7 @@ class RunRecording:
             simulated=accelerator == "cpu",
             subjects=subjects,
             sources=sources,
+            code=code,
             behaviors=behaviors,
             workloads=self._options.workload_sources,
         )

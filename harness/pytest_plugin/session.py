@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.core.errors import PlanError
+from harness.engine.subject_code import subject_code
 from harness.launch.timeouts import Timeouts
 from harness.machine.lease import shared_lease
 from harness.planning.expectation_files import read_expectations
@@ -128,7 +129,8 @@ class Session:
         places = {one.name: SourceLine.of(*one.source) for one in reversed(self._declarations) if one.source}
         sources = {name: place for name, place in places.items() if place is not None}
         behaviors = {planned.cell: planned.behavior for planned in self.planned}
-        self.recording.begin(examined, measured, command, subjects, sources, behaviors)
+        code = subject_code(self._declarations)
+        self.recording.begin(examined, measured, command, subjects, sources, code, behaviors)
         if self.options.resume is not None and not self.recording.resumes:
             self.notify(f"there is no run in {self.options.report_dir} to resume: a new one begins")
 

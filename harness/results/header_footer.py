@@ -29,12 +29,23 @@ class WorkloadSource(Record):
     sha256: Text
 
 
+class SubjectCode(Record):
+    """A trainer's own code: the hash of its source, and the commit of the repository that its file is part of.
+
+    The source is the file and what it imports from its folder. The commit ends in ``-dirty`` where its code had
+    changes; None: the file is in no repository, or ships with plumbline.
+    """
+
+    sha256: Text | None = None
+    commit: Text | None = None
+
+
 class Header(Record):
     """The first line: which run this is, and every cell of its plan.
 
     ``simulated``: devices were simulated, and no figure of this run is about speed. ``subjects`` has the software that
-    each ran on, ``sources`` where the ``train`` of each begins, ``workloads`` where those of the user's own were, by
-    name.
+    each ran on, ``sources`` where the ``train`` of each begins, ``code`` which version of it that is, ``workloads``
+    where those of the user's own were, by name.
     """
 
     type: Literal["header"] = "header"
@@ -49,6 +60,7 @@ class Header(Record):
     simulated: bool
     subjects: dict[Text, Software] = Field(default_factory=dict)
     sources: dict[Text, SourceLine] = Field(default_factory=dict)
+    code: dict[Text, SubjectCode] = Field(default_factory=dict)
     workloads: dict[Text, WorkloadSource] = Field(default_factory=dict)
     planned: tuple[PlannedCell, ...] = ()
 
@@ -64,6 +76,7 @@ class Header(Record):
         simulated: bool,
         subjects: Mapping[str, Software] | None = None,
         sources: Mapping[str, SourceLine] | None = None,
+        code: Mapping[str, SubjectCode] | None = None,
         behaviors: Mapping[Cell, TrainingBehavior] | None = None,
         workloads: Mapping[str, WorkloadSource] | None = None,
         started: datetime | None = None,
@@ -84,6 +97,7 @@ class Header(Record):
             simulated=simulated,
             subjects=dict(subjects or {}),
             sources=dict(sources or {}),
+            code=dict(code or {}),
             workloads=dict(workloads or {}),
             planned=(
                 *(PlannedCell.of(cell, behavior=(behaviors or {}).get(cell, ORDINARY)) for cell in cells),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from harness.core.errors import SubjectError
 from harness.core.precision import PRECISIONS
 from harness.core.software import Software
 from harness.core.training_behavior import ORDINARY, TrainingBehavior
+from harness.user_code.source_hash import sha256_of
 
 CAPABILITIES = frozenset(
     {
@@ -61,6 +63,7 @@ class Subject:
             "launch": self.launch,
             "conduct": self.behavior.declared,
             "source": _source(self.train),
+            "sha256": _sha256(self.train),
         }
 
 
@@ -68,6 +71,12 @@ def _source(train: Train) -> tuple[str, int] | None:
     """Return the file and the line where a function begins, None where it is not written in Python."""
     code = getattr(inspect.unwrap(train), "__code__", None)
     return code and (code.co_filename, code.co_firstlineno)
+
+
+def _sha256(train: Train) -> str | None:
+    """Return the hash of the source of a function's module, None where it has none."""
+    module = sys.modules.get(getattr(inspect.unwrap(train), "__module__", ""))
+    return sha256_of(module) if module is not None and getattr(module, "__file__", None) else None
 
 
 def subject(

@@ -10,6 +10,7 @@ from harness.machine.fingerprint import ComparabilityKey
 from harness.report.comparison.comparison import compare_runs, compare_within
 from harness.report.comparison.figure_changes import FigureVerdict
 from harness.report.comparison.outcomes import OutcomeKind
+from harness.results.header_footer import SubjectCode
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_other_software_is_told_and_does_not_forbid(run_with):
     comparison = compare_runs(a, b)
     assert comparison.machine == ()
     told = [str(difference) for difference in comparison.software]
-    assert "commit: not set (A), abc (B)" in told
+    assert "plumbline's commit: not set (A), abc (B)" in told
     assert "OMP NUM THREADS: not set (A), 4 (B)" in told
     assert "subject: not set (A), lightning 2.6.6 (B)" in told
 
@@ -106,3 +107,12 @@ def test_gpu_counts_of_one_run_are_compared_though_each_has_a_key_of_its_own(bui
     cells = {place(f"mlp ddp 1x{gpus} 32"): [Outcome.PASSED] for gpus in (2, 4)}
     (figure,) = compare_within(build_run(cells, figures), "gpus").figures
     assert (figure.versus, figure.verdict) == ("2 → 4", FigureVerdict.BETTER)
+
+
+def test_the_subject_s_source_and_commit_are_told_first(run_with):
+    a, b = (run_with(code={"mine": SubjectCode(sha256=32 * one, commit=20 * one)}) for one in ("a1", "b2"))
+    told = [str(difference) for difference in compare_runs(a, b).software]
+    assert told == [
+        "subject's source: a1a1a1a1a1a1 (A), b2b2b2b2b2b2 (B)",
+        f"subject's commit: {20 * 'a1'} (A), {20 * 'b2'} (B)",
+    ]

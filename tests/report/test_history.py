@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -24,7 +25,7 @@ from harness.report.history.changes import all_steps, counts
 from harness.report.history.feed import NAMESPACE
 from harness.report.history.figure_history import figure_histories
 from harness.results.errors import RunNotFound
-from harness.results.header_footer import Footer, Header
+from harness.results.header_footer import Footer, Header, SubjectCode
 from harness.results.records import Expected, Measurement, Result
 from harness.results.run import Run
 from harness.results.run_writer import RunWriter
@@ -33,6 +34,7 @@ RIGHT, WRONG = (
     Cell("mine", "mlp", "ddp", Topology(1, 2), "32", "cpu"),
     Cell("mine", "mlp", "dp", Topology(1, 2), "32", "cpu"),
 )
+CODE = SubjectCode(sha256=32 * "0a", commit=20 * "0c")
 FIRST_DAY = datetime(2026, 1, 1, tzinfo=timezone.utc)
 Write = Callable[..., Path]
 
@@ -41,14 +43,17 @@ Write = Callable[..., Path]
 def write(measured: Callable[..., Measurement], tmp_path: Path) -> Write:
     """Writes the run of a day: a cell that is right, one that may have failed, and a speed."""
 
-    def write(day: int, *, fails: bool, speed: float = 1000.0, version: str = "1.0") -> Path:
+    def write(
+        day: int, *, fails: bool, speed: float = 1000.0, version: str = "1.0", code: SubjectCode = CODE, **machine: Any
+    ) -> Path:
         header = Header.of(
             [RIGHT, WRONG],
             command=["pytest"],
             options={},
-            fingerprint=_machine(),
+            fingerprint=_machine().model_copy(update=machine),
             simulated=True,
             subjects={"mine": Software("mine", version, "2.13", "3.11")},
+            code={"mine": code},
             started=FIRST_DAY + timedelta(days=day),
         )
         bad = Finding("gradients", Outcome.FAILED, "<b>the sum</b>", "sum-instead-of-mean", "averaging", 3e6)
@@ -91,6 +96,40 @@ def test_the_page_says_what_changed_and_what_else_did(reports: Path, capsys: pyt
     assert "<h3>mine 1.0 → 1.1 " in page
     assert "&lt;b&gt;the sum&lt;/b&gt;" in page
     assert re.search(r"−(19|20)\.\d %", page)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ({}, {"code": SubjectCode(sha256=32 * "1b", commit=CODE.commit)}, ["source 0a0a0a0a0a → 1b1b1b1b1b"]),
+        ({}, {"code": SubjectCode(commit=20 * "1c")}, ["commit 0c0c0c0c0c → 1c1c1c1c1c", "source 0a0a0a0a0a → none"]),
+        ({"code": SubjectCode()}, {"code": SubjectCode(commit=f"{CODE.commit}-dirty")}, ["none → 0c0c0c0c0c-dirty"]),
+        ({}, {"commit": 20 * "2d"}, ["plumbline&#39;s commit 0123456789 → 2d2d2d2d2d"]),
+        ({"packages": {"numpy": "1.0"}}, {"packages": {"numpy": "2.0"}}, ["numpy 1.0 → 2.0"]),
+        ({}, {"environment": {"OMP_NUM_THREADS": "4"}}, ["OMP_NUM_THREADS none → 4"]),
+    ],
+)
+def test_whatever_is_recorded_and_differs_is_named(
+    before: dict[str, Any], after: dict[str, Any], named: list[str], write: Write, tmp_path: Path
+) -> None:
+    write(0, fails=False, **before)
+    write(1, fails=True, **after)
+    assert main(["history", str(tmp_path / "reports")]) == 0
+    page = (tmp_path / "reports" / "history" / "index.html").read_text()
+    assert "Nothing that is recorded differs" not in page
+    assert [text for text in named if text not in page] == []
+
+
+def test_the_commit_of_plumbline_is_not_shown_as_the_subject_s(write: Write, tmp_path: Path) -> None:
+    write(0, fails=False)
+    write(1, fails=True)
+    main(["history", str(tmp_path / "reports")])
+    page = (tmp_path / "reports" / "history" / "index.html").read_text()
+    assert "Nothing that is recorded differs" in page
+    runs = page[page.index('<section id="runs">') :]
+    assert "<code>commit 0c0c0c0c0c</code>" in runs, "that of the subject"
+    assert '<th scope="col">plumbline</th>' in runs
+    assert "<code>0123456789</code>" in runs
 
 
 def test_every_address_is_relative_and_leads_somewhere(reports: Path) -> None:

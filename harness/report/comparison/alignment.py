@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -187,18 +187,27 @@ def software_differs(a: Header, b: Header) -> tuple[Difference, ...]:
 def _software(header: Header) -> dict[str, object]:
     machine = header.fingerprint
     # Clocks and load differ in every run, so their difference carries no information.
-    found: dict[str, object] = machine.model_dump(exclude={"key", "environment", "packages", "clocks_and_load"})
-    subjects = list(header.subjects.values())
+    found: dict[str, object] = machine.model_dump(
+        exclude={"key", "environment", "packages", "clocks_and_load", "commit"}
+    )
+    subjects, code = header.subjects.values(), header.code.values()
     return {
+        "subject": _joined(f"{one.library} {one.version}" for one in subjects if one.library),
+        "subject's source": _joined(one.sha256[:12] for one in code if one.sha256),
+        "subject's commit": _joined(one.commit for one in code if one.commit),
+        "subject's torch": _joined(one.torch for one in subjects if one.torch),
+        **{f"source of workload {name}": source.sha256[:12] for name, source in header.workloads.items()},
+        "seed": header.options.get("seed"),
         **found,
         "plumbline": header.plumbline,
-        "seed": header.options.get("seed"),
-        "subject": ", ".join(sorted({f"{one.library} {one.version}" for one in subjects if one.library})) or None,
-        "subject's torch": ", ".join(sorted({one.torch for one in subjects if one.torch})) or None,
-        **{f"source of workload {name}": source.sha256[:12] for name, source in header.workloads.items()},
+        "plumbline's commit": machine.commit,
         **machine.packages,
         **machine.environment,
     }
+
+
+def _joined(values: Iterable[str]) -> str | None:
+    return ", ".join(sorted(set(values))) or None
 
 
 def definitions_differ(a: Measurement, b: Measurement, *, one_run: bool) -> tuple[Difference, ...]:

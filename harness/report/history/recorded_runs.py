@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness.core.software import UNKNOWN, Software
 from harness.results.errors import ResultsError, RunNotFound
+from harness.results.header_footer import SubjectCode
 from harness.results.run import RESULTS, Run, read_run
 
 PAGE = "report.html"
@@ -63,26 +64,45 @@ def traits(run: Run, subject: str) -> dict[str, str]:
     devices = f"{key.device_count} devices" if key.device_count else None
     machine = ", ".join(filter(None, [key.device, devices]))
     software = header.subjects.get(subject, Software(torch=fingerprint.torch, python=fingerprint.python))
+    code = header.code.get(subject, SubjectCode())
     found = {
         software.library or "library": software.version,
+        "commit": _short(code.commit),
+        "source": _short(code.sha256),
+        **{f"source of workload {name}": _short(source.sha256) for name, source in header.workloads.items()},
         "torch": software.torch,
         "python": software.python,
-        "commit": fingerprint.commit and fingerprint.commit[:10],
+        "seed": None if header.options.get("seed") is None else str(header.options["seed"]),
         "plumbline": header.plumbline,
+        "plumbline's commit": _short(fingerprint.commit),
         "machine": machine,
         "cores": key.cpu_cores and str(key.cpu_cores),
         "driver": key.driver,
-        "seed": None if header.options.get("seed") is None else str(header.options["seed"]),
+        "platform": fingerprint.platform,
+        **fingerprint.environment,
     }
-    return {name: value for name, value in found.items() if value}
+    every = {**fingerprint.packages, **found}  # a subject may have packages of its own, in another environment
+    return {name: value for name in (*found, *fingerprint.packages) if (value := every[name])}
+
+
+def own_code(run: Run, subject: str) -> str:
+    """Return the commit of a subject's repository, or else the hash of its source; "" where neither is recorded."""
+    code = run.header.code.get(subject, SubjectCode())
+    return f"commit {_short(code.commit)}" if code.commit else f"source {_short(code.sha256)}" if code.sha256 else ""
+
+
+def _short(version: str | None) -> str | None:
+    """Return the first digits of a hash or a commit, with a word that follows it: ``0123456789-dirty``."""
+    digits, _, word = (version or "").partition("-")
+    return "-".join(filter(None, (digits[:10], word))) or None
 
 
 def label(run: Run, subject: str) -> str:
-    """Return what tells a subject's runs apart at a glance: the version of its library, or else the commit."""
+    """Return what tells a subject's runs apart at a glance: the version of its library, or else of its own code."""
     library = run.header.subjects.get(subject, UNKNOWN).library
-    name = library if library not in (None, "torch") else "commit"
-    value = traits(run, subject).get(name)
-    return f"{name} {value}" if value else ""
+    known = traits(run, subject)
+    names = (library,) if library not in (None, "torch") else ("commit", "source", "plumbline's commit")
+    return next((f"{name} {known[name]}" for name in names if name in known), "")
 
 
 def differing(before: dict[str, str], after: dict[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from harness.report.history.changes import Step, all_steps, anchor, counts, in_w
 from harness.report.history.curve import curve
 from harness.report.history.feed import feed
 from harness.report.history.figure_history import FigureHistory, figure_histories
-from harness.report.history.recorded_runs import FoundRuns, find_runs, label, link_to
+from harness.report.history.recorded_runs import FoundRuns, find_runs, label, link_to, own_code
 from harness.report.html.environment import page_environment
 from harness.report.tables.cells import counts_in_words
 from harness.report.text import counted
@@ -29,6 +29,7 @@ FEED: Final = "feed.atom"
 BADGES: Final = "badges"
 MOST_STEPS: Final = 100
 MOST_NAMED: Final = 4
+MOST_REASONS: Final = 12
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def _page(
             change_in_words=in_words,
             label=label,
             most_named=MOST_NAMED,
+            most_reasons=MOST_REASONS,
+            own_code=own_code,
             ends=_ends(found.runs, cells),
         )
     )

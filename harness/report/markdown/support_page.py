@@ -95,7 +95,7 @@ def run_facts(run: Run) -> str:
     header, machine = run.header, run.header.fingerprint
     facts = {
         "run": f"{markdown_code(header.run_id)}, started {header.started:%Y-%m-%d %H:%M:%S} UTC",
-        "commit": markdown_code(machine.commit or "unknown"),
+        "plumbline": f"{markdown(header.plumbline)}, commit {markdown_code(machine.commit or 'unknown')}",
         "command": markdown_code(" ".join(header.command) or "unknown"),
         "software": markdown(software_in_words(run)),
         "subjects": markdown("; ".join(f"{name}: {what}" for name, what in header.subjects.items() if what.library)),

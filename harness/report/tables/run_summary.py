@@ -169,13 +169,14 @@ def comparability(machine: Fingerprint) -> dict[str, str]:
 def other_facts(run: Run) -> dict[str, str]:
     """Return the rest of the fingerprint except packages, the run's options, and the software of each subject."""
     machine = run.header.fingerprint
-    found = {
-        name: value for name in ("platform", "python", "torch", "pandas", "commit") if (value := getattr(machine, name))
-    }
+    found = {name: value for name in ("platform", "python", "torch", "pandas") if (value := getattr(machine, name))}
+    found |= {"plumbline's commit": machine.commit or ""}
     found |= {"compute capability": machine.compute_capability or "", "cpu governor": machine.cpu_governor or ""}
     found |= {name: f"{value:,.10g}" for name, value in machine.clocks_and_load.items()}
     found |= machine.environment
     found |= {f"subject {name}": str(software) for name, software in run.header.subjects.items()}
+    for name, code in run.header.code.items():
+        found |= {f"source of subject {name}": (code.sha256 or "")[:12], f"commit of subject {name}": code.commit or ""}
     found |= {f"workload {name}": f"{one.locator} {one.sha256[:12]}" for name, one in run.header.workloads.items()}
     options = {name: value for name, value in run.header.options.items() if value not in (None, False)}
     found |= {f"--{name.replace('_', '-')}": _option(value) for name, value in options.items()}
