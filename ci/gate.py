@@ -1,0 +1,213 @@
+"""Hold Plumbline to what README claims, in a few minutes: `.ci/run` calls it between the linters and the tests.
+
+    python ci/gate.py                              # every stage; a failure does not stop the others
+    python ci/gate.py --list
+    python ci/gate.py --only check --only torch
+
+Stages:
+
+- one for each entry of ``CLAIMS``: each backend is named on the command line, and at least one of its cells must be
+  trained. A backend without a trained cell is a failure, even where pytest ends with 0.
+- one for each released library of ``RELEASED``, in an environment of its own: ``plumbline smoke`` must be right, and an
+  entry of its expected failures must be met. ``ci/released-constraints.txt`` pins the environment, which is made where
+  it is missing, as by ``plumbline subjects install``.
+- ``check``: ``plumbline check`` on a right script and on the same script with a mistake.
+- ``wheel``: the built wheel works in a project that has packages called ``harness``, ``suites`` and ``tests``.
+
+Prints a table of the stages with their times. Exits with 1 if a stage failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
+
+from mistake import DDP, changed
+from mistakes import MISTAKES
+
+from harness.core.outcome import Outcome
+from harness.report.tables.cells import cell_table
+from harness.results.records import KNOWN
+from harness.results.run import read_run
+from harness.subjects.virtual_environments import parse_requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+PLUMBLINE = str(Path(sys.executable).with_name("plumbline"))
+PINS = "ci/released-constraints.txt"
+SCRIPT = ROOT / "ci" / "check_scripts" / "scripts" / "ddp.py"
+MISTAKE, NAMED = "inner module called", "not synchronised"
+"""What is done wrong in ``SCRIPT``, and how the headline of ``plumbline check`` calls it."""
+
+ON_MESHES = ("mlp", "lm-tokens", "transformer", "clipping-tied", "accumulation", "checkpoint-elastic")
+TRAINED = (Outcome.PASSED, Outcome.DEVIATES)
+"""Outcomes of cells that were trained and judged. Expected failures do not count: a launch may be one."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A subject trains with each of these backends on ``gpus`` devices; without ``workloads``: every workload."""
+
+    subject: str
+    backends: tuple[str, ...]
+    gpus: int
+    workloads: tuple[str, ...] = ()
+
+
+CLAIMS: Mapping[str, Claim] = {
+    "reference": Claim("reference", ("none", "auto", "dp", "ddp", "balanced"), 2),
+    "reference-on-nodes": Claim("reference", ("ddp2",), 4),
+    "torch": Claim("torch", ("none", "ddp", "fsdp", "zero", "tp", "sp", "ep", "pp"), 2),
+    "torch-on-meshes": Claim("torch", ("hsdp", "ddp+tp", "fsdp+tp"), 4, ON_MESHES),
+    "torch-in-three-dimensions": Claim("torch", ("hsdp+tp",), 8, ("mlp", "transformer")),
+}
+
+RELEASED: Mapping[str, str] = {"lightning": "accumulation", "accelerate": "accumulation", "transformers": "uneven"}
+"""Released libraries, each with a workload on which it is expected to fail."""
+
+
+class GateError(Exception):
+    """A stage failed; the message says why."""
+
+
+Stage = Callable[[], str]
+"""Returns figures for the table, or raises ``GateError``."""
+
+
+def stages() -> dict[str, Stage]:
+    """Return every stage by its name."""
+    return {
+        **{name: partial(hold, claim) for name, claim in CLAIMS.items()},
+        **{name: partial(release, name, workload) for name, workload in RELEASED.items()},
+        "check": check,
+        "wheel": wheel,
+    }
+
+
+def hold(claim: Claim) -> str:
+    """Train the cells of a claim; every backend of it must have trained ones."""
+    counts, _ = conformance(claim)
+    return ", ".join(f"{backend} {count}" for backend, count in counts.items())
+
+
+def release(name: str, workload: str) -> str:
+    """Smoke-test a released library, then meet an entry of its expected failures."""
+    version = pinned(name)
+    requirement = f"{name}=={version}"
+    run([PLUMBLINE, "subjects", "install", requirement], pip_constraint=f"constraints.txt {PINS}")
+    subject = f"{name};python={parse_requirement(requirement).python}"
+    run([PLUMBLINE, "smoke", subject])
+    _, known = conformance(Claim(subject, ("ddp",), 2, ("mlp", workload)))
+    if not known:
+        raise GateError(f"no expected failure of {name} was met with the workload {workload}")
+    return f"{version}: smoke is right, {known} expected failure{'s' * (known > 1)}"
+
+
+def conformance(claim: Claim) -> tuple[dict[str, int], int]:
+    """Run the conformance suite; return the trained cells of each backend, and the number of expected failures."""
+    with tempfile.TemporaryDirectory(prefix="plumbline-gate-") as reports:
+        options = ["--gpus", str(claim.gpus), "--backends", ",".join(claim.backends), "--precisions", "32"]
+        options += ["--workloads", ",".join(claim.workloads)] if claim.workloads else []
+        suite = [sys.executable, "-m", "pytest", "suites/conformance", "-q", "--accelerator", "cpu", *options]
+        run([*suite, "--subject", claim.subject, "--report-dir", reports])
+        cells = cell_table(read_run(Path(reports) / "latest"))
+    trained = cells[cells["outcome"].isin(TRAINED)]
+    counts = {backend: int((trained["backend"] == backend).sum()) for backend in claim.backends}
+    if absent := [backend for backend, count in counts.items() if not count]:
+        raise GateError(f"no cell was trained with {', '.join(absent)}")
+    return counts, int((cells["outcome"] == KNOWN).sum())
+
+
+def check() -> str:
+    """Check a right script, and the same script with a mistake."""
+    right = SCRIPT.read_text(encoding="utf-8")
+    mistake = next(one for one in MISTAKES if one.name == MISTAKE)
+    checked(right, 0, "RIGHT:")
+    checked(changed(right, mistake.changes[DDP]), 1, "WRONG:", NAMED)
+    return "a right script is RIGHT, a wrong one WRONG"
+
+
+def checked(text: str, code: int, *words: str) -> None:
+    """Run a script under ``plumbline check``: its exit code must be ``code``, its headline must have the words."""
+    with tempfile.TemporaryDirectory(prefix="plumbline-gate-") as folder:
+        script = Path(folder) / "train.py"
+        script.write_text(text, encoding="utf-8")
+        ranks = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+        output = run([PLUMBLINE, "check", "--stop", "--", *ranks], code=code)
+    lines = output.splitlines()
+    begun = next((number for number, line in enumerate(lines) if line.startswith(words[0])), None)
+    headline = "" if begun is None else " ".join(lines[begun : begun + 2])
+    if missing := [word for word in words if word not in headline]:
+        raise GateError(f"the headline of plumbline check does not say {', '.join(missing)}")
+
+
+def wheel() -> str:
+    """Install the built wheel beside a project whose packages have the names of ours."""
+    output = run([sys.executable, "-m", "pytest", "tests/wheel/test_same_names.py", "-m", "", "-q", "-rx"])
+    return output.splitlines()[-1]
+
+
+def pinned(name: str) -> str:
+    """Return the version of a library in ``PINS``."""
+    lines = (ROOT / PINS).read_text(encoding="utf-8").splitlines()
+    return next(line.partition("==")[2] for line in lines if line.startswith(f"{name}=="))
+
+
+def run(command: Sequence[str], *, code: int = 0, **variables: str) -> str:
+    """Run a command in the checkout and show what it prints; return that. ``variables`` of its environment are added.
+
+    Raises:
+        GateError: it did not exit with ``code``.
+    """
+    lines = []
+    environment = os.environ | {name.upper(): value for name, value in variables.items()}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, errors="replace",
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode != code:
+        raise GateError(f"exit code {process.returncode} instead of {code}: {shlex.join(command)}")
+    return "".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the stages that are asked for; print what became of each."""
+    every = stages()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=list(every), help="run this stage alone (repeatable)")
+    parser.add_argument("--list", action="store_true", help="print the names of the stages and run none")
+    options = parser.parse_args(arguments)
+    chosen = {name: stage for name, stage in every.items() if not options.only or name in options.only}
+    if options.list:
+        print("\n".join(chosen))
+        return 0
+    rows = []
+    failed = False
+    for name, stage in chosen.items():
+        print(f"\n── {name}", flush=True)
+        begun = time.monotonic()
+        try:
+            outcome = f"ok      {stage()}"
+        except GateError as error:
+            failed, outcome = True, f"FAILED  {error}"
+        rows.append(f"{name:26} {time.monotonic() - begun:5.0f} s  {outcome}")
+    print("\nThe gate:", *rows, sep="\n", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

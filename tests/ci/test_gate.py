@@ -1,0 +1,88 @@
+"""The gate names every backend and is red where nobody trained one; `.ci/run` ends with README's test command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from harness.subjects.load import load
+from harness.subjects.short_names import SHORT_NAMES
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "reports" / "example-simulated"
+
+
+@pytest.fixture
+def gate(program):
+    return program(ROOT / "ci" / "gate.py")
+
+
+@pytest.mark.parametrize("subject", ["reference", "torch"])
+def test_every_backend_that_a_subject_of_ours_declares_for_simulated_devices_is_named(gate, subject):
+    declared = {name for one in load(subject) if one.precisions["cpu"] for name in one.backends}
+    named = {name for claim in gate.CLAIMS.values() if claim.subject == subject for name in claim.backends}
+    assert named == declared
+
+
+@pytest.fixture
+def trained_elsewhere(gate, monkeypatch):
+    """A gate whose runs are all the example that is kept: it has cells with none, dp and ddp, and none with pp."""
+    monkeypatch.setattr(gate, "run", lambda command, **options: "")
+    monkeypatch.setattr(gate, "read_run", lambda path, read=gate.read_run: read(EXAMPLE))
+    return gate
+
+
+def test_a_backend_that_nobody_trained_is_not_green(trained_elsewhere):
+    counts, known = trained_elsewhere.conformance(trained_elsewhere.Claim("reference", ("none", "ddp"), 8))
+    assert min(counts.values()) > 0
+    assert known == 0
+    with pytest.raises(trained_elsewhere.GateError, match=r"no cell was trained with pp$"):
+        trained_elsewhere.conformance(trained_elsewhere.Claim("reference", ("ddp", "pp"), 8))
+
+
+def test_a_library_none_of_whose_expected_failures_is_met_is_not_green(trained_elsewhere):
+    with pytest.raises(trained_elsewhere.GateError, match="no expected failure of lightning"):
+        trained_elsewhere.release("lightning", "accumulation")
+
+
+def test_a_stage_that_fails_stops_none_of_the_others_and_makes_the_gate_red(gate, monkeypatch, capsys):
+    def bad():
+        raise gate.GateError("three cells are errored")
+
+    monkeypatch.setattr(gate, "stages", lambda: {"bad": bad, "good": lambda: "four cells"})
+    assert gate.main([]) == 1
+    table = capsys.readouterr().out.partition("The gate:")[2]
+    assert re.search(r"bad .* FAILED +three cells are errored", table)
+    assert re.search(r"good .* ok +four cells", table)
+    assert gate.main(["--only", "good"]) == 0
+
+
+def test_a_command_with_another_exit_code_fails_its_stage(gate, capfd):
+    with pytest.raises(gate.GateError, match="exit code 3 instead of 0: sh -c"):
+        gate.run(["sh", "-c", "echo shown; exit 3"])
+    assert "shown" in capfd.readouterr().out
+    assert gate.run(["sh", "-c", "exit 1"], code=1) == ""
+
+
+def test_the_releases_of_the_gate_are_those_that_expected_failures_were_measured_with(gate):
+    for name in gate.RELEASED:
+        assert name in SHORT_NAMES
+        entries = (ROOT / "suites" / "expectations" / f"{name}.toml").read_text()
+        assert f'"{name} {gate.pinned(name)}' in entries
+
+
+def test_what_is_pinned_for_releases_is_not_pinned_twice(gate):
+    def names(file):
+        return {line.partition("==")[0] for line in (ROOT / file).read_text().splitlines() if "==" in line}
+
+    assert not names(gate.PINS) & names("constraints.txt")
+
+
+def test_ci_run_ends_with_the_test_command_of_the_readme_and_its_exit_code():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    readme = next(line for line in (ROOT / "README.md").read_text().splitlines() if "pytest tests/" in line)
+    assert lines[-2].startswith(readme.rpartition("&& ")[2])
+    assert any("ci/gate.py" in line for line in lines)
+    assert lines[-1].startswith("exit ")
