@@ -9,10 +9,13 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mistake import Mistake
 from published import COMMITS
-from result import SAME, Result, is_right
+from result import SAME, Result, is_false_accusation, is_false_praise, is_right
 from script import REWRITTEN, Script
 
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "pytorch-ignite")
+
+WHOLE = ("right",)
+"""What may be said of a training that is right, and that can be judged whole."""
 
 Scripts = Sequence[tuple[Script, Result]]
 Mistakes = Sequence[tuple[Mistake, Script, Result]]
@@ -24,9 +27,13 @@ def page(scripts: Scripts, mistakes: Mistakes, *, kept: bool = False) -> str:
     if kept:
         lines += ["Rows were collected over several runs, while the project changed between them.", ""]
     ran = [(script, result) for script, result in scripts if not result.why_not]
-    if ran:
-        lines += script_table(ran)
     tried = [one for one in mistakes if not one[2].why_not]
+    if ran or tried:
+        lines += [score(ran, tried), ""]
+    if judged := [one for one in ran if one[0].accepted == WHOLE]:
+        lines += script_table(judged)
+    if others := [one for one in ran if one[0].accepted != WHOLE]:
+        lines += ["", *half_judged_table(others)]
     if tried:
         lines += mistake_table(tried)
     left = {one.name: one.why_not for one in [*(r for _, r in scripts), *(r for *_, r in mistakes)] if one.why_not}
@@ -50,6 +57,18 @@ def introduction() -> str:
     )
 
 
+def score(ran: Scripts, tried: Mistakes) -> str:
+    """Return how many verdicts praise what they may not, and how many accuse what they may not."""
+    every = [(result, script, None) for script, result in ran] + [(r, script, mistake) for mistake, script, r in tried]
+    praise = [result.name for result, script, mistake in every if is_false_praise(result, script, mistake)]
+    accused = [result.name for result, script, mistake in every if is_false_accusation(result, script, mistake)]
+    sentences = (
+        f"{what}: {len(names)} of {len(every)} verdicts{' (' if names else ''}{', '.join(names)}{')' if names else ''}."
+        for what, names in (("False praise", praise), ("False accusations", accused))
+    )
+    return " ".join(sentences)
+
+
 def script_table(ran: Scripts) -> list[str]:
     """Return the lines about scripts."""
     published = sum(script.is_unmodified for script, _ in ran)
@@ -70,6 +89,37 @@ def script_table(ran: Scripts) -> list[str]:
     ]
 
 
+def half_judged_table(ran: Scripts) -> list[str]:
+    """Return the lines about scripts that are wrong, or of which not everything can be judged."""
+    wrong = [result.verdict.answer for script, result in ran if script.is_wrong and result.verdict]
+    counts = ", ".join(f"{wrong.count(answer)} {answer}" for answer in dict.fromkeys(("wrong", *wrong)))
+    return [
+        "## What is wrong, or cannot be judged whole",
+        "",
+        f"{len(ran)} scripts, {sum(script.is_wrong for script, _ in ran)} of them wrong. As it should be: "
+        f"{sum(is_right(result, script, None) for script, result in ran)}. Verdicts on the wrong ones: {counts}.",
+        "",
+        "| script | source | ranks | covers | truth | may be called | verdict | as it should be |",
+        "| --- | --- | --: | --- | --- | --- | --- | :-: |",
+        *(half_judged_row(script, result) for script, result in ran),
+    ]
+
+
+def half_judged_row(script: Script, result: Result) -> str:
+    """Return the line of one of them."""
+    cells = (
+        script.name,
+        source(script),
+        str(script.ranks),
+        script.covers,
+        f"{'wrong' if script.is_wrong else 'right'}: {script.because}",
+        ", ".join(script.accepted),
+        verdict_of(result),
+        "yes" if is_right(result, script, None) else "**NO**",
+    )
+    return f"| {' | '.join(cells)} |"
+
+
 def script_row(script: Script, result: Result) -> str:
     """Return the line of one script."""
     verdict = result.verdict
@@ -79,7 +129,7 @@ def script_row(script: Script, result: Result) -> str:
         source(script),
         str(script.ranks),
         script.covers,
-        verdict_of(script, result),
+        verdict_of(result),
         number(verdict.noise if verdict else None),
         "–" if coverage is None else f"{100 * coverage:.1f} %",
         result.losses,
@@ -89,16 +139,16 @@ def script_row(script: Script, result: Result) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def verdict_of(script: Script, result: Result) -> str:
-    """Return the verdict, and why it is true."""
+def verdict_of(result: Result) -> str:
+    """Return the verdict, and what it rests on."""
     verdict = result.verdict
     if verdict is None:
         return "**none**"
     if verdict.answer == "right":
         return "right"
     if verdict.answer == "wrong":
-        return f"wrong, {', '.join(verdict.bad)}" + (f" ({script.because})" if script.expected == "wrong" else "")
-    return f"not judged: {verdict.sentence.removeprefix('not judged: ')}"
+        return f"wrong, {', '.join(verdict.bad)}"
+    return f"{verdict.answer}: {verdict.sentence.removeprefix(f'{verdict.answer}: ')}"
 
 
 def number(value: float | None, form: str = ".3g") -> str:

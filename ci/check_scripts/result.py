@@ -14,6 +14,8 @@ from verdict import Verdict
 
 SAME, CHANGED, UNSTEADY = "the same", "**changed**", "differ without it too"
 LAST_LINES = 25
+PRAISE = ("right", "right in part")
+"""Verdicts that say that a training is right."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,30 @@ def is_right(result: Result, script: Script, mistake: Mistake | None) -> bool:
     if result.failed or result.losses == CHANGED or result.verdict is None:
         return False
     if mistake is None:
-        return result.verdict.answer == script.expected
+        return result.verdict.answer in script.accepted
     if mistake.causes:
         return result.verdict.answer == "wrong" and result.verdict.cause in mistake.causes
     return result.verdict.answer != "wrong"
+
+
+def is_false_praise(result: Result, script: Script, mistake: Mistake | None) -> bool:
+    """Return whether a verdict says that something is right which is wrong, or of which less was judged."""
+    return _answer(result) in PRAISE and _answer(result) not in _accepted(script, mistake)
+
+
+def is_false_accusation(result: Result, script: Script, mistake: Mistake | None) -> bool:
+    """Return whether a verdict calls a training wrong that is right, or a change that may be meant."""
+    return _answer(result) == "wrong" and "wrong" not in _accepted(script, mistake)
+
+
+def _answer(result: Result) -> str:
+    return result.verdict.answer if result.verdict else ""
+
+
+def _accepted(script: Script, mistake: Mistake | None) -> tuple[str, ...]:
+    if mistake is None:
+        return script.accepted
+    return ("wrong",) if mistake.causes else (*PRAISE, "not judged")
 
 
 def losses_of(first: Ran, recorded: Ran, second: Ran | None) -> str:

@@ -28,8 +28,10 @@ class Script:
             script with changes does not count as unmodified.
         ranks: how many ranks train.
         steps: how many optimizer steps it does.
-        expected: what check must say: ``right``, ``wrong`` or ``not judged``.
-        because: why the script is wrong, proven by hand, or why it cannot be judged.
+        accepted: what check may say: ``right``, ``right in part``, ``not judged``, ``wrong``.
+        because: why the script is wrong, proven by hand, or why it cannot be judged, or not all of it.
+        is_wrong: the training is wrong, whatever can be judged of it.
+        calls_backward: False where losses are differentiated otherwise, so that they cannot be compared.
     """
 
     name: str
@@ -44,8 +46,10 @@ class Script:
     changes: tuple[tuple[str, str, str], ...] = ()
     ranks: int = 1
     steps: int = 4
-    expected: str = "right"
+    accepted: tuple[str, ...] = ("right",)
     because: str = ""
+    is_wrong: bool = False
+    calls_backward: bool = True
 
     @property
     def is_unmodified(self) -> bool:

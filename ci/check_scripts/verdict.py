@@ -12,7 +12,7 @@ BAD = ("failed", "crashed", "timed_out")
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on a command: ``right``, ``wrong`` or ``not judged``, and the sentence that gives the reason.
+    """The verdict on a command: ``right``, ``right in part``, ``wrong`` or ``not judged``, and the sentence behind it.
 
     ``check`` and ``cause`` are those of the first finding against the script, ``noise`` its error in units of rounding
     noise; where nothing is wrong, ``noise`` is the largest error of all. ``bad`` names all that is held against it.

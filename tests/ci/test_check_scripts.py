@@ -36,9 +36,29 @@ def result():
 
 
 def test_every_script_of_our_own_is_in_the_table_once(runner):
-    ours = [one for one in runner.SCRIPTS.values() if one.source == "rewritten"]
+    ours = [one for one in runner.SCRIPTS.values() if one.source == "rewritten" and not one.changes]
     named = [word for one in ours for word in shlex.split(one.command) if word.endswith(".py")]
     assert sorted(named) == sorted(file.name for file in (FOLDER / "scripts").glob("*.py"))
+
+
+def test_every_change_of_a_script_of_our_own_fits_it_and_leaves_it_python(runner):
+    changed = [one for one in runner.HALF_JUDGED_SCRIPTS if one.changes]
+    assert changed
+    for script in changed:
+        for file, pattern, text in script.changes:
+            before = (FOLDER / "scripts" / file).read_text()
+            after = runner.changed(before, ((pattern, text),))
+            assert after != before
+            compile(after, script.name, "exec")
+
+
+def test_no_wrong_training_may_be_called_right_and_each_says_why_it_is_wrong(runner):
+    for script in runner.SCRIPTS.values():
+        if script.is_wrong:
+            assert "right" not in script.accepted
+            assert script.because, script.name
+        else:
+            assert "wrong" not in script.accepted
 
 
 def test_each_script_of_our_own_says_how_it_is_started(runner):
@@ -49,7 +69,7 @@ def test_each_script_of_our_own_says_how_it_is_started(runner):
 
 
 def test_every_name_is_taken_once_and_every_repository_has_a_commit(runner):
-    scripts = (*runner.PUBLISHED, *runner.REWRITTEN_SCRIPTS)
+    scripts = (*runner.PUBLISHED, *runner.REWRITTEN_SCRIPTS, *runner.HALF_JUDGED_SCRIPTS)
     assert len({one.name for one in scripts}) == len(scripts)
     commits = sys.modules["published"].COMMITS
     assert {one.source for one in runner.PUBLISHED} == set(commits)
@@ -93,6 +113,28 @@ def test_a_right_script_that_is_accused_is_not_as_it_should_be(runner, result):
     assert runner.is_right(result(), script, None)
     assert not runner.is_right(result("wrong", "gradients", "not-synchronised", 4e6), script, None)
     assert not runner.is_right(result("not judged"), script, None)
+
+
+def test_praise_of_more_than_was_judged_is_false_praise(runner, result):
+    scripts, module = runner.SCRIPTS, sys.modules["result"]
+    zero, parts, plain = scripts["zero-gradients"], scripts["muon, updates summed"], scripts["plain-loop"]
+    assert module.is_false_praise(result("right"), zero, None)
+    assert module.is_false_praise(result("right in part"), zero, None)
+    assert not module.is_false_praise(result("not judged"), zero, None)
+    assert module.is_false_praise(result("right"), parts, None)
+    assert not module.is_false_praise(result("right in part"), parts, None)
+    assert not module.is_false_praise(result("right"), plain, None)
+    assert not module.is_false_praise(result("not judged"), plain, None), "too little praise is no false praise"
+
+
+def test_a_mistake_that_is_praised_is_false_praise_unless_it_may_be_meant(runner, result):
+    module, script = sys.modules["result"], runner.SCRIPTS["ddp"]
+    real = next(one for one in runner.MISTAKES if one.causes)
+    meant = next(one for one in runner.MISTAKES if not one.causes)
+    assert module.is_false_praise(result("right"), script, real)
+    assert not module.is_false_praise(result("right"), script, meant)
+    assert module.is_false_accusation(result("wrong", "gradients", "zero"), script, meant)
+    assert not module.is_false_accusation(result("wrong", "gradients", "zero"), script, real)
 
 
 def test_losses_that_a_check_changes_are_not_as_they_should_be(runner, result):
@@ -142,6 +184,22 @@ def test_the_page_counts_and_names(runner, result):
     assert "| plain-loop | rewritten | 1 |" in text
     assert "| right | 1.25 | 50.0 % | the same | 1.5 | yes |" in text
     assert "- srun-ddp: needs a cluster" in text
+
+
+def test_the_page_counts_false_praise_beside_false_accusations(runner, result):
+    rows = [
+        ("plain-loop", result()),
+        ("ddp", result("wrong", "gradients", "zero")),
+        ("rate-zero", result("right")),
+        ("optimizer-of-a-copy", result("wrong", "update", "nothing-moved")),
+        ("muon, updates summed", result("right in part")),
+    ]
+    text = runner.page([(runner.SCRIPTS[name], one) for name, one in rows], [])
+    assert "False praise: 1 of 5 verdicts (" in text
+    assert "False accusations: 1 of 5 verdicts (" in text
+    assert (
+        "3 scripts, 2 of them wrong. As it should be: 2. Verdicts on the wrong ones: 1 wrong, 1 right in part." in text
+    )
 
 
 def test_workers_with_sessions_of_their_own_are_ended_with_their_run(runner, tmp_path):

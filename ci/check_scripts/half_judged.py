@@ -1,0 +1,192 @@
+"""Trainings of which ``check`` can judge a part, or nothing, and wrong ones that are easily praised.
+
+All scripts are ours. A wrong one is a file of its own, or a right one with a change.
+"""
+
+from __future__ import annotations
+
+from rewritten import alone, two
+from script import Script
+
+RIGHT, IN_PART, NOT_JUDGED, WRONG = "right", "right in part", "not judged", "wrong"
+
+UNTRUE_OF_A_PART = (IN_PART, NOT_JUDGED, WRONG)
+"""For a mistake in a part that need not be judged: anything but RIGHT."""
+
+
+def with_mistake(script: Script, name: str, says: str, accepted: tuple[str, ...], *changes: tuple[str, str]) -> Script:
+    """Return a right script with a mistake in it."""
+    file = script.command.split()[-1]
+    return Script(
+        f"{script.name}, {name}",
+        script.command,
+        f"{script.covers}; {says}",
+        changes=tuple((file, pattern, text) for pattern, text in changes),
+        ranks=script.ranks,
+        accepted=accepted,
+        because=says,
+        is_wrong=True,
+    )
+
+
+TENSOR_PARALLEL = two(
+    "tensor_parallel",
+    "DTensor tensor parallelism by parallelize_module",
+    accepted=(IN_PART, NOT_JUDGED),
+    because="what ranks hold in parts is not judged",
+)
+PIPELINE = two(
+    "pipeline_stages",
+    "two stages of torch.distributed.pipelining",
+    accepted=(IN_PART, NOT_JUDGED),
+    because="each rank has other layers, which are not judged together",
+)
+MUON = two(
+    "muon",
+    "an optimizer that exchanges updates in its step",
+    accepted=(IN_PART,),
+    because="an update that communicates is not replayed",
+)
+LONG_EPOCHS = two("long_epochs", "DistributedSampler, epochs longer than the recorded steps")
+HOOKS = two("hooks_average", "hooks that average gradients during the backward pass")
+LORA = two("lora", "LoRA by hand, gradients averaged after the backward pass")
+
+HALF_JUDGED_SCRIPTS = (
+    TENSOR_PARALLEL,
+    with_mistake(
+        TENSOR_PARALLEL,
+        "gradient × 3",
+        "the gradient of a split weight is multiplied by three",
+        UNTRUE_OF_A_PART,
+        (r"( +)optimizer\.step\(\)", r"\1model[0].up.weight.grad.mul_(3.0)\n\1optimizer.step()"),
+    ),
+    with_mistake(
+        TENSOR_PARALLEL,
+        "bias × world",
+        "the gradient of the bias after the rows is counted once a rank",
+        UNTRUE_OF_A_PART,
+        (r"( +)optimizer\.step\(\)", r"\1model[0].down.bias.grad.mul_(2.0)\n\1optimizer.step()"),
+    ),
+    two(
+        "optimizer_before_shards",
+        "FSDP2, the optimizer is made before fully_shard",
+        accepted=(WRONG,),
+        because="the optimizer holds the parameters of before, so no weight moves",
+        is_wrong=True,
+    ),
+    alone(
+        "optimizer_of_a_copy",
+        "the optimizer's parameters are those of another copy of the model",
+        accepted=(WRONG,),
+        because="no weight of the trained model is in an optimizer",
+        is_wrong=True,
+    ),
+    HOOKS,
+    with_mistake(
+        HOOKS,
+        "own initial weights",
+        "each rank draws its own weights, so each has another model",
+        (WRONG,),
+        (r"torch\.manual_seed\(0\)", "torch.manual_seed(rank)"),
+    ),
+    two(
+        "one_class",
+        "cross-entropy over one class",
+        accepted=(NOT_JUDGED,),
+        because="all gradients are zero, whatever is done with them",
+    ),
+    MUON,
+    with_mistake(
+        MUON,
+        "updates summed",
+        "every rank orthogonalises every matrix, and the updates are summed over the ranks",
+        UNTRUE_OF_A_PART,
+        (r"if i % world == rank:", "if True:"),
+    ),
+    with_mistake(
+        MUON,
+        "half not orthogonalised",
+        "of every other matrix the momentum itself is the update",
+        UNTRUE_OF_A_PART,
+        (r"updates\[i\] = orthogonal\((.*)\)\n", r"updates[i] = \1 if i % 2 else orthogonal(\1)\n"),
+    ),
+    two(
+        "checkpoint_other_masks",
+        "activation checkpointing, dropout, preserve_rng_state=False",
+        accepted=(WRONG, NOT_JUDGED),
+        because="the backward pass computes with other masks than the forward pass",
+        is_wrong=True,
+    ),
+    LORA,
+    with_mistake(
+        LORA,
+        "weights differ",
+        "rank 1 begins with adapters that are 2 % larger",
+        (WRONG,),
+        (r"( +)(optimizer = )", r"\1for p in trained:\n\1    p.data *= 1 + 0.02 * rank\n\1\2"),
+    ),
+    two(
+        "missing_on_a_rank",
+        "DDP, four parameters are missing from the optimizer of rank 1",
+        accepted=(WRONG,),
+        because="these parameters move on rank 0 alone",
+        is_wrong=True,
+    ),
+    LONG_EPOCHS,
+    with_mistake(
+        LONG_EPOCHS,
+        "set_epoch never called",
+        "every epoch has the order of the first",
+        (WRONG,),
+        (r" +sampler\.set_epoch\(epoch\)\n", ""),
+    ),
+    PIPELINE,
+    with_mistake(
+        PIPELINE,
+        "gradient × 3",
+        "the gradients of the first stage are multiplied by three",
+        UNTRUE_OF_A_PART,
+        (
+            r"( +)optimizer\.step\(\)",
+            r"\1if rank == 0:\n\1    module[0].weight.grad.mul_(3.0)\n\1optimizer.step()",
+        ),
+    ),
+    two(
+        "averages_in_step",
+        "an optimizer that averages the gradients over the ranks in its step",
+        accepted=(RIGHT, IN_PART, NOT_JUDGED),
+        because="gradients are averaged after they are handed over",
+    ),
+    two(
+        "shards_own_norm",
+        "FSDP2, clipped by hand by the norm of a rank's own shards",
+        accepted=(WRONG, NOT_JUDGED),
+        because="ranks clip by different factors",
+        is_wrong=True,
+    ),
+    alone(
+        "rate_zero",
+        "a schedule that returns a learning rate of 0",
+        accepted=(NOT_JUDGED,),
+        because="no weight moves, so no update could have differed",
+    ),
+    alone(
+        "zero_gradients",
+        "a loss whose mask selects nothing",
+        accepted=(NOT_JUDGED,),
+        because="all gradients are zero, whatever is done with them",
+    ),
+    alone(
+        "half_compiled",
+        "one half of the model compiled, with dropout",
+        accepted=(IN_PART,),
+        because="compiled code draws its own random numbers, so its calls are not run again",
+    ),
+    two(
+        "gradients_by_grad",
+        "torch.autograd.grad instead of backward",
+        accepted=(RIGHT, IN_PART, NOT_JUDGED),
+        because="no backward pass is seen",
+        calls_backward=False,
+    ),
+)
