@@ -20,7 +20,6 @@ Prints a table of the stages with their times. Exits with 1 if a stage failed.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
@@ -31,20 +30,20 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent / "check_scripts"))
 
 from mistake import DDP, changed
 from mistakes import MISTAKES
+from released import in_own_environment, pinned
 
 from harness.core.outcome import Outcome
 from harness.report.tables.cells import cell_table
 from harness.results.records import KNOWN
 from harness.results.run import read_run
-from harness.subjects.virtual_environments import parse_requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUMBLINE = str(Path(sys.executable).with_name("plumbline"))
-PINS = "ci/released-constraints.txt"
 SCRIPT = ROOT / "ci" / "check_scripts" / "scripts" / "ddp.py"
 MISTAKE, NAMED = "inner module called", "not synchronised"
 """What is done wrong in ``SCRIPT``, and how the headline of ``plumbline check`` calls it."""
@@ -102,15 +101,15 @@ def hold(claim: Claim) -> str:
 
 def release(name: str, workload: str) -> str:
     """Smoke-test a released library, then meet an entry of its expected failures."""
-    version = pinned(name)
-    requirement = f"{name}=={version}"
-    run([PLUMBLINE, "subjects", "install", requirement], pip_constraint=f"constraints.txt {PINS}")
-    subject = f"{name};python={parse_requirement(requirement).python}"
+    try:
+        subject = in_own_environment(name)
+    except subprocess.CalledProcessError as error:
+        raise GateError(f"no environment for {name}: exit code {error.returncode}") from None
     run([PLUMBLINE, "smoke", subject])
     _, known = conformance(Claim(subject, ("ddp",), 2, ("mlp", workload)))
     if not known:
         raise GateError(f"no expected failure of {name} was met with the workload {workload}")
-    return f"{version}: smoke is right, {known} expected failure{'s' * (known > 1)}"
+    return f"{pinned(name)}: smoke is right, {known} expected failure{'s' * (known > 1)}"
 
 
 def conformance(claim: Claim) -> tuple[dict[str, int], int]:
@@ -157,22 +156,15 @@ def wheel() -> str:
     return output.splitlines()[-1]
 
 
-def pinned(name: str) -> str:
-    """Return the version of a library in ``PINS``."""
-    lines = (ROOT / PINS).read_text(encoding="utf-8").splitlines()
-    return next(line.partition("==")[2] for line in lines if line.startswith(f"{name}=="))
-
-
-def run(command: Sequence[str], *, code: int = 0, **variables: str) -> str:
-    """Run a command in the checkout and show what it prints; return that. ``variables`` of its environment are added.
+def run(command: Sequence[str], *, code: int = 0) -> str:
+    """Run a command in the checkout and show what it prints; return that.
 
     Raises:
         GateError: it did not exit with ``code``.
     """
     lines = []
-    environment = os.environ | {name.upper(): value for name, value in variables.items()}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace",
     ) as process:  # fmt: skip
         assert process.stdout is not None

@@ -1,60 +1,178 @@
-"""The nightly command: its stages, and that one which fails stops none of the others."""
+"""The nightly lane: its pieces, that one which fails stops none of the others, and that a night can be resumed."""
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.fixture(scope="module")
+def lane():
+    """The lane's modules from ``ci/``, which are forgotten afterwards."""
+    before, path = set(sys.modules), list(sys.path)
+    sys.path.insert(0, str(ROOT / "ci"))
+    import nightly_lane.command
+    import nightly_lane.night
+    import nightly_lane.piece
+    import nightly_lane.stages
+
+    yield nightly_lane
+    sys.path[:] = path
+    for name in set(sys.modules) - before:
+        if name.partition(".")[0] in ("nightly_lane", "cuda_lane"):
+            del sys.modules[name]
+
+
 @pytest.fixture
-def nightly(monkeypatch, tmp_path):
-    loader = importlib.machinery.SourceFileLoader("ci_nightly", str(ROOT / "ci" / "nightly"))
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("ci_nightly", loader))
-    monkeypatch.setitem(sys.modules, "ci_nightly", module)
-    loader.exec_module(module)
-    monkeypatch.setattr(module, "REPORT", tmp_path)
-    return module
+def piece(lane):
+    def make(name, script="true", **options):
+        stage, _, part = name.partition(": ")
+        return lane.piece.Piece(stage, ("sh", "-c", script), part, **options)
+
+    return make
 
 
-def test_every_test_and_the_whole_detection_suite_are_in_it(nightly):
-    commands = {stage.name: list(stage.command) for stage in nightly.stages(2)}
-    tests = commands["tests"]
-    assert tests[tests.index("tests/") + 1 :][:2] == ["-m", ""], "what is deselected by default runs here"
-    assert "suites/detection" in commands["detection"]
-    assert not {"-k", "-x"} & set(commands["detection"])
+@pytest.fixture
+def night(lane, tmp_path):
+    def make(*pieces, commit="abc1234", **options):
+        report = tmp_path / "nightly.md"
+        machine = {"CPU": "two cores", "memory": "24 GiB"}
+        return lane.night.Night(pieces, tmp_path / "nightly", report, tmp_path, commit, machine, **options)
+
+    return make
 
 
-def test_a_stage_that_fails_stops_none_of_the_others(nightly, monkeypatch, capsys):
-    stages = [
-        nightly.Stage("bad", ["sh", "-c", "echo why; exit 2"]),
-        nightly.Stage("elsewhere", ["sh", "-c", "exit 3"], cannot=3),
-        nightly.Stage("lacking", ["true"], needs=["no_such_module"]),
-        nightly.Stage("good", ["true"]),
+def outcomes(results):
+    return {name: result.outcome for name, result in results.items()}
+
+
+def run(night, *names, minutes=60.0, resume=False):
+    chosen = [piece for piece in night.pieces if not names or piece.name in names]
+    return outcomes(night.run(chosen, minutes, resume=resume))
+
+
+def test_every_test_of_the_project_is_in_one_piece(lane):
+    places = [piece.command[3] for piece in lane.stages.pieces(ROOT, 2) if piece.stage == "tests"]
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        assert sum((ROOT / place) in (file, *file.parents) for place in places) == 1, file
+
+
+def test_a_night_has_the_tests_that_are_deselected_by_default(lane):
+    for piece in lane.stages.pieces(ROOT, 2):
+        if piece.stage == "tests":
+            assert list(piece.command[4:6]) == ["-m", ""]
+
+
+def test_every_trainer_of_the_detection_suite_is_in_one_piece(lane):
+    selections = [Expression.compile(selected) for selected in lane.stages.DETECTION.values()]
+    for family in ("right", "stages", "virtual_stages", "three_dimensions", "clipping", "right-stages"):
+        assert sum(one.evaluate(lambda word, family=family: word in family) for one in selections) == 1, family
+
+
+def test_every_released_trainer_of_a_night_is_pinned(lane, program):
+    released = program(ROOT / "ci" / "released.py")
+    for name in lane.stages.RELEASED:
+        assert released.pinned(name)[0].isdigit(), name
+
+
+def test_pieces_have_names_and_files_of_their_own(lane):
+    every = lane.stages.pieces(ROOT, 2)
+    assert len({piece.name for piece in every}) == len({piece.file for piece in every}) == len(every)
+
+
+def test_a_piece_that_fails_stops_none_of_the_others(night, piece):
+    told = night(
+        piece("bad", "echo why; exit 2"),
+        piece("elsewhere", "exit 3", cannot=3),
+        piece("lacking", needs=["no_such_module"]),
+        piece("good"),
+    )
+    assert run(told) == {
+        "bad": "failed (2)",
+        "elsewhere": "not possible here",
+        "lacking": "not begun: no_such_module is not installed",
+        "good": "passed",
+    }
+    assert "why\n" in (told.folder / "bad.log").read_text()
+
+
+def test_a_resumed_night_runs_what_has_not_passed(night, piece, tmp_path):
+    tests = [
+        piece("tests: one", "echo x >> one.times"),
+        piece("tests: two", "echo x >> two.times; test -e mended"),
+        piece("three", "echo x >> three.times"),
     ]
-    monkeypatch.setattr(nightly, "stages", lambda workers: stages)
-    assert nightly.main([]) == 1
-    table = capsys.readouterr().out
-    for words in (
-        "bad | failed (2)",
-        "elsewhere | not possible",
-        "lacking | not begun: no_such_module",
-        "good | passed",
-    ):
-        assert words in table
-    assert (nightly.REPORT / "bad.log").read_text() == "why\n"
-    assert nightly.main(["--only", "good"]) == 0
+    assert run(night(*tests), "tests: one", "tests: two") == {"tests: one": "passed", "tests: two": "failed (1)"}
+    (tmp_path / "mended").touch()
+    assert set(run(night(*tests), resume=True).values()) == {"passed"}
+    times = {name: (tmp_path / f"{name}.times").read_text().count("x") for name in ("one", "two", "three")}
+    assert times == {"one": 1, "two": 2, "three": 1}
 
 
-def test_a_stage_that_there_is_not_is_refused_with_those_that_there_are(nightly, capsys):
+def test_what_passed_at_another_commit_runs_again_and_so_does_all_without_resume(night, piece, tmp_path):
+    one = piece("one", "echo x >> one.times")
+    run(night(one))
+    run(night(one, commit="def5678"), resume=True)
+    run(night(one, commit="def5678"))
+    assert (tmp_path / "one.times").read_text().count("x") == 3
+    run(night(one, commit="def5678"), resume=True)
+    assert (tmp_path / "one.times").read_text().count("x") == 3
+
+
+def test_what_passed_with_changes_that_are_not_committed_counts_for_no_commit(night, piece, tmp_path):
+    one = piece("one", "echo x >> one.times")
+    run(night(one, changed=True))
+    run(night(one, changed=True), resume=True)
+    run(night(one), resume=True)
+    assert (tmp_path / "one.times").read_text().count("x") == 3
+
+
+def test_when_the_time_is_over_no_piece_begins_and_the_exit_code_says_that_some_are_due(lane, night, piece):
+    stages = [piece("one"), piece("two")]
+    told = night(*stages)
+    assert lane.command.run(told, stages, 0.0, resume=False) == 4
+    assert told.results() == {}
+    assert lane.command.run(told, stages[:1], 60.0, resume=True) == 0
+    assert lane.command.run(told, stages, 0.0, resume=True) == 4
+    assert lane.command.run(told, stages, 60.0, resume=True) == 0
+    assert lane.command.run(told, [piece("one", "exit 1")], 60.0, resume=False) == 1
+
+
+def test_the_page_has_the_commit_the_machine_and_the_figures_of_each_piece(night, piece):
+    summary = "echo 'FAILED tests/a.py::test_b - assert 1 == 2'"
+    closing = "echo '= 1 failed, 31 passed in 61.00s (0:01:01) ='"
+    bad = piece("tests: a", f"{summary}; {closing}; exit 1")
+    told = night(bad, piece("main", "echo '3 passed, 1 deviates in 2.0s'"), piece("due"))
+    run(told, "tests: a", "main")
+    page = told.report.read_text()
+    assert "commit abc1234. 2 of 3 pieces ran at this commit: 1 failed (1), 1 passed, 1 due; " in page
+    assert "| CPU | two cores |" in page
+    assert re.search(r"\| tests: a \| \*\*failed \(1\)\*\* \| 1 failed, 31 passed \| \d+\.\d \| abc1234 \|", page)
+    assert re.search(r"\| main \| passed \| 3 passed, 1 deviates \| \d+\.\d \| abc1234 \|", page)
+    assert "| due | due | – | – | – |" in page
+    assert "## tests: a\n\n- `FAILED tests/a.py::test_b`\n" in page
+
+
+def test_the_page_is_there_before_the_next_piece_begins(night, piece):
+    assert run(night(piece("one"), piece("two", "grep '| one | passed' nightly.md")))["two"] == "passed"
+
+
+def test_a_stage_that_there_is_not_is_refused_with_those_that_there_are(lane, capsys):
     with pytest.raises(SystemExit, match="2"):
-        nightly.main(["--only", "detectoin"])
-    assert "detection" in capsys.readouterr().err
+        lane.command.main(["--only", "detectoin"])
+    assert "detection: meshes" in capsys.readouterr().err
+
+
+def test_a_stage_stands_for_all_of_its_pieces(lane, capsys):
+    assert lane.command.main(["--list", "--only", "detection", "--only", "main: README's job"]) == 0
+    names = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    assert names == [*(f"detection: {part}" for part in lane.stages.DETECTION), "main: README's job"]
 
 
 def test_whatever_runs_at_night_only_is_there():

@@ -1,0 +1,97 @@
+"""``ci/nightly``: run everything that takes longer than a change may wait: a superset of README's two commands.
+
+    ci/nightly                          # all stages, piece by piece; a failure does not end the night
+    ci/nightly --resume                 # those that have not passed at this commit
+    ci/nightly --resume --minutes 60    # and begins no piece after an hour
+    ci/nightly --list                   # each piece with its command
+    ci/nightly --only tests --only "detection: meshes"
+    ci/nightly --workers 8              # pytest processes of the first stages (default: 2)
+
+`pytest tests/` leaves out what is marked `nightly`, and draws few examples of each property. Here the stage `tests` has
+every test (clusters, hosts in namespaces, faults, browsers, installed environments) with many examples; `detection` has
+every known-bad and known-good trainer on each of its cells. Pieces that need what is not here (a library, a browser,
+root, CUDA) skip it themselves or are not begun, which the table says.
+
+reports/nightly.md has the commit, the machine, and the outcome, counts and minutes of each piece; it is written anew
+after each. Logs and the state that --resume reads are in reports/nightly/. Results with changes that are not committed
+count for no commit. Some hours on two cores.
+Exit codes: 0 every chosen piece passed or is not possible here; 1 some failed; 2 wrong usage; 4 none failed, and some
+are due: use --resume; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cuda_lane.machine import ask_torch, describe
+
+from nightly_lane.night import Night
+from nightly_lane.piece import Piece
+from nightly_lane.stages import pieces
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "reports" / "nightly"
+REPORT = ROOT / "reports" / "nightly.md"
+
+ALL_PASSED, SOME_FAILED, SOME_ARE_DUE, INTERRUPTED = 0, 1, 4, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the pieces that are asked for; return the exit code."""
+    parser, options = _options(arguments)
+    every = pieces(ROOT, options.workers)
+    names = {name: None for piece in every for name in (piece.stage, piece.name)}
+    if unknown := sorted(set(options.only) - set(names)):
+        parser.error(f"there is no stage {', '.join(unknown)}; there are {', '.join(names)}")
+    chosen = [piece for piece in every if not options.only or {piece.stage, piece.name} & set(options.only)]
+    if options.list:
+        for piece in chosen:
+            print(f"{piece.name}\n    {shlex.join([Path(piece.command[0]).name, *piece.command[1:]])}")
+        return ALL_PASSED
+    commit, changed = _commit()
+    machine = describe(ask_torch(sys.executable), None)
+    night = Night(every, FOLDER, REPORT, ROOT, commit, machine, changed)
+    return run(night, chosen, options.minutes, resume=options.resume)
+
+
+def run(night: Night, chosen: Sequence[Piece], minutes: float, *, resume: bool) -> int:
+    """Run the chosen pieces of a night; return the exit code."""
+    try:
+        results = night.run(chosen, minutes, resume=resume)
+    except KeyboardInterrupt:
+        print("Interrupted. Continue with --resume.")
+        return INTERRUPTED
+    print(f"page: {night.report}")
+    told = [results.get(piece.name) for piece in chosen]
+    if any(result and result.has_failed for result in told):
+        return SOME_FAILED
+    return ALL_PASSED if all(result and result.commit == night.state for result in told) else SOME_ARE_DUE
+
+
+def _commit() -> tuple[str, bool]:
+    """Return the checkout's commit, and whether there are changes beside the pages that stages write."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
+    return git("rev-parse", "--short", "HEAD") or "unknown", bool(changes)
+
+
+def _options(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(
+        prog="ci/nightly", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--only", action="append", default=[], metavar="STAGE", help="run this stage or piece alone (repeatable)")
+    add("--resume", action="store_true", help="leave out the pieces that have passed at this commit")
+    add("--minutes", type=float, default=math.inf, metavar="N", help="begin no piece after N minutes (default: no end)")
+    add("--list", action="store_true", help="print the pieces and run none")
+    add("--workers", type=int, default=2, help="pytest processes of the first stages (default: 2)")
+    return parser, parser.parse_args(arguments)

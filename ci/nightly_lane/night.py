@@ -1,0 +1,89 @@
+"""Runs pieces in turn, and writes down what became of each as soon as it is known, so that a night can be resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuda_lane.stage import PASSED
+
+from nightly_lane.page import page
+from nightly_lane.piece import Piece, Result, run
+
+STATE = "state.json"
+
+
+@dataclass
+class Night:
+    """Pieces in their order, and where they run.
+
+    ``folder`` keeps logs and the state, ``report`` is the page. ``commit`` is that of the checkout ``root``;
+    ``changed``: there are changes that are not committed, so that what passes says nothing of the commit.
+    """
+
+    pieces: Sequence[Piece]
+    folder: Path
+    report: Path
+    root: Path
+    commit: str
+    machine: Mapping[str, str]
+    changed: bool = False
+    say: Callable[[str], None] = print
+
+    @property
+    def state(self) -> str:
+        """What results are of."""
+        return f"{self.commit} with changes" if self.changed else self.commit
+
+    def run(self, chosen: Sequence[Piece], minutes: float, *, resume: bool = False) -> dict[str, Result]:
+        """Run the chosen pieces, and begin none after ``minutes``; return what is known of all pieces by name.
+
+        With ``resume``, those that have passed at this commit are left out. A failure ends its own piece alone.
+        """
+        end = time.monotonic() + 60 * minutes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        results = self.results()
+        due = [piece for piece in chosen if not (resume and self.has_passed(results.get(piece.name)))]
+        for piece in due:
+            if not resume:
+                results.pop(piece.name, None)
+        self._write(results)
+        for number, piece in enumerate(due):
+            if time.monotonic() >= end:
+                self.say(f"The time is over: {len(due) - number} pieces are due. Continue with --resume.")
+                break
+            self.say(f"{piece.name} …")
+            results[piece.name] = told = run(piece, self.folder, self.root, self.state)
+            self._write(results)
+            counts = ", ".join(f"{count} {what}" for what, count in told.counts.items())
+            self.say(f"{piece.name}: {told.outcome}, {told.seconds / 60:.1f} min {counts}".rstrip())
+        return results
+
+    def has_passed(self, result: Result | None) -> bool:
+        """Whether a piece is green at this commit."""
+        return result is not None and not self.changed and (result.outcome, result.commit) == (PASSED, self.commit)
+
+    def results(self) -> dict[str, Result]:
+        """Return what was written down of the pieces that there are; empty where there is nothing."""
+        try:
+            told = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        names = {piece.name for piece in self.pieces}
+        return {name: Result(**values) for name, values in told.items() if name in names}
+
+    def _write(self, results: Mapping[str, Result]) -> None:
+        told = {name: result.to_json() for name, result in results.items()}
+        _replace(self.folder / STATE, json.dumps(told, indent=1))
+        _replace(self.report, page(self.pieces, results, self.state, self.machine))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)

@@ -1,0 +1,56 @@
+"""The page about a night: the commit, the machine, and each piece with its figures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+
+from nightly_lane.piece import Piece, Result
+
+MOST_NAMED = 30
+"""Failures of a piece that are named; its log has all."""
+
+DUE = "due"
+
+
+def page(pieces: Sequence[Piece], results: Mapping[str, Result], state: str, machine: Mapping[str, str]) -> str:
+    """Return the page as Markdown; ``state`` is the commit that the night is about."""
+    known = {piece.name: results[piece.name] for piece in pieces if piece.name in results}
+    here = sum(result.commit == state for result in known.values())
+    outcomes = Counter(known[piece.name].outcome if piece.name in known else DUE for piece in pieces)
+    lines = [
+        "# Nightly",
+        "",
+        f"`ci/nightly`, {datetime.now(timezone.utc):%Y-%m-%d %H:%M} UTC, commit {state}. "
+        f"{here} of {len(pieces)} pieces ran at this commit: "
+        f"{', '.join(f'{count} {outcome}' for outcome, count in outcomes.items())}; "
+        f"{sum(result.seconds for result in known.values()) / 60:.0f} minutes.",
+        "",
+        "| machine | |",
+        "|---|---|",
+        *(f"| {name} | {_cell(value)} |" for name, value in machine.items()),
+        "",
+        "| piece | outcome | counts | minutes | commit |",
+        "|---|---|---|--:|---|",
+        *(_row(piece.name, known.get(piece.name)) for piece in pieces),
+    ]
+    for name, result in known.items():
+        if result.said:
+            named = result.said[:MOST_NAMED]
+            left = len(result.said) - len(named)
+            lines += ["", f"## {name}", "", *(f"- `{one}`" for one in named)]
+            lines += [f"- and {left} more"] if left else []
+    return "\n".join(lines) + "\n"
+
+
+def _row(name: str, result: Result | None) -> str:
+    if result is None:
+        return f"| {name} | {DUE} | – | – | – |"
+    counts = ", ".join(f"{count} {what}" for what, count in result.counts.items())
+    outcome = f"**{result.outcome}**" if result.has_failed else result.outcome
+    return f"| {name} | {outcome} | {counts or '–'} | {result.seconds / 60:.1f} | {result.commit} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "/").replace("\n", " ")

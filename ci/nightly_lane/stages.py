@@ -1,0 +1,68 @@
+"""What runs at night, in pieces that take at most some twenty minutes each on two cores."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from nightly_lane.piece import Piece
+
+RIGHT_TRAINERS = ("reference", "train-loop", "torch")
+RELEASED = ("lightning", "fabric", "accelerate", "transformers", "ignite")
+
+BY_PARTS = "stages or tensor_parallel or sharded or expert_parallel or sequence_parallel or three_dimensions"
+DETECTION = {
+    "right trainers": "right",
+    "meshes": f"not right and ({BY_PARTS})",
+    "other mistakes": f"not right and not ({BY_PARTS})",
+}
+"""The parts of the detection suite, each with what selects it: every test is in one of them."""
+
+
+def pieces(root: Path, workers: int) -> list[Piece]:
+    """Return all pieces in their order; ``workers`` is the number of pytest processes of the first stages."""
+    return [*_tests(root, workers), *_suites(workers), *_programs()]
+
+
+def _tests(root: Path, workers: int) -> Iterator[Piece]:
+    """Yield the project's own tests by folder, those marked ``nightly`` too, with many examples of each property."""
+    options = ("-m", "", "--hypothesis-profile", "nightly", "-n", str(workers), "--dist", "loadgroup")
+    places = [*(root / "tests").glob("*/"), *(root / "tests").glob("test_*.py")]
+    for place in sorted(places):
+        if place.is_file() or any(place.rglob("test_*.py")):
+            yield Piece("tests", (sys.executable, "-m", "pytest", f"tests/{place.name}", *options), place.name)
+
+
+def _suites(workers: int) -> Iterator[Piece]:
+    pytest = (sys.executable, "-m", "pytest")
+    conformance = (*pytest, "suites/conformance")
+    for part, selected in DETECTION.items():
+        command = (*pytest, "suites/detection", "-n", str(workers), "-k", selected, "--report-dir", "{folder}")
+        yield Piece("detection", command, part)
+    yield Piece("main", (*pytest, "suites/", "--gpus", "8"), "README's job")
+    yield Piece("main", (*conformance, "--gpus", "8", "--backends", "balanced"), "every balanced cell")
+    for name in RIGHT_TRAINERS:
+        yield Piece("right-trainers", (*conformance, "--gpus", "4", "--subject", name), name)
+    for name in RELEASED:
+        yield Piece("released-trainers", (sys.executable, "ci/released.py", name, "--gpus", "4"), name)
+
+
+def _programs() -> Iterator[Piece]:
+    python = sys.executable
+    yield Piece("gate", (python, "ci/gate.py"))
+    yield Piece("meshes", (python, "ci/mesh_table.py"))
+    yield Piece("own-environments", (python, "ci/mesh_table.py", "--backends=ddp", "--report={folder}/ddp.md"))
+    yield Piece("false-alarms", (python, "ci/false_alarms.py"))
+    yield Piece("faults", (python, "ci/faults.py", "--report"))
+    yield Piece("teardowns", (python, "ci/teardowns.py"), needs=("lightning", "accelerate", "ignite"))
+    yield Piece("fuzz", (python, "ci/fuzz"), needs=("atheris",))
+    yield Piece("launchers", (python, "ci/launchers.py", "--lose", "3"), needs=("ray",), cannot=3)
+    yield Piece("greetings", (python, "ci/bench_greetings.py"))
+    yield Piece("history", (python, "ci/history.py"))
+    for part in ("published", "mistakes"):
+        yield Piece("scripts-by-others", (python, "ci/scripts_by_others.py", "--part", part), part)
+    for part in ("scripts", "half-judged", "mistakes"):
+        yield Piece("check-scripts", (python, "ci/check_scripts.py", "--part", part), part)
+    yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
+    yield Piece("cuda", ("ci/cuda",), cannot=3)
