@@ -181,11 +181,14 @@ def test_parameters_that_one_rank_does_not_optimise_are_named(judged):
     assert not any("different steps" in one.message for one in training.findings)
 
 
-def test_ranks_that_divide_the_optimizer_and_share_the_weights_are_not_accused(judged):
+@pytest.mark.parametrize("equal", [True, False], ids=["shares-of-equal-shapes", "other-shapes"])
+def test_ranks_that_divide_the_optimizer_and_share_the_weights_are_not_accused(judged, equal):
     def train():
-        model = DistributedDataParallel(small())
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6)) if equal else small()
+        model = DistributedDataParallel(layers)
         parameters = list(model.parameters())
-        shares = [parameters[:3], parameters[3:]]
+        shares = [parameters[:2], parameters[2:]]
 
         def share():
             for owner, own in enumerate(shares):

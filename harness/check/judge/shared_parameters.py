@@ -10,13 +10,12 @@ from harness.check.evidence.training import RecordedStep
 def shared_numbers(steps: Mapping[int, RecordedStep]) -> Mapping[int, Sequence[int]]:
     """Return, for each rank, the numbers of the parameters that every rank's optimizer has, in one order.
 
-    Optimizers whose parameters have the same shapes, one after the other, have them in the same order. Otherwise a
-    parameter is known by its name in a module and its shape.
+    A parameter is known by its name in a module and its shape; one that no module holds, only where all ranks have the
+    same list.
     """
-    shapes = {tuple(one.shape for one in step.parameters) for step in steps.values()}
-    if len(shapes) == 1:
-        every = range(len(next(iter(shapes))))
-        return dict.fromkeys(steps, every)
+    keys = {tuple((one.name, one.shape) for one in step.parameters) for step in steps.values()}
+    if len(keys) == 1:
+        return dict.fromkeys(steps, range(len(next(iter(keys)))))
     places = {
         rank: {(one.name, one.shape): number for number, one in enumerate(step.parameters) if one.named}
         for rank, step in steps.items()
