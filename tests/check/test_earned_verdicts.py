@@ -94,6 +94,22 @@ def test_tensor_parallelism_is_right_in_part_at_most_and_what_was_not_followed_i
     assert "DTensors" in left_out.why  # a gradient did arrive at them
 
 
+def test_where_all_gradients_are_distributed_that_is_said_and_nothing_is_praised(judged):
+    def train():
+        torch.manual_seed(0)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
+        model = parallelize_module(layers, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fit(model, torch.optim.AdamW(model.parameters()), same_data=True)
+
+    training, answer, sentence = judged(train)
+    assert answer is Answer.NOT_JUDGED
+    assert "are DTensors" in sentence
+    said = {one.check: one.message for one in training.findings}
+    assert "the 1 of 4 parameters that every rank holds whole" in said["ranks-agree"]
+    assert "the same 1 of 4 parameters" in said["initial-weights"]
+
+
 def a_new_head(model, optimizer):
     model[4] = nn.Linear(8, 4)
     return model

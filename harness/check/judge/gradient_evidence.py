@@ -16,6 +16,10 @@ NOT_FOLLOWED = (
     "no backward pass reached the optimizer's parameters; their gradients cannot be followed where they are copied "
     "from other tensors, such as master weights, or come from torch.autograd.grad or torch.func"
 )
+DISTRIBUTED = (
+    "the parameters and their gradients are DTensors, parts of tensors on a device mesh, which are judged only where "
+    "fully_shard made them"
+)
 IN_PARTS = (
     "each rank holds another part of the model, as with experts or tensor parallelism; how gradients of such parts "
     "belong together is not judged yet"
@@ -108,10 +112,18 @@ def _why_unjudged(case: ReceivedGradient, right: Combination, recorded: Mapping[
     if not case.is_finite:
         return NOT_FINITE
     if not case.compared.any():
-        return ZERO if case.is_zero else IN_PARTS if case.parts else NOT_FOLLOWED
+        return _why_nothing_arrived(case)
     if not case.fit(right).holds and _is_reduced_in_step(case.place, recorded):
         return REDUCED_IN_STEP
     return ""
+
+
+def _why_nothing_arrived(case: ReceivedGradient) -> str:
+    if case.is_zero:
+        return ZERO
+    if any(one.facts.get("distributed") for step in case.ranks.values() for one in step.passes):
+        return DISTRIBUTED
+    return IN_PARTS if case.parts else NOT_FOLLOWED
 
 
 def _is_reduced_in_step(place: int, steps: Mapping[int, RecordedStep]) -> bool:

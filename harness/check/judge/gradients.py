@@ -10,6 +10,7 @@ from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
 from harness.check.judge.gradient_evidence import (
+    DISTRIBUTED,
     IN_PARTS,
     NOT_FINITE,
     NOT_FOLLOWED,
@@ -138,7 +139,11 @@ def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
         return f"only {len(training.ranks)} of {training.world_size} ranks recorded steps"
     if not evidence.unjudged:
         return _why_no_case(training)
-    why = next(why for why in (REDUCED_IN_STEP, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED) if why in evidence.unjudged)
+    why = next(
+        why
+        for why in (REDUCED_IN_STEP, DISTRIBUTED, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
+        if why in evidence.unjudged
+    )
     names = [one.name for case in evidence.unjudged[why] for one in case.parameters]
     if why == NOT_FOLLOWED and any("_fsdp_wrapped_module" in name or "_flat_param" in name for name in names):
         return "FullyShardedDataParallel (FSDP1) cannot be followed; fully_shard (FSDP2) can"

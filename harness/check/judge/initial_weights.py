@@ -10,7 +10,14 @@ from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.ranks_agree import must_agree
-from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, reduced_parameters, weights_at
+from harness.check.judge.recorded_weights import (
+    RankWeights,
+    common_steps,
+    kinds,
+    of_all,
+    reduced_parameters,
+    weights_at,
+)
 from harness.core.finding import Finding
 from harness.judge.findings import passed
 
@@ -24,7 +31,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     if training.world_size == 1:
         return
     reduced = reduced_parameters(training)
-    compared, seen = 0, set()
+    compared, every, seen = 0, 0, set()
     for place, steps in common_steps(training):
         step = steps[training.ranks[0].rank]
         if step.optimizer in seen:
@@ -32,6 +39,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
         seen.add(step.optimizer)
         weights = list(weights_at(place, steps))
         compared += len(weights)
+        every += len(step.parameters)
         differing = [one for one in weights if one.differ("before")]
         accused = [one for one in differing if must_agree(one, step.optimizer, layout, reduced) and not one.is_rounding]
         if accused:
@@ -45,7 +53,7 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
     if frozen is not None:
         yield frozen
     elif compared:
-        yield passed(CHECK, f"all ranks begin with the same {compared} parameters")
+        yield passed(CHECK, f"all ranks begin with the same {of_all(compared, every)}")
 
 
 def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:

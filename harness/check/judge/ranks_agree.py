@@ -10,9 +10,17 @@ from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.rank_layout import RankLayout, rank_layout
-from harness.check.judge.recorded_weights import RankWeights, common_steps, kinds, reduced_parameters, weights_at
+from harness.check.judge.recorded_weights import (
+    RankWeights,
+    common_steps,
+    kinds,
+    of_all,
+    reduced_parameters,
+    weights_at,
+)
 from harness.core.finding import Finding
 from harness.judge.findings import failed, passed
+from harness.report.text import counted
 
 CHECK = "ranks-agree"
 
@@ -26,11 +34,13 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     reduced = reduced_parameters(training)
     known: set[str] = set()
     seen: set[str] = set()
-    compared, differing_steps = 0, 0
+    compared, differing_steps, parts = 0, 0, set[str]()
     for place, steps in common_steps(training):
         weights = list(weights_at(place, steps))
         differing = [one for one in weights if one.differ("after")]
         compared += bool(weights)
+        if len(weights) < (every := len(next(iter(steps.values())).parameters)):
+            parts.add(of_all(len(weights), every))
         differing_steps += bool(differing)
         found = [one for one in differing if one.parameter.name not in known and not one.is_rounding]
         known.update(one.parameter.name for one in differing)
@@ -43,9 +53,12 @@ def judge_ranks_agree(training: RecordedTraining) -> Iterator[Finding]:
     if not compared:
         return
     if not differing_steps:
-        yield passed(CHECK, f"all ranks hold the same weights, bit for bit, after each of {compared} steps")
+        what = f"values of the {min(parts)} that every rank holds whole" if parts else "weights"
+        yield passed(CHECK, f"all ranks hold the same {what}, bit for bit, after each of {counted(compared, 'step')}")
     elif layout.is_data_parallel:
-        yield passed(CHECK, f"weights that ranks share agree, but for rounding, after each of {compared} steps")
+        yield passed(
+            CHECK, f"weights that ranks share agree, but for rounding, after each of {counted(compared, 'step')}"
+        )
     else:
         yield information(
             CHECK, f"ranks hold different weights after {differing_steps} of {compared} steps; {layout.reason}"

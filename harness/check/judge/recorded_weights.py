@@ -10,6 +10,7 @@ import torch
 
 from harness.check.evidence.training import Parameter, RecordedStep, RecordedTraining
 from harness.check.judge.shared_parameters import shared_numbers
+from harness.report.text import counted
 
 OBSERVER = "weights"
 
@@ -135,6 +136,11 @@ def ranks_begin_apart(training: RecordedTraining) -> bool:
     """Say whether ranks begin to train with weights of their own, and nothing keeps them the same."""
     first = next(common_steps(training), None)
     return first is not None and any(one.differ("began") and not one.is_wrapped for one in weights_at(*first))
+
+
+def of_all(compared: int, every: int) -> str:
+    """Return how many parameters were compared, and where some were not, of how many: ``1 of 4 parameters``."""
+    return counted(compared, "parameter") if compared == every else f"{compared} of {counted(every, 'parameter')}"
 
 
 def kinds(names: list[str], of: int) -> str:

@@ -17,13 +17,17 @@ from harness.check.rank.sharding import is_flat
 
 @dataclass(eq=False)
 class ArrivedGradients:
-    """One backward pass: the segments of what arrived at each parameter, by the parameter's id."""
+    """One backward pass: the segments of what arrived at each parameter, by the parameter's id.
+
+    ``distributed``: a DTensor arrived at some parameter, and is not among them.
+    """
 
     number: int
     scale: float = 1.0
     local: dict[int, Tensor] = field(default_factory=dict)
     exact: dict[int, Tensor] | None = None
     facts: Facts = field(default_factory=dict)
+    distributed: bool = False
 
 
 class LocalGradients:
@@ -112,7 +116,10 @@ class LocalGradients:
     def _arrived(self, leaf: int, kept: bool, gradient: Tensor | None) -> None:
         if gradient is None:
             return  # the leaf is part of the graph, but nothing of this pass reaches it
-        if self.current is None or is_paused() or self._apart or hasattr(gradient, "full_tensor"):
+        if self.current is None or is_paused() or self._apart:
+            return
+        if hasattr(gradient, "full_tensor"):
+            self.current.distributed = True
             return  # a rank alone does not know the whole of a DTensor, and nothing may be gathered in here
         try:
             # At once: the buffer may become .grad itself, or be used again.

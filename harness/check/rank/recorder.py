@@ -243,7 +243,8 @@ class TrainingRecorder:
             if facts is not None:
                 one.facts[observer.name] = facts
         one.scale = self._loss_scale.scale
-        if one.local:
+        if one.local or one.distributed:
+            one.facts["distributed"] = one.distributed
             self._windows.add(one)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
