@@ -95,7 +95,13 @@ HYPOTHESES: dict[type, list[Hypothesis[Any, Any]]] = {
 
 
 def register(kind: type, *hypotheses: Hypothesis[Any, Any]) -> None:
-    """Add hypotheses about a kind of case; its own kind of case may be new."""
+    """Add hypotheses about a kind of case; its own kind of case may be new.
+
+    Raises:
+        TypeError: the kind of case is left out, or there is no hypothesis.
+    """
+    if not isinstance(kind, type) or not hypotheses or not all(isinstance(one, Hypothesis) for one in hypotheses):
+        raise TypeError("register takes a kind of case, then hypotheses: register(GradientCase, Hypothesis(…))")
     HYPOTHESES.setdefault(kind, []).extend(hypotheses)
 
 
