@@ -1,6 +1,7 @@
-"""Ignite 0.5.5: resumed within an epoch on one device, a deterministic engine draws another order.
+"""Ignite 0.5.5: resumed within an epoch on one device, a deterministic engine draws another order, without workers.
 
-Prints for the training that goes on after iteration 5, in the middle of epoch 2, other samples than without a break.
+Prints for the training that goes on after iteration 5, in the middle of epoch 2, other samples than without a break. A
+loader with a worker draws the same: it draws the indices of its first batches at once.
 """
 
 import ignite
@@ -9,13 +10,20 @@ from ignite.engine import DeterministicEngine, Events
 from ignite.utils import manual_seed
 from torch.utils.data import DataLoader
 
-saved = {}
-for resumed in (False, True):
+
+def train(num_workers, state=None):
     manual_seed(7)
-    seen = []
-    trainer = DeterministicEngine(lambda engine, batch, seen=seen: seen.extend(batch.int().tolist()))
-    if resumed:
-        trainer.load_state_dict(saved)
+    seen, saved = [], {}
+    trainer = DeterministicEngine(lambda engine, batch: seen.extend(batch.int().tolist()))
+    if state is not None:
+        trainer.load_state_dict(state)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda engine: saved.update(engine.state_dict()))
-    trainer.run(DataLoader(torch.arange(8.0), batch_size=2, shuffle=True), max_epochs=2)
-    print("ignite", ignite.__version__, "- the last samples", "resumed" if resumed else "without a break:", seen[-6:])
+    trainer.run(DataLoader(torch.arange(8.0), 2, shuffle=True, num_workers=num_workers), max_epochs=2)
+    return seen[-6:], saved
+
+
+if __name__ == "__main__":
+    for workers in (0, 1):
+        whole, saved = train(workers)
+        resumed, _ = train(workers, saved)
+        print("ignite", ignite.__version__, workers, "workers: without a break", whole, "resumed", resumed)
