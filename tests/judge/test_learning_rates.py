@@ -78,3 +78,34 @@ def _held_back(simulation, cell_of, moved):
     first = replace(rank.steps[0], learning_rates=tuple(old), held_back={name: rank.steps[0].gradients[name]})
     steps = (first, replace(rank.steps[1], learning_rates=rates))
     return simulation.judge(Trace((replace(rank, steps=steps),)), workload, cell)["learning-rate"]
+
+
+def rates_of(simulation, cell_of, change):
+    """Judge a training whose rates are those of ``change`` of the rates that are due."""
+    workload, cell = WORKLOADS["schedule"], cell_of("schedule", "none", "1x1", "32")
+    (rank,) = simulation.right_trace(workload, cell).ranks
+    optimizer = workload.optimizer(workload.model().parameters())
+    schedule, due = workload.scheduler(optimizer), []
+    for _ in range(2 * len(rank.steps)):
+        due.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    rates = change(due)
+    steps = tuple(replace(step, learning_rates=(rate,)) for step, rate in zip(rank.steps, rates, strict=False))
+    return simulation.judge(Trace((replace(rank, steps=steps),)), workload, cell)["learning-rate"]
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "words"),
+    [
+        (lambda due: due[3:], "schedule-ahead-of-the-steps", "moved on 3 steps further than the optimizer"),
+        (lambda due: [due[0], *due[3:]], "schedule-ahead-of-the-steps", "moved on 2 steps further"),
+        (lambda due: [0.0 for _ in due], "rate-zero", "every step has the rate 0"),
+        (lambda due: [2 * rate for rate in due], "rate-scaled", "2 × the workload's rate"),
+    ],
+)
+def test_lost_steps_and_a_rate_of_zero_are_no_scaled_rate(simulation, cell_of, change, cause, words):
+    found = rates_of(simulation, cell_of, change)
+    assert (found.outcome, found.cause) == (Outcome.FAILED, cause)
+    assert words in found.message
+    assert ("scale the learning rate" in found.message) == (cause == "rate-scaled")

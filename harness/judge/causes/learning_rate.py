@@ -149,12 +149,26 @@ def _no_schedule(case: LearningRateCase) -> Predicted:
     yield without_schedule(len(case.used), case.analysis)
 
 
+def _steps_lost(case: LearningRateCase) -> Predicted:
+    """Match where the rates are due at later steps, in this order: the schedule moved on for steps that are missing."""
+    due = rates_at(range(len(case.used) + case.analysis.steps_due), case.analysis)
+    place = -1
+    for used in case.used:
+        later = (at for at in range(place + 1, len(due)) if same_rates([used], [due[at]]))
+        if (found := next(later, None)) is None:
+            return
+        place = found
+    lost = place + 1 - len(case.used)
+    if lost > 0:
+        yield Match(figures={"lost": f"{lost} step{'s' if lost > 1 else ''}"})
+
+
 def _scaled(case: LearningRateCase) -> Predicted:
     """Predict one factor between the rates that were used and those that were due."""
     due = rates_at(range(len(case.used)), case.analysis)
     pairs = zip(case.used, due, strict=True)
     factors = [used / right for mine, all_due in pairs for used, right in zip(mine, all_due, strict=False) if right]
-    if not factors or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
+    if not any(factors) or any(abs(a - b) > PRECISION * abs(a) for a, b in pairwise(factors)):
         return
     world = case.analysis.world
     known = {world: "the world size", 1 / world: "one over the world size"}
@@ -190,6 +204,12 @@ HYPOTHESES = (
     LearningRateHypothesis("no-schedule", "optimizer", _no_schedule,
         "every step has the rate with which the optimizer was created",
         "is there a scheduler?", 110),
+    LearningRateHypothesis("rate-zero", "optimizer", holds(lambda case: not any(map(any, case.used))),
+        "every step has the rate 0, so that none moves a weight",
+        "which rate has the optimizer, and what does a schedule multiply it by?", 107),
+    LearningRateHypothesis("schedule-ahead-of-the-steps", "optimizer", _steps_lost,
+        "the schedule moved on {lost} further than the optimizer: the rates are those of later steps",
+        "are optimizer steps lost, or is the schedule stepped without them?", 106),
     LearningRateHypothesis("rate-scaled", "optimizer", _scaled,
         "every step has {factor} × the workload's rate: {what}",
         "does the trainer scale the learning rate?", 105),

@@ -97,14 +97,11 @@ INITIAL_WEIGHTS = (
 
 
 def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
-    """Return in what a rank differs first from rank 0, and where.
-
-    Where ranks hold one model together, it is the first of them that has a parameter in the place of rank 0.
-    """
+    """Return in what a rank differs first from the first rank that holds the same parameters, and where."""
     for global_step in analysis.recorded_steps:
         for rank, step in enumerate(global_step.ranks):
-            for first, names in _earlier_holders(analysis, global_step, rank):
-                figures = {"holders": f"{first} and {rank}", "held": names_in_words([*names])}
+            for first, names in _earlier_holders(global_step, rank):
+                figures = {"holders": f"{first} and {rank}", "held": names_in_words([*names]), "first": first}
                 here = Match(global_step.index, rank, figures)
                 other = global_step.ranks[first]
                 if not same(_of(step.before, names), _of(other.before, names)):
@@ -118,17 +115,12 @@ def _first_difference(analysis: TraceAnalysis) -> tuple[str, Match] | None:
     return None
 
 
-def _earlier_holders(
-    analysis: TraceAnalysis, global_step: GlobalStep, rank: int
-) -> Iterator[tuple[int, Collection[str]]]:
+def _earlier_holders(global_step: GlobalStep, rank: int) -> Iterator[tuple[int, Collection[str]]]:
     """Yield the ranks before a rank that are the first to hold some of its parameters, each with these.
 
-    Where every rank holds the whole model that is rank 0, with what either of them has.
+    Where every rank holds the whole model that is rank 0. What one of two ranks does not hold does not differ on it.
     """
     steps = global_step.ranks
-    if not analysis.is_staged:
-        yield 0, [*steps[0].before, *steps[rank].before]
-        return
     first = {name: ranks[0] for name, ranks in holders_of(steps).items() if name in steps[rank].before}
     for other in sorted(set(first.values()) - {rank}):
         yield other, [name for name, holder in first.items() if holder == other]
@@ -165,8 +157,11 @@ def _are_roundings(rounded: Tensors, whole: Tensors, dtype: torch.dtype) -> bool
 
 
 def _tied_gradients_differ(case: TraceCase) -> Iterator[Match]:
-    if case.analysis.is_staged:
-        yield from _differs_first_in("gradients")(case)
+    """Match where stages of one pipeline differ: what replicas of a stage hold is no sum of parts."""
+    analysis = case.analysis
+    for match in _differs_first_in("gradients")(case) if analysis.cell.contract.has_stages else ():
+        if analysis.judged_as(match.rank or 0) == analysis.judged_as(int(str(match.figures["first"]))):
+            yield match
 
 
 DIVERGED_RANKS = (
@@ -188,7 +183,7 @@ DIVERGED_RANKS = (
         "are gradients cast, or compressed, on every rank in the same way?", 117),
     WeightHypothesis("not-synchronised", "sync", _differs_first_in("gradients"),
         "ranks step with different gradients",
-        "average all gradients over the ranks before the step", 116),
+        "reduce each gradient over all ranks that hold its parameter, before the step", 116),
     WeightHypothesis("updates-differ", "optimizer", _differs_first_in("update"),
         "the same gradient moves ranks differently",
         "does the optimizer have the same state on all ranks?", 114),

@@ -1,0 +1,56 @@
+"""Why ranks hold different weights: what is said agrees with the other checks, and with what ranks hold together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from harness.core.outcome import Outcome
+from harness.evidence.trace import RankTrace, Step, Trace
+from harness.judge.checks.ranks_agree import ranks_agree
+from harness.judge.trace_analysis import TraceAnalysis
+from harness.workloads import WORKLOADS
+
+
+def parted(held, cell, *, weights=0.0):
+    """Return the finding on ranks whose gradients differ; ``held`` has each rank's parameters."""
+    ranks = []
+    for rank, names in enumerate(held):
+        before = {name: torch.ones(2) + rank * weights for name in names}
+        gradients = {name: torch.full((2,), 1.0 + rank) for name in names}
+        after = {name: value - gradients[name] for name, value in before.items()}
+        ranks.append(RankTrace(rank, len(held), (Step((), before, gradients, after, (0.1,)),), final=after))
+    finding = ranks_agree(TraceAnalysis(Trace(tuple(ranks)), WORKLOADS[cell.workload], cell))
+    assert finding.outcome is Outcome.FAILED
+    return finding
+
+
+def test_ranks_with_experts_of_their_own_do_not_begin_differently(cell_of):
+    finding = parted([["router", "expert 0"], ["router", "expert 1"]], cell_of("experts", "ep", "1x2"))
+    assert finding.cause == "not-synchronised"
+    assert "begin with different weights" not in finding.message
+
+
+def test_ranks_that_begin_differently_are_told_so(cell_of):
+    finding = parted([["router", "expert 0"], ["router", "expert 1"]], cell_of("experts", "ep", "1x2"), weights=0.5)
+    assert finding.cause == "not-broadcast"
+
+
+@pytest.mark.parametrize(
+    ("backend", "topology", "held"),
+    [
+        ("sp", "1x2", [["first", "last"], ["first", "last"]]),
+        ("tp", "1x2", [["first", "last"], ["first", "last"]]),
+        ("balanced", "2x2", [["first"], ["last"], ["first"], ["last"]]),
+    ],
+)
+def test_replicas_of_a_weight_have_no_parts_to_add(cell_of, backend, topology, held):
+    finding = parted(held, cell_of("transformer", backend, topology))
+    assert finding.cause == "not-synchronised"
+    assert "sum of the parts" not in finding.message
+
+
+def test_stages_that_hold_a_tied_weight_add_their_parts(cell_of):
+    finding = parted([["tied", "first"], ["tied", "last"]], cell_of("transformer", "pp", "1x2"))
+    assert finding.cause == "tied-gradients-not-added"
+    assert "sum of the parts" in finding.message
