@@ -124,8 +124,7 @@ def explain_gradients(finding: Finding, analysis: TraceAnalysis) -> Finding:
         explained = explain(finding, evidence)
         if explained.cause != UNEXPLAINED:
             return explained
-    seen = f"{_figures(first)}{_stage(first, analysis)}"
-    return replace(finding, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {seen}")
+    return replace(finding, cause=UNEXPLAINED, message=f"{finding.message}; unexplained: {_figures(first)}")
 
 
 def _cases(analysis: TraceAnalysis) -> list[GradientCase]:
@@ -269,12 +268,6 @@ def _worst_parameter(case: GradientCase, analysis: TraceAnalysis) -> str | None:
         key=lambda name: _error_of(case, name, case.expected.contract, analysis),
         default=None,
     )
-
-
-def _stage(case: GradientCase, analysis: TraceAnalysis) -> str:
-    """Return in words on which stages of a pipeline the gradient is wrong, empty where it is on all."""
-    pattern = _stages([case], analysis)
-    return "; wrong is only what {wrong_ranks} holds ({held})".format(**pattern.figures) if pattern.in_part else ""
 
 
 def _figures(case: GradientCase) -> str:

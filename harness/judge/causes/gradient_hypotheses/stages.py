@@ -9,7 +9,8 @@ import torch
 from harness.evidence.trace import Tensors
 from harness.judge.causes.combinations import scaled
 from harness.judge.causes.gradient_case import GradientCase, GradientHypothesis, Gradients
-from harness.judge.oracle.noise import length
+from harness.judge.causes.hypothesis import Match
+from harness.judge.oracle.noise import distance, length
 from harness.judge.oracle.oracle import clipped
 
 
@@ -104,6 +105,18 @@ def _stage_not_clipped(case: GradientCase) -> Gradients:
         yield {n: case.expected.raw[n] if n in names else v for n, v in case.expected.contract.items()}
 
 
+def _stage_wrong(case: GradientCase) -> Gradients:
+    """Match, by elimination, where what other stages hold is right."""
+    stages, analysis = case.pattern.stages, case.counterfactuals.analysis
+    if not case.in_stages or not stages.in_part or case.clip_norm is not None:
+        return
+    rest = {name: right for name, right in case.expected.contract.items() if name not in stages.wrong}
+    noise = {name: analysis.noise.at(name, case.expected.units[name]) for name in rest}
+    allowed = analysis.allowed(analysis.limit)
+    if all(distance(case.observed[name], right) <= allowed * noise[name] for name, right in rest.items()):
+        yield Match()
+
+
 HYPOTHESES = (
     GradientHypothesis("stage-without-gradient", "optimizer", _without_gradient,
         "right, but zero or absent for the parameters that {wrong_ranks} holds ({held}), so they are not updated",
@@ -142,4 +155,7 @@ HYPOTHESES = (
     GradientHypothesis("stage-scaled", "averaging", _stages_scaled,
         "{stage_factors} ({held}), and right on all other ranks",
         "does a backward count twice there, or is what travels between stages scaled?", 338),
+    GradientHypothesis("stage-wrong", "sync", _stage_wrong,
+        "wrong for the parameters that {wrong_ranks} holds ({held}), and right for all others",
+        "what does this stage receive, and through which activations does it go back?", 35),
 )  # fmt: skip
