@@ -69,6 +69,9 @@ class Finding:
 UNEXPLAINED = "unexplained"
 """The cause of a finding that no known mistake explains."""
 
+NOT_FINITE = frozenset({"not-finite", "update-not-finite"})
+"""Causes that leave weights which are no numbers: nothing else that is wrong matters before they are mended."""
+
 ORDER = (
     "launch", "initial-weights", "samples", "steps", "rng", "gradients", "learning-rate", "skipped-steps", "update",
     "stillness", "ranks-agree", "validation", "buffers", "precision", "metrics", "checkpoint", "training",
@@ -119,18 +122,24 @@ def diagnosis(findings: Iterable[F]) -> F | None:
 def in_reading_order(findings: Iterable[F]) -> list[F]:
     """Return the findings of one cell in reading order, which everything that shows findings uses.
 
-    Bad findings that stand by themselves come first, then their consequences, then what is not bad. Among equals, a
-    comparison of whole trainings comes after the checks of single steps, a finding with a named cause before one
-    without, and an earlier check of ``ORDER`` before a later one.
+    Bad findings that stand by themselves come first, then their consequences, then what is not bad. Among equals, what
+    leaves weights that are no numbers comes first, a comparison of whole trainings after the checks of single steps, a
+    finding with a named cause before one without, and an earlier check of ``ORDER`` before a later one.
     """
     return sorted(findings, key=_place)
 
 
-def _place(finding: AnyFinding) -> tuple[bool, bool, bool, bool, int]:
+def leaves_no_numbers(finding: AnyFinding) -> bool:
+    """Return whether weights are no numbers after what a finding tells, and no other finding explains it."""
+    return finding.cause in NOT_FINITE and finding.consequence_of is None
+
+
+def _place(finding: AnyFinding) -> tuple[bool, bool, bool, bool, bool, int]:
     check = finding.check
     return (
         not finding.outcome.is_bad,
         finding.consequence_of is not None,
+        not leaves_no_numbers(finding),
         check in WHOLE_TRAININGS,
         is_unexplained(finding),
         ORDER.index(check) if check in ORDER else len(ORDER),

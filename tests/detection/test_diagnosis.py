@@ -25,6 +25,12 @@ def test_a_named_cause_comes_before_an_unexplained_one():
     assert diagnosis((bad("gradients", UNEXPLAINED), bad("samples"), named)) is named
 
 
+def test_weights_that_are_no_numbers_come_before_an_order_of_samples():
+    samples, nan = bad("samples", "set-epoch-never-called"), bad("gradients", "not-finite")
+    assert diagnosis((samples, nan)) is nan
+    assert diagnosis((samples, bad("update", "not-finite"))).check == "update"
+
+
 def test_a_single_step_comes_before_a_whole_training():
     first = bad("gradients", UNEXPLAINED)
     assert diagnosis((bad("training", "named"), first)) is first

@@ -19,7 +19,7 @@ from harness.check.judge.rng import judge_rng
 from harness.check.judge.samples import judge_samples
 from harness.check.judge.skipped_steps import judge_skipped_steps
 from harness.check.judge.update import judge_update
-from harness.core.finding import Finding
+from harness.core.finding import Finding, leaves_no_numbers
 from harness.core.outcome import Outcome
 
 QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
@@ -40,7 +40,10 @@ QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
 
 
 def judge(training: RecordedTraining) -> list[Finding]:
-    """Return every finding about a training. A question that raises has no answer; it does not hide the others."""
+    """Return every finding about a training, in the order of the questions, but what leaves no numbers first.
+
+    A question that raises has no answer; it does not hide the others.
+    """
     findings: list[Finding] = []
     for question in QUESTIONS:
         try:
@@ -48,4 +51,4 @@ def judge(training: RecordedTraining) -> list[Finding]:
         except Exception as error:
             name = question.__name__.removeprefix("judge_").replace("_", "-")
             findings.append(Finding(name, Outcome.ERRORED, f"it could not be judged: {type(error).__name__}: {error}"))
-    return settle(findings)
+    return sorted(settle(findings), key=lambda one: not leaves_no_numbers(one))
