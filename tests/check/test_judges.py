@@ -212,6 +212,25 @@ def sampled(rank: int, **settings: Any) -> RecordedRank:
     return a_rank(rank, passes, process={"loaders": {"samplers": [one, {**one, "began": 5, "ended": 10}]}})
 
 
+@given(
+    st.lists(st.floats(-1e4, 1e4, allow_subnormal=False), min_size=4, max_size=4),
+    st.lists(st.sampled_from([0.0, 1e-7, 3e-7, 5e-7, 1e-6, 1e-2]), min_size=4, max_size=4),
+    st.sampled_from([0.0, 1e-8, 1e-6]),
+)
+def test_a_gradient_is_right_where_its_error_is_at_most_the_limit(
+    local: list[float], off: list[float], exact: float
+) -> None:
+    vector = torch.tensor(local, dtype=torch.float64)
+    received = vector * (1 + torch.tensor(off, dtype=torch.float64))
+    one = BackwardPass(0, vector, facts={}, exact=vector * (1 + exact))
+    parameters = (Parameter("large", (2,), "float32"), Parameter("small", (2,), "float32"))
+    step = RecordedStep(0, 0, parameters, received, (one,), facts={}, unclipped=None)
+    made = training(RecordedRank(0, 1, (step,), {"parallelism": WRAPPED}))
+    for finding in judge_gradients(made):
+        if finding.error_x_noise is not None and finding.limit_x_noise is not None:
+            assert (finding.error_x_noise <= finding.limit_x_noise) == (finding.outcome is Outcome.PASSED), finding
+
+
 def test_two_epochs_of_one_order_are_accused() -> None:
     assert bad(judge_samples(training(sampled(0), sampled(1)))) == ["set-epoch-never-called"]
 

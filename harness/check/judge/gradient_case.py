@@ -46,6 +46,14 @@ class Fit:
         return self.ratio <= SKETCH_MARGIN
 
 
+@dataclass(frozen=True, order=True)
+class TimesNoise:
+    """An error, and the largest one of a right gradient, both in multiples of one noise."""
+
+    error: float
+    limit: float
+
+
 @dataclass(frozen=True, eq=False)
 class ReceivedGradient:
     """One rank at one step.
@@ -227,12 +235,13 @@ class ReceivedGradient:
         ratio = error / (factor * bound).clamp_min(torch.finfo(torch.float64).tiny)
         return torch.where(error > 0, ratio, self.zero), factor
 
-    def times_noise(self, combination: Combination, factor: float) -> float | None:
-        """Return the error of all covered parameters together, in multiples of the noise; None without any noise.
+    def in_noise(self, combination: Combination, factor: float, only: int | None = None) -> TimesNoise | None:
+        """Return the error of all covered parameters together, or of one; None without any noise.
 
         Noise is the distance between the local gradients and the exact ones, combined in the same way, and a rounding
         for each addition on the way to the optimizer, which are taken to be independent. A communication hook rounds
-        each rank's gradient first.
+        each rank's gradient first. The limit is the largest error that ``fit`` takes for rounding: its bound is around
+        the local gradients, and the error is that from the exact ones.
         """
         value, exact = self.value(combination), self.exact(combination)
         target = value if exact is None else torch.where(exact.isnan(), value, exact)
@@ -244,8 +253,12 @@ class ReceivedGradient:
             for weights, passes in self._weights(combination):
                 roundings += [w * self.units * self.norms(one.local) for w, one in zip(weights, passes, strict=True)]
         noise = factor * torch.stack(roundings).norm(dim=0)
-        total = float((noise * self.covered).norm())
-        return float((error * self.covered).norm()) / total if total else None
+        bound = factor * (SKETCH_MARGIN * self.bound(combination) + self.norms(value - target))
+        counted = self.covered.double()
+        if only is not None:
+            counted = counted * (torch.arange(len(counted)) == only)
+        together, largest, total = (float((each * counted).norm()) for each in (error, bound, noise))
+        return TimesNoise(together / total, largest / total) if total else None
 
 
 def _all(step: RecordedStep) -> Sequence[BackwardPass]:

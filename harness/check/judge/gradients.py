@@ -41,13 +41,14 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     fits = [(case, right, case.fit(right)) for case, right in judged]
     wrong = [(case, right, fit) for case, right, fit in fits if not fit.holds]
     if not wrong:
-        noise = [case.times_noise(right, fit.factor) for case, right, fit in fits]
+        noise = [case.in_noise(right, fit.factor) for case, right, fit in fits]
+        largest = max((one for one in noise if one is not None), default=None)
         yield Finding(
             CHECK,
             Outcome.PASSED,
             f"every gradient that was judged is {_mean(judged[0][0])}{_removed(judged)}",
-            error_x_noise=max((value for value in noise if value is not None), default=None),
-            limit_x_noise=2.0,
+            error_x_noise=None if largest is None else largest.error,
+            limit_x_noise=None if largest is None else largest.limit,
         )
         return
     if any(case.parts for case, _, _ in wrong):
@@ -95,17 +96,20 @@ def _finding(
     expected, received = case.value(right), case.received
     size, length = float(expected.norm()), float(received.norm())
     cosine = float(expected @ received) / (size * length) if size and length else 0.0
+    noise = case.in_noise(right, 1.0)
+    if noise is not None and noise.error <= noise.limit:  # one wrong parameter, among many larger ones
+        noise = case.in_noise(right, 1.0, fit.worst) or noise
     where = f"{case.location} and {len(wrong) - 1} more" if len(wrong) > 1 else case.location
     return Finding(
         CHECK,
         Outcome.FAILED,
         f"gradients at {where} are not {_mean(case)}: {length / size if size else float('inf'):.4g} × their length, "
         f"cosine {cosine:.4f}",
-        error_x_noise=case.times_noise(right, 1.0),
+        error_x_noise=None if noise is None else noise.error,
         step=case.place,
         parameter=case.parameters[fit.worst].name,
         rank=case.rank,
-        limit_x_noise=2.0,
+        limit_x_noise=None if noise is None else noise.limit,
     )
 
 
