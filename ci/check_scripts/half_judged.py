@@ -50,6 +50,7 @@ MUON = two(
 LONG_EPOCHS = two("long_epochs", "DistributedSampler, epochs longer than the recorded steps")
 HOOKS = two("hooks_average", "hooks that average gradients during the backward pass")
 LORA = two("lora", "LoRA by hand, gradients averaged after the backward pass")
+LORA_ON_SHARDS = two("lora_on_shards", "LoRA on FSDP2: adapters on each rank, the frozen base in shards")
 
 HALF_JUDGED_SCRIPTS = (
     TENSOR_PARALLEL,
@@ -120,6 +121,14 @@ HALF_JUDGED_SCRIPTS = (
     LORA,
     with_mistake(
         LORA,
+        "weights differ",
+        "rank 1 begins with adapters that are 2 % larger",
+        (WRONG,),
+        (r"( +)(optimizer = )", r"\1for p in trained:\n\1    p.data *= 1 + 0.02 * rank\n\1\2"),
+    ),
+    LORA_ON_SHARDS,
+    with_mistake(
+        LORA_ON_SHARDS,
         "weights differ",
         "rank 1 begins with adapters that are 2 % larger",
         (WRONG,),

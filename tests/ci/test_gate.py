@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -81,9 +83,45 @@ def test_what_is_pinned_for_releases_is_not_pinned_twice(gate):
     assert not names("ci/released-constraints.txt") & names("constraints.txt")
 
 
-def test_ci_run_ends_with_the_test_command_of_the_readme_and_its_exit_code():
-    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+@pytest.fixture
+def ci_run(tmp_path):
+    """Run `.ci/run` with stand-ins for its programs, of which some fail; return its exit code and its lines."""
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (tmp_path / ".ci").mkdir()
+    (tmp_path / ".ci" / "run").write_bytes((ROOT / ".ci" / "run").read_bytes())
+
+    def run(*failing):
+        for name in ("python3", "pip", "ruff", "mypy", "lint-imports", "python", "pytest"):
+            said = "1 passed in 0.1s" if name == "pytest" else ""
+            (programs / name).write_text(f"#!/bin/sh\necho {name} $*\necho {said}\nexit {int(name in failing)}\n")
+            (programs / name).chmod(0o755)
+        environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", tmp_path / ".ci" / "run"], env=environment, capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout.splitlines()
+
+    return run
+
+
+def test_ci_run_runs_the_gate_and_ends_with_the_test_command_of_the_readme(ci_run):
+    code, lines = ci_run()
     readme = next(line for line in (ROOT / "README.md").read_text().splitlines() if "pytest tests/" in line)
-    assert lines[-2].startswith(readme.rpartition("&& ")[2])
-    assert any("ci/gate.py" in line for line in lines)
-    assert lines[-1].startswith("exit ")
+    assert code == 0
+    assert "python ci/gate.py" in lines
+    assert lines[-2:] == [readme.rpartition(".venv/bin/")[2], "1 passed in 0.1s"]
+
+
+@pytest.mark.parametrize("program", ["ruff", "python", "pytest"])
+def test_ci_run_is_red_if_anything_failed_and_prints_the_closing_line_of_pytest_last(ci_run, program):
+    code, lines = ci_run(program)
+    assert code == 1
+    assert lines[-1] == "1 passed in 0.1s"
+    assert any("FAILED" in line and f"/{program} " in line for line in lines) == (program != "pytest")
+
+
+def test_ci_run_stops_where_the_environment_cannot_be_made(ci_run):
+    code, lines = ci_run("pip")
+    assert code == 1
+    assert "python ci/gate.py" not in lines

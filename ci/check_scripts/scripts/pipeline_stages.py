@@ -13,11 +13,7 @@ def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    stages = (
-        nn.Sequential(nn.Linear(12, 48), nn.ReLU()),
-        nn.Sequential(nn.Linear(48, 32), nn.ReLU(), nn.Linear(32, 4)),
-    )
-    module = stages[rank]
+    module = (nn.Sequential(nn.Linear(12, 48), nn.ReLU()), nn.Sequential(nn.Linear(48, 4)))[rank]
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.cross_entropy)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
