@@ -57,7 +57,7 @@ def is_right(result: Result, script: Script, mistake: Mistake | None) -> bool:
     """Return whether a result is as it should be; what could not be run counts as such."""
     if result.why_not:
         return True
-    if result.failed or result.losses == CHANGED or result.verdict is None:
+    if result.failed or result.losses == CHANGED or result.verdict is None or result.verdict.broken:
         return False
     if mistake is None:
         return result.verdict.answer in script.accepted
@@ -116,5 +116,6 @@ def _result(values: dict[str, Any]) -> Result:
     verdict = values.pop("verdict")
     if verdict is not None:
         verdict["bad"] = tuple(verdict["bad"])
+        verdict["broken"] = tuple(verdict.get("broken", ()))
         verdict = Verdict(**verdict)
     return Result(**values, verdict=verdict)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 BAD = ("failed", "crashed", "timed_out")
+BROKEN = "it could not be judged: "
+"""How the message of a check begins that an exception ended."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Verdict:
     ``check`` and ``cause`` are those of the first finding against the script, ``noise`` its error in units of rounding
     noise; where nothing is wrong, ``noise`` is the largest error of all. ``bad`` names all that is held against it.
     ``coverage`` is the share of the trainable parameters that was computed again; None where nothing was recorded.
+    ``broken`` names the checks that an exception of ours ended.
     """
 
     answer: str
@@ -26,6 +29,7 @@ class Verdict:
     noise: float | None = None
     bad: tuple[str, ...] = ()
     coverage: float | None = None
+    broken: tuple[str, ...] = ()
 
 
 def read_verdict(file: Path) -> Verdict:
@@ -44,4 +48,5 @@ def read_verdict(file: Path) -> Verdict:
         max((noise for noise in noises if noise is not None), default=None),
         tuple(f"{one['check']}: {one['cause'] or 'unexplained'}" for one in bad),
         min((one["coverage"]["replayed"] for one in trainings), default=None),
+        tuple(one["check"] for one in findings if one["outcome"] == "errored" and BROKEN in one.get("message", "")),
     )

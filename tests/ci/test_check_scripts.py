@@ -127,6 +127,20 @@ def test_praise_of_more_than_was_judged_is_false_praise(runner, result):
     assert not module.is_false_praise(result("not judged"), plain, None), "too little praise is no false praise"
 
 
+def test_a_check_that_an_exception_of_ours_ended_is_not_as_it_should_be(runner, tmp_path):
+    broken = {
+        "check": "gradients", "outcome": "errored", "cause": None, "error_x_noise": None,
+        "message": "it could not be judged: RuntimeError: split_with_sizes",
+    }  # fmt: skip
+    training = {"verdict": "not judged", "findings": [broken], "coverage": {"replayed": 0.0}}
+    file = tmp_path / "verdict.json"
+    file.write_text(json.dumps({"verdict": "not judged", "sentence": "", "trainings": [training]}))
+    verdict = sys.modules["verdict"].read_verdict(file)
+    result = sys.modules["result"].Result("pipeline-stages", verdict=verdict)
+    assert verdict.broken == ("gradients",)
+    assert not runner.is_right(result, runner.SCRIPTS["pipeline-stages"], None)
+
+
 def test_a_mistake_that_is_praised_is_false_praise_unless_it_may_be_meant(runner, result):
     module, script = sys.modules["result"], runner.SCRIPTS["ddp"]
     real = next(one for one in runner.MISTAKES if one.causes)

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 torch.manual_seed(0)
-encoder = torch.compile(
-    nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 24)), backend="aot_eager"
-)
+encoder = torch.compile(nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 24)))
 decoder = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 4))
 optimizer = torch.optim.AdamW([*encoder.parameters(), *decoder.parameters()], lr=1e-3)
 
