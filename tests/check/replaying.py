@@ -30,8 +30,8 @@ class Recording:
             self.number = None
             self.passes += 1
 
-    def exact(self) -> dict[int, ExactPass]:
-        result = self._exact.compute()
+    def exact(self, *, recomputed_otherwise: bool = False) -> dict[int, ExactPass]:
+        result = self._exact.compute(recomputed_otherwise=recomputed_otherwise)
         assert not self.calls.unrecorded
         return result
 

@@ -77,6 +77,7 @@ def _passes(kind: str, values: list[dict[str, Any]], tensors: dict[str, Tensor])
             tensors.get(f"{kind} {place}/exact"),
             one["scale"],
             one["facts"],
+            tensors.get(f"{kind} {place}/native"),
         )
         for place, one in enumerate(values)
     )

@@ -81,7 +81,8 @@ class BackwardPass:
     ``number`` counts the backward passes of the process. ``local`` is the vector of the gradients that arrived at the
     parameters, before any reduction over ranks; ``exact`` the same computed again in float64 from the recorded inputs,
     with NaN in the segments of parameters for which it could not be computed; None where there is no replay at all.
-    ``scale`` is the loss scale, 1 without a scaler.
+    ``scale`` is the loss scale, 1 without a scaler. ``native`` is what ``exact`` is, but computed in the training's own
+    precision; only where activation checkpoints recomputed something else than their forward.
     """
 
     number: int
@@ -89,6 +90,7 @@ class BackwardPass:
     exact: Tensor | None = None
     scale: float = 1.0
     facts: Facts = field(default_factory=dict)
+    native: Tensor | None = None
 
 
 @dataclass(frozen=True)

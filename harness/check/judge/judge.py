@@ -15,6 +15,7 @@ from harness.check.judge.objective import judge_objective
 from harness.check.judge.optimized_parameters import judge_optimized_parameters
 from harness.check.judge.precision import judge_precision
 from harness.check.judge.ranks_agree import judge_ranks_agree
+from harness.check.judge.recomputation import judge_recomputation
 from harness.check.judge.rng import judge_rng
 from harness.check.judge.samples import judge_samples
 from harness.check.judge.skipped_steps import judge_skipped_steps
@@ -26,6 +27,7 @@ QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
     judge_initial_weights,
     judge_samples,
     judge_rng,
+    judge_recomputation,
     judge_gradients,
     judge_clipping,
     judge_skipped_steps,

@@ -85,4 +85,6 @@ def _pass(name: str, one: BackwardPass, tensors: dict[str, Tensor]) -> Facts:
     tensors[f"{name}/local"] = one.local
     if one.exact is not None:
         tensors[f"{name}/exact"] = one.exact
+    if one.native is not None:
+        tensors[f"{name}/native"] = one.native
     return {"number": one.number, "scale": one.scale, "facts": one.facts}

@@ -26,6 +26,7 @@ class ArrivedGradients:
     scale: float = 1.0
     local: dict[int, Tensor] = field(default_factory=dict)
     exact: dict[int, Tensor] | None = None
+    native: dict[int, Tensor] = field(default_factory=dict)
     facts: Facts = field(default_factory=dict)
     distributed: bool = False
 

@@ -36,9 +36,14 @@ def received(optimizer: Optimizer, parameter: Tensor, *, sampled: bool = True) -
     return own / scale, float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) / scale
 
 
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Return whether the script has hooks that may change a gradient before it arrives; one of them is ours."""
+    return len(parameter._backward_hooks or ()) > 1
+
+
 def has_own_hooks(parameter: Tensor) -> bool:
-    """Return whether the script has hooks on the parameter that may change its gradient; one of them is ours."""
-    return len(parameter._backward_hooks or ()) > 1 or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    """Return whether the script has hooks on the parameter that may change its gradient."""
+    return has_gradient_hooks(parameter) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def unclipped_vector(
@@ -59,7 +64,8 @@ def vector(one: ArrivedGradients, parameters: Sequence[Tensor], sample: Paramete
     # Where something arrived of which no replay knows, there is no exact gradient.
     unknown = {name: zero if name not in one.local else zero + torch.nan for name, zero in zeros.items()}
     exact = torch.cat([one.exact.get(name, missing) for name, missing in unknown.items()])
-    return BackwardPass(one.number, local, exact, one.scale, one.facts)
+    native = torch.cat([one.native.get(name, missing) for name, missing in unknown.items()]) if one.native else None
+    return BackwardPass(one.number, local, exact, one.scale, one.facts, native)
 
 
 def _dense(gradient: Tensor) -> Tensor:

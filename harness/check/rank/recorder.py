@@ -26,10 +26,12 @@ from harness.check.rank.evidence_writer import EvidenceWriter
 from harness.check.rank.local_gradients import ArrivedGradients, LocalGradients
 from harness.check.rank.memory_needed import NotEnoughMemoryError, require_memory
 from harness.check.rank.observer import Observer
+from harness.check.rank.observers.recomputation import recomputed_otherwise
 from harness.check.rank.observers.tensor_digest import tensor_digest
 from harness.check.rank.optimizer.clipping import ClippingObserver
 from harness.check.rank.optimizer.loss_scale import LossScale
 from harness.check.rank.optimizer_gradients import (
+    has_gradient_hooks,
     has_own_hooks,
     kept,
     received,
@@ -41,7 +43,7 @@ from harness.check.rank.parameter_sample import ParameterSample
 from harness.check.rank.parameters import parameters_of
 from harness.check.rank.pass_windows import PassWindows
 from harness.check.rank.pause import is_paused, paused
-from harness.check.rank.replay.exact_gradients import ExactGradients, exact_segment
+from harness.check.rank.replay.exact_gradients import ExactGradients, ExactPass, exact_segment
 from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.replay.tracked_calls import TrackedCalls
 from harness.check.rank.replay.unwrapping import unwrapped
@@ -53,6 +55,8 @@ T = TypeVar("T")
 
 END_TIMEOUT_S = 60.0
 """How long a rank that has recorded its steps waits for the others, beside twice the time that it took itself."""
+
+HOOKED = "the script has hooks on it, and activation checkpoints recomputed other values than the forward"
 
 
 class TrainingRecorder:
@@ -355,11 +359,15 @@ class TrainingRecorder:
         if self._options.dry_run:
             self._calls.forget()
             return
-        exact = self._exact.compute()
+        otherwise = any(recomputed_otherwise(one.facts) for one in passes)
+        exact = self._exact.compute(recomputed_otherwise=otherwise)
         for one in passes:
             found = exact.get(one.number)
             if found is not None:
+                if otherwise:
+                    _leave_out_hooked(found)
                 one.exact = {id(parameter): gradient for parameter, gradient in found.gradients.items()}
+                one.native = {id(parameter): gradient for parameter, gradient in found.native.items()}
                 for parameter, reason in found.uncovered.items():
                     self._uncovered.setdefault(self._names.of_one(parameter), reason)
 
@@ -412,6 +420,13 @@ class TrainingRecorder:
             if self._recording:
                 self._stop()
             return None
+
+
+def _leave_out_hooked(found: ExactPass) -> None:
+    """Leave out parameters whose gradients hooks of the script may change: they differ from a replay in any case."""
+    for parameter in [one for one in found.native if has_gradient_hooks(one)]:
+        del found.gradients[parameter], found.native[parameter]
+        found.uncovered[parameter] = HOOKED
 
 
 def _in_words(error: Exception) -> str:

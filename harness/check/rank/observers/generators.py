@@ -30,14 +30,14 @@ class GeneratorObserver(Observer):
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the states."""
-        states = _states()
+        states = generator_states()
         self._close(states)
         self._forwards.append({"states": states, "drew": []})
         self._open = True
 
     def backward_begins(self, number: int) -> None:
         """Note which generators the last forward, and what followed it, drew from."""
-        self._close(_states())
+        self._close(generator_states())
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return the forwards since the last backward pass."""
@@ -55,7 +55,7 @@ class GeneratorObserver(Observer):
             self._open = False
 
 
-def _states() -> dict[str, str]:
+def generator_states() -> dict[str, str]:
     """Return a digest of the state of each generator that a forward usually draws from, by its name."""
     states = {"torch": _digest(bytes(torch.get_rng_state().numpy())), "python": _digest(repr(random.getstate()))}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

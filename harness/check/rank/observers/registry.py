@@ -10,6 +10,7 @@ from harness.check.rank.observers.guarded import GuardedObserver
 from harness.check.rank.observers.loaders import LoaderObserver
 from harness.check.rank.observers.objective import ObjectiveObserver
 from harness.check.rank.observers.parallelism import ParallelismObserver
+from harness.check.rank.observers.recomputation import RecomputationObserver
 from harness.check.rank.observers.script_line import ScriptLineObserver
 from harness.check.rank.observers.weights import WeightObserver
 
@@ -26,6 +27,7 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         parallelism,
         BatchObserver(loaders),
         GeneratorObserver(),
+        RecomputationObserver(),
         BufferObserver(parallelism),
         WeightObserver(parallelism),
         ObjectiveObserver(count_tokens=count_tokens),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from harness.check.evidence.training import segment
 from harness.check.rank.replay import agreement
 from harness.check.rank.replay.call import TrackedCall
+from harness.check.rank.replay.checkpointing import without_checkpoints
 from harness.check.rank.replay.draws import UnknownDrawError
 from harness.check.rank.replay.parameter_copies import ParameterCopies
 from harness.check.rank.replay.precision import ReplayPrecision
@@ -52,10 +54,12 @@ class ExactPass:
     """What is known exactly of one backward pass.
 
     ``gradients`` has what is kept of the gradient of each parameter, ``uncovered`` why that of others is not known. A
-    parameter in neither was not used inside a tracked call.
+    parameter in neither was not used inside a tracked call. ``native`` has the same gradients in the training's own
+    precision, where they were asked for.
     """
 
     gradients: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    native: dict[nn.Parameter, Tensor] = field(default_factory=dict)
     uncovered: dict[nn.Parameter, str] = field(default_factory=dict)
 
 
@@ -79,11 +83,16 @@ class ExactGradients:
         self._reduce = reduce
         self._noise: WeakKeyDictionary[nn.Module, float] = WeakKeyDictionary()
 
-    def compute(self) -> dict[int, ExactPass]:
-        """Return what is known of the backward passes since the last time, by their numbers."""
-        with self._calls.paused():
+    def compute(self, *, recomputed_otherwise: bool = False) -> dict[int, ExactPass]:
+        """Return what is known of the backward passes since the last time, by their numbers.
+
+        Args:
+            recomputed_otherwise: activation checkpoints of the script recomputed something else than their forward. The
+                replays then do without them, and are repeated in the training's own precision.
+        """
+        with self._calls.paused(), without_checkpoints() if recomputed_otherwise else nullcontext():
             passes: dict[int, ExactPass] = {}
-            step = _Step(self._reduce, passes, self._noise, self._truth, self._keeps)
+            step = _Step(self._reduce, passes, self._noise, self._truth, self._keeps, native=recomputed_otherwise)
             pending = self._calls.pending()
             for call in pending:
                 step.gather(call)
@@ -98,6 +107,7 @@ class ExactGradients:
                 one.uncovered.setdefault(parameter, why)
             for parameter in one.uncovered:
                 one.gradients.pop(parameter, None)
+                one.native.pop(parameter, None)
         return passes
 
 
@@ -111,9 +121,12 @@ class _Step:
         noise: WeakKeyDictionary[nn.Module, float],
         truth: ReplayPrecision,
         keeps: Keeps,
+        *,
+        native: bool,
     ) -> None:
         self._keeps = keeps
         self._truth = truth
+        self._asks_for_native = native
         self._reduce = reduce
         self._passes = passes
         self._noise = noise
@@ -134,6 +147,8 @@ class _Step:
         try:
             exact = self._exactly(call)
             self._check(call, exact)
+            if self._asks_for_native:
+                self._added(call, ReplayPrecision.NATIVE, None)
             self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
         except CannotReplayError as error:
             self._uncover(call, call.trainable, str(error))
@@ -142,25 +157,27 @@ class _Step:
     def _exactly(self, call: TrackedCall) -> Replayed:
         if call.module not in self._drawn:
             try:
-                return self._added(call, None)
+                return self._added(call, self._truth, None)
             except UnknownDrawError:
                 self._drawn[call.module] = self._in_native(call).drawn
         try:
-            return self._added(call, self._drawn[call.module])
+            return self._added(call, self._truth, self._drawn[call.module])
         except UnknownDrawError:
             raise CannotReplayError(f"{call.name}: run again, it draws more random numbers") from None
 
-    def _added(self, call: TrackedCall, drawn: list[torch.dtype] | None) -> Replayed:
-        """Replay a call for its exact gradients, and add them to those of its passes once all of them are known."""
+    def _added(self, call: TrackedCall, precision: ReplayPrecision, drawn: list[torch.dtype] | None) -> Replayed:
+        """Replay a call for its gradients, and add them to those of its passes once all of them are known."""
         found: dict[tuple[int, nn.Parameter], Tensor] = {}
+        native = precision is ReplayPrecision.NATIVE
 
         def receive(number: int, parameter: nn.Parameter, gradient: Tensor) -> None:
             if self._keeps(parameter):
                 _add(found, (number, parameter), self._reduce(gradient, parameter.dtype))
 
-        replayed = replay(call, self._truth, receive, self._exact, drawn)
+        replayed = replay(call, precision, receive, self._native if native else self._exact, drawn)
         for (number, parameter), kept in found.items():
-            _add(self._passes[number].gradients, parameter, kept)
+            one = self._passes[number]
+            _add(one.native if native else one.gradients, parameter, kept)
         return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:

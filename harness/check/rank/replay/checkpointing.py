@@ -1,0 +1,45 @@
+"""Replays without activation checkpoints, whose backward pass belongs to the forward whatever recomputations do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch.utils.checkpoint
+
+
+@contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Let ``torch.utils.checkpoint`` run functions as they are: tensors are saved, and nothing is recomputed.
+
+    Scripts import ``checkpoint`` by name, so what it is made of is exchanged.
+    """
+    module: Any = torch.utils.checkpoint
+    hook, function = getattr(module, "_checkpoint_hook", None), getattr(module, "CheckpointFunction", None)
+    with ExitStack() as stack:
+        stack.enter_context(_exchanged(hook, "__enter__", lambda self: None))
+        stack.enter_context(_exchanged(hook, "__exit__", lambda self, *error: None))
+        stack.enter_context(_exchanged(function, "apply", staticmethod(_run)))
+        yield
+
+
+def _run(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    return function(*args)
+
+
+@contextmanager
+def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give a class another attribute inside the block; nothing happens where a version of torch lacks the class."""
+    if owner is None:
+        yield
+        return
+    own = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
