@@ -61,6 +61,31 @@ class Scaling(nn.Module):
         return torch.tanh(self.layer(x)) * torch.tensor(0.5 + self.draw())
 
 
+class ByHand(torch.autograd.Function):
+    """A checkpoint as many people have written it."""
+
+    @staticmethod
+    def forward(ctx, block, preserves, x):
+        ctx.block, ctx.preserves, ctx.state = block, preserves, torch.get_rng_state()
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), torch.random.fork_rng(enabled=ctx.preserves):
+            if ctx.preserves:
+                torch.set_rng_state(ctx.state)
+            outputs = ctx.block(x)
+        torch.autograd.backward(outputs, gradient)
+        return None, None, x.grad
+
+
+def by_hand(block, x, *, preserves):
+    return ByHand.apply(block, preserves, x)
+
+
 class Net(nn.Module):
     def __init__(self, block=dropping, run=None, **options):
         super().__init__()
@@ -133,11 +158,10 @@ def train(make, *, before_backward=None, autocast=None, accumulate=1, hook=None,
 
 
 def found(plumbline, training):
-    """Return the check, and what it found about recomputations."""
+    """Return the check, and what it found about recomputations, None where there were none."""
     checked = plumbline.check(training, ranks=1, steps=STEPS)
     assert not checked.ends[0].has_failed, checked.ends[0].stderr
-    (finding,) = [one for one in checked.findings if one.check == "recomputation"]
-    return checked, finding
+    return checked, next((one for one in checked.findings if one.check == "recomputation"), None)
 
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
@@ -173,6 +197,7 @@ WRONG = {
         "recomputed-in-another-mode",
         partial(train, lambda: Net(use_reentrant=True), before_backward=lambda model: model.eval()),
     ),
+    "by hand": (REDRAWN, partial(train, lambda: Net(run=partial(by_hand, preserves=False)))),
     "what depends on the backward pass": (
         "recomputed-differently",
         partial(train, lambda: Net(lambda: Scaling(lambda: float(torch._C._current_graph_task_id() != -1)))),
@@ -196,6 +221,28 @@ def test_a_checkpoint_that_recomputes_something_else_is_accused(plumbline, cause
     assert (finding.step, finding.rank) == (0, 0)
     assert finding.error_x_noise > 10 * finding.limit_x_noise
     assert [one.check for one in checked.findings if one.outcome.is_bad] == ["recomputation"]
+
+
+def test_a_checkpoint_by_hand_that_preserves_the_generator_is_right(plumbline):
+    checked, finding = found(plumbline, partial(train, lambda: Net(run=partial(by_hand, preserves=True))))
+    checked.assert_right()
+    assert finding is None
+
+
+def twice_by_hand(block, x):
+    return by_hand(block, by_hand(block, x, preserves=False), preserves=False)
+
+
+def by_hand_beside_noise(block, x):
+    return by_hand(block, StraightThrough.apply(x), preserves=True)
+
+
+@pytest.mark.parametrize("run", [twice_by_hand, by_hand_beside_noise])
+def test_random_numbers_of_which_the_right_ones_are_unknown_are_not_judged(plumbline, run):
+    checked, finding = found(plumbline, partial(train, lambda: Net(run=run)))
+    assert finding.outcome is Outcome.SKIPPED
+    (uncovered,) = checked.trainings[0].coverage.uncovered
+    assert "draws random numbers of its own" in uncovered.why
 
 
 def test_gradients_that_hooks_change_are_not_judged_where_a_checkpoint_is_wrong(plumbline):
@@ -237,7 +284,15 @@ def test_checkpoints_are_as_they_were_after_a_replay_without_them():
 
 
 def judged(local, exact, native, **facts):
-    noted = {"compared": 4, "different": 4, "generators": [], "modes": False, "compiled": False, **facts}
+    noted = {
+        "compared": 4,
+        "different": 4,
+        "generators": [],
+        "modes": False,
+        "compiled": False,
+        "by_hand": False,
+        **facts,
+    }
     given = local, exact, native
     local, exact, native = (None if one is None else torch.tensor(one, dtype=torch.float64) for one in given)
     made = BackwardPass(0, local, exact, facts={"recomputation": noted}, native=native)
@@ -264,6 +319,11 @@ def test_a_gradient_where_the_forward_has_none_is_found():
     finding = judged([1.0, 1.0, 0.6], [1.0, 1.0, 0.0], [1.0, 1.0 + 1e-7, 0.0])
     assert (finding.outcome, finding.parameter) == (Outcome.FAILED, "bias")
     assert finding.error_x_noise == pytest.approx(6e6)
+
+
+@pytest.mark.parametrize(("error", "outcome"), [(1e-6, Outcome.PASSED), (1e-2, Outcome.FAILED)])
+def test_a_training_as_precise_as_its_replay_is_judged_by_half_of_the_digits(error, outcome):
+    assert judged([1.0, 1.0, 0.5 + error], [1.0, 1.0, 0.5], [1.0, 1.0, 0.5]).outcome is outcome
 
 
 @pytest.mark.parametrize(("exact", "native"), [(None, None), ([torch.nan] * 3, [torch.nan] * 3)])

@@ -1,14 +1,15 @@
-"""Whether activation checkpoints recompute what their forwards computed, so that gradients are those of the forward."""
+"""Whether activation checkpoints recompute what the forward computed, so that gradients are those of the forward."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from harness.check.evidence.training import BackwardPass, Facts, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers, not_judged
 from harness.check.judge.recorded_passes import passes_of
@@ -21,6 +22,8 @@ CHECK = "recomputation"
 LIMIT = 4.0
 """How many times as far from the exact gradient as its replay a gradient may be that differs by rounding alone: twice
 as far where both err, and twice that because a distance of few numbers varies."""
+
+RUN_AGAIN = "modules that a backward pass ran again"
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,10 +49,10 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
     if not noted:
         return
     compared, different = (sum(facts[name] for facts in noted) for name in ("compared", "different"))
-    if not different:
+    if not different and not any(facts["by_hand"] for facts in noted):
         yield passed(CHECK, f"{counted(compared, 'activation checkpoint')} recomputed the values of the forward")
         return
-    found = f"{different} of {compared} recomputed activation checkpoints"
+    found = f"{different} of {compared} recomputed activation checkpoints" if different else RUN_AGAIN
     judged = [one for rank in training.ranks for one in _judged(rank)]
     wrong = next((one for one in judged if one.x_noise > LIMIT), None)
     if wrong is not None:
@@ -57,16 +60,18 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
     elif judged:
         worst = max(judged, key=lambda one: one.x_noise)
         message = f"{found} gave other values than the forward, but gradients are those of the forward, up to rounding"
+        message = message if different else f"gradients are those of the forward, although {found} drew random numbers"
         yield replace(passed(CHECK, message), error_x_noise=worst.x_noise, limit_x_noise=LIMIT)
     else:
-        why = "gave other values than the forward, and their gradients could not be computed again"
-        yield not_judged(CHECK, f"{found} {why}")
+        what = "gave other values than the forward" if different else "drew random numbers"
+        yield not_judged(CHECK, f"{found} {what}, and their gradients could not be computed again")
 
 
 def _judged(rank: RecordedRank) -> Iterator[_Judged]:
     for step in rank.steps:
         for one in step.passes:
-            if (one.facts.get(CHECK) or {}).get("different"):
+            facts = one.facts.get(CHECK) or {}
+            if facts.get("different") or facts.get("by_hand"):
                 yield from _furthest(rank.rank, step, one)
 
 
@@ -80,14 +85,19 @@ def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Jud
         return
     apart, noise = step.norms(one.local - one.exact), step.norms(one.native - one.exact)
     size, every_noise = _together(exact, known), _together(noise, known)
-    # Of few numbers some are right by chance: noise is at least what it is, relatively, in all parameters together.
-    floor = every_noise / size * exact if size else torch.zeros_like(exact)
-    least = torch.maximum(noise, floor)
-    least = torch.where(least > 0, least, every_noise)
+    # Of few numbers some are right by chance: noise is at least what it is, relatively, in all parameters together. It
+    # is not measured where the training computes as precisely as the replay: half of the digits are then enough.
+    eps = max(_eps(one) for one, is_known in zip(step.parameters, known, strict=True) if is_known)
+    relative = every_noise / size if every_noise and size else math.sqrt(eps)
+    least = torch.maximum(noise, relative * torch.where(exact > 0, exact, size))
     ratios = torch.where(known & (apart > 0), apart / least, 0.0)
     worst = int(ratios.argmax())
     share = _together(apart, known) / size if size else float("inf")
     yield _Judged(rank, step, one.facts[CHECK], step.parameters[worst].name, float(ratios[worst]), share)
+
+
+def _eps(parameter: Parameter) -> float:
+    return torch.finfo(getattr(torch, parameter.dtype)).eps
 
 
 def _together(norms: Tensor, known: Tensor) -> float:
@@ -119,6 +129,13 @@ _NAMES = {"python": "Python's random module", "numpy": "NumPy"}
 
 def _explained(facts: Facts) -> _Explanation:
     generators = facts["generators"]
+    if not facts["different"]:
+        return _Explanation(
+            _REDRAWN,
+            "rng",
+            "drew other random numbers than the forward, such as other dropout masks",
+            "set the generators in backward() to the states that they had in forward(), as torch.utils.checkpoint does",
+        )
     if {"torch", "cuda"} & set(generators):
         return _Explanation(
             _REDRAWN,

@@ -31,6 +31,9 @@ class Observer:
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module that holds parameters is called, with gradients enabled."""
 
+    def runs_again(self, module: nn.Module) -> None:
+        """A backward pass runs a module of a recorded forward again, as checkpoints do."""
+
     def backward_begins(self, number: int) -> None:
         """The backward pass with this number begins."""
 

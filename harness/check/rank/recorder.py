@@ -83,7 +83,7 @@ class TrainingRecorder:
         loss_scale.on_skipped = self._on_skipped
         clipping.on_clipping = self._on_clipping
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
-        self._calls = TrackedCalls(self._current_pass, self._forward_begins)
+        self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again)
         self._exact = ExactGradients(self._calls, exact_segment, ReplayPrecision(options.truth), self._sample.has)
         self._uncovered: dict[str, str] = {}
         self._unclipped: dict[int, Tensor] = {}
@@ -218,6 +218,10 @@ class TrainingRecorder:
         self._names.add(unwrapped(module))
         for observer in self._observers:
             observer.forward_begins(module, args, kwargs)
+
+    def _runs_again(self, module: nn.Module) -> None:
+        for observer in self._observers:
+            observer.runs_again(module)
 
     def _pass_begins(self, one: ArrivedGradients, roots: Sequence[Tensor]) -> None:
         if self._recording:

@@ -38,6 +38,10 @@ class GuardedObserver(Observer):
         """Pass a forward on."""
         self._do(lambda: self._observer.forward_begins(module, args, kwargs))
 
+    def runs_again(self, module: nn.Module) -> None:
+        """Pass on that a module runs again."""
+        self._do(lambda: self._observer.runs_again(module))
+
     def backward_begins(self, number: int) -> None:
         """Pass the beginning of a backward pass on."""
         self._do(lambda: self._observer.backward_begins(number))

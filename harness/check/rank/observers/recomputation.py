@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
@@ -18,7 +19,7 @@ from harness.check.rank.observers.generators import generator_states
 from harness.check.rank.patching import attempt, wrap
 from harness.check.rank.pause import is_paused
 from harness.check.rank.replay import agreement
-from harness.check.rank.replay.call import sample
+from harness.check.rank.replay.call import SAMPLE
 from harness.check.rank.replay.nested import tensors_in
 from harness.check.rank.replay.unwrapping import is_compiled
 from harness.check.rank.sharding import local
@@ -33,8 +34,9 @@ Modes = tuple[tuple[nn.Module, bool], ...]
 
 
 def recomputed_otherwise(facts: Facts) -> bool:
-    """Return whether a recomputation in a backward pass gave something else than its forward, by the pass's facts."""
-    return bool((facts.get(NAME) or {}).get("different"))
+    """Return whether a recomputation in a backward pass may be another than its forward, by the pass's facts."""
+    noted = facts.get(NAME) or {}
+    return bool(noted.get("different") or noted.get("by_hand"))
 
 
 class RecomputationObserver(Observer):
@@ -43,7 +45,8 @@ class RecomputationObserver(Observer):
     ``compared`` counts the recomputations and ``different`` those that gave something else than rounding explains.
     Of these, ``generators`` has the random number generators from which one drew other numbers than the forward,
     ``modes`` says whether a module was in another mode, training or evaluation, and ``compiled`` whether
-    torch.compile ran them.
+    torch.compile ran them. ``by_hand``: a module ran again outside of torch's checkpoints, and the backward pass drew
+    random numbers without putting the generators back.
 
     Non-reentrant checkpoints are compared by the tensors that they save, reentrant ones by their outputs.
     """
@@ -57,6 +60,9 @@ class RecomputationObserver(Observer):
         self._compiled = False
         self._compared = 0
         self._different: list[_Region] = []
+        self._began: dict[str, str] = {}
+        self._inside = 0
+        self._runs_by_hand = False
 
     def install(self) -> None:
         """Follow the classes of which both kinds of checkpoints are made, wherever they are imported."""
@@ -77,15 +83,22 @@ class RecomputationObserver(Observer):
         modules = tuple(module.modules())
         self._modes = tuple((one, one.training) for one in modules)
         normalising = (one for one in modules if isinstance(one, _NormBase))
-        self._statistics = frozenset(buffer.data_ptr() for one in normalising for buffer in one.buffers())
+        buffers = (buffer for one in normalising for buffer in one.buffers())
+        self._statistics = frozenset(buffer.data_ptr() for buffer in buffers if not is_lazy(buffer))
+
+    def runs_again(self, module: nn.Module) -> None:
+        """Note that a module runs again outside of torch's checkpoints."""
+        self._runs_by_hand = self._runs_by_hand or not self._inside
 
     def backward_begins(self, number: int) -> None:
         """Forget what was recomputed outside of backward passes that count."""
-        self._compared, self._different = 0, []
+        self._compared, self._different, self._runs_by_hand = 0, [], False
+        self._began = generator_states()
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return what came of the recomputations in the backward pass."""
-        if not self._compared:
+        by_hand = self._runs_by_hand and bool(_moved(self._began, generator_states()))
+        if not self._compared and not by_hand:
             return None
         return {
             "compared": self._compared,
@@ -93,6 +106,7 @@ class RecomputationObserver(Observer):
             "generators": sorted(set().union(*(one.drawn_anew for one in self._different))),
             "modes": any(one.in_other_mode for one in self._different),
             "compiled": self._compiled,
+            "by_hand": by_hand,
         }
 
     def stop(self) -> None:
@@ -102,9 +116,6 @@ class RecomputationObserver(Observer):
     @property
     def _is_following(self) -> bool:
         return self._follows and not is_paused() and not torch.compiler.is_compiling()
-
-    def _region(self) -> _Region:
-        return _Region(self._modes)
 
     def _noted(self, region: _Region, *, differs: bool) -> None:
         self._compared += 1
@@ -120,7 +131,7 @@ class RecomputationObserver(Observer):
             attempt(self._follow, hook, frame)
 
     def _follow(self, hook: Any, frame: Any) -> None:
-        region = frame.plumbline_region = self._region()
+        region = frame.plumbline_region = _Region(self._modes)
         pack, recompute = hook.pack_hook, frame.recompute_fn
 
         def noting_pack(tensor: Tensor) -> Any:
@@ -129,9 +140,11 @@ class RecomputationObserver(Observer):
 
         def noting_recompute(*args: Any) -> Any:
             before = attempt(generator_states)
+            self._inside += 1
             try:
                 return recompute(*args)
             finally:
+                self._inside -= 1
                 # A checkpoint that preserves the states puts them back: what has moved was drawn from anew.
                 region.drawn_anew = _moved(before, attempt(generator_states))
 
@@ -171,14 +184,18 @@ class RecomputationObserver(Observer):
 
     def _repeated(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function, which compares what it gives with what it gave when it ran for the first time."""
-        region = self._region()
+        region = _Region(self._modes)
         first: dict[str, Any] = {}
 
         def followed(*args: Any) -> Any:
             if not self._is_following:
                 return function(*args)
             before = attempt(generator_states)
-            output = function(*args)
+            self._inside += 1
+            try:
+                output = function(*args)
+            finally:
+                self._inside -= 1
             samples = attempt(_samples, output)
             if not first:
                 first.update(before=before, samples=samples)
@@ -214,7 +231,17 @@ def _sample(tensor: Tensor) -> Sample | None:
         return None
     # A mode of the script, such as that of selective checkpointing, counts the operators that it sees.
     with torch.no_grad(), torch._C._DisableTorchDispatch():
-        return values.numel(), sample(values)
+        return values.numel(), values.detach()[_evenly(values.shape)].clone()
+
+
+def _evenly(shape: torch.Size) -> tuple[slice, ...]:
+    """Return a place for at most ``SAMPLE`` entries, evenly spread, which copies no more whatever the strides are."""
+    left, chosen = float(SAMPLE), {}
+    for place, (size, dim) in enumerate(sorted((size, dim) for dim, size in enumerate(shape))):
+        most = max(1, int(left ** (1 / (len(shape) - place))))
+        chosen[dim] = slice(None, None, max(1, -(-size // most)))
+        left /= max(1, min(size, most))
+    return tuple(chosen[dim] for dim in range(len(shape)))
 
 
 def _differ(pair: tuple[Sample | None, Sample | None]) -> bool:

@@ -87,12 +87,15 @@ class ExactGradients:
         """Return what is known of the backward passes since the last time, by their numbers.
 
         Args:
-            recomputed_otherwise: activation checkpoints of the script recomputed something else than their forward. The
-                replays then do without them, and are repeated in the training's own precision.
+            recomputed_otherwise: the script may have recomputed other values in a backward pass than in its forward.
+                The replays then do without torch's activation checkpoints, draw the forward's random numbers in modules
+                that run again, and are repeated in the training's own precision.
         """
         with self._calls.paused(), without_checkpoints() if recomputed_otherwise else nullcontext():
             passes: dict[int, ExactPass] = {}
-            step = _Step(self._reduce, passes, self._noise, self._truth, self._keeps, native=recomputed_otherwise)
+            step = _Step(
+                self._reduce, passes, self._noise, self._truth, self._keeps, recomputed_otherwise=recomputed_otherwise
+            )
             pending = self._calls.pending()
             for call in pending:
                 step.gather(call)
@@ -121,12 +124,11 @@ class _Step:
         noise: WeakKeyDictionary[nn.Module, float],
         truth: ReplayPrecision,
         keeps: Keeps,
-        *,
-        native: bool,
+        recomputed_otherwise: bool,
     ) -> None:
         self._keeps = keeps
         self._truth = truth
-        self._asks_for_native = native
+        self._otherwise = recomputed_otherwise
         self._reduce = reduce
         self._passes = passes
         self._noise = noise
@@ -147,7 +149,7 @@ class _Step:
         try:
             exact = self._exactly(call)
             self._check(call, exact)
-            if self._asks_for_native:
+            if self._otherwise:
                 self._added(call, ReplayPrecision.NATIVE, None)
             self._uncover(call, exact.hidden, f"{call.name} uses it, but it is not one of its parameters")
         except CannotReplayError as error:
@@ -174,14 +176,15 @@ class _Step:
             if self._keeps(parameter):
                 _add(found, (number, parameter), self._reduce(gradient, parameter.dtype))
 
-        replayed = replay(call, precision, receive, self._native if native else self._exact, drawn)
+        copies = self._native if native else self._exact
+        replayed = replay(call, precision, receive, copies, drawn, forward_draws=self._otherwise)
         for (number, parameter), kept in found.items():
             one = self._passes[number]
             _add(one.native if native else one.gradients, parameter, kept)
         return replayed
 
     def _in_native(self, call: TrackedCall) -> Replayed:
-        return replay(call, ReplayPrecision.NATIVE, None, self._native, None)
+        return replay(call, ReplayPrecision.NATIVE, None, self._native, None, forward_draws=self._otherwise)
 
     def _check(self, call: TrackedCall, exact: Replayed) -> None:
         """Refuse a call whose outputs are not those of its replay: rounding explains what a native replay shows."""

@@ -18,12 +18,13 @@ from harness.check.evidence.training import COMMUNICATES
 from harness.check.rank.replay.autocast_state import autocast
 from harness.check.rank.replay.call import TrackedCall, sample
 from harness.check.rank.replay.draws import Draws, UnknownDrawError
+from harness.check.rank.replay.forward_draws import ForwardDraws
 from harness.check.rank.replay.module_state import ModuleState
 from harness.check.rank.replay.nested import map_tensors
 from harness.check.rank.replay.parameter_copies import ParameterCopies
 from harness.check.rank.replay.precision import ReplayPrecision
 from harness.check.rank.replay.random_state import drawn_from
-from harness.check.rank.replay.replay_modes import CommunicatesError, NativeMode, WideMode
+from harness.check.rank.replay.replay_modes import CommunicatesError, DrawsInBackwardError, NativeMode, WideMode
 from harness.check.rank.replay.tracked_calls import differentiable
 from harness.check.rank.replay.unsharding import replace_hooks
 from harness.check.rank.replay.uses import Graph
@@ -58,12 +59,15 @@ def replay(
     receive: ReceiveGradient | None,
     copies: ParameterCopies,
     drawn: list[torch.dtype] | None = None,
+    *,
+    forward_draws: bool = False,
 ) -> Replayed:
     """Run ``call`` again and give ``receive`` the gradient of each parameter, for each backward pass through the call.
 
     Where ``receive`` is None the call goes backward only if that may draw random numbers, as a checkpoint's does.
     ``copies`` belong to the same precision. ``drawn`` has the dtypes of its random draws as a replay in the
-    training's own precision found them, None where there was none yet. Module, generators, gradients and everything
+    training's own precision found them, None where there was none yet. ``forward_draws``: modules that a backward pass
+    runs again draw what they drew in the forward. Module, generators, gradients and everything
     else are afterwards what they were before.
 
     Raises:
@@ -76,13 +80,15 @@ def replay(
     chosen = [leaf for parameter, leaf in own if leaf.requires_grad and copies.keeps(parameter)]
     state, mode = copies.state(call.module), _mode(call, precision, drawn)
     try:
-        with _conditions(call, precision):
+        with _conditions(call, precision), _repeated_draws(mode) if forward_draws else contextlib.nullcontext():
             return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
     except (CannotReplayError, UnknownDrawError):
         raise
     except CommunicatesError as error:
         # All ranks could replay together, if they knew from each other that they recorded the same calls.
         raise CannotReplayError(f"{call.name}: {COMMUNICATES}") from error
+    except DrawsInBackwardError as error:
+        raise CannotReplayError(f"{call.name}: its backward pass draws random numbers of its own") from error
     except torch.cuda.OutOfMemoryError as error:
         raise CannotReplayError(f"{call.name}: no memory is left to run it again in {precision.value}") from error
     except Exception as error:
@@ -227,6 +233,13 @@ def _conditions(call: TrackedCall, precision: ReplayPrecision) -> Iterator[None]
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        yield
+
+
+@contextlib.contextmanager
+def _repeated_draws(mode: NativeMode | WideMode) -> Iterator[None]:
+    mode.forward_draws = ForwardDraws()
+    with mode.forward_draws:
         yield
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.check.rank.replay.draws import DRAWING, Draws, is_drawn, leading, widened
+from harness.check.rank.replay.forward_draws import ForwardDraws, in_backward
 from harness.check.rank.replay.precision import ReplayPrecision
 
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
@@ -21,16 +22,21 @@ class CommunicatesError(Exception):
     """A replay would communicate with other ranks, which may not be replaying the same."""
 
 
+class DrawsInBackwardError(Exception):
+    """A backward pass draws random numbers that are not those of a module that it runs again."""
+
+
 class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts generators that the script passes to operators back to their states when the replay is over.
 
     ``saves_with_hooks`` says whether a forward under the mode saved tensors with hooks, as a checkpoint does, so that
-    its backward pass runs parts of it again.
+    its backward pass runs parts of it again. Where there are ``forward_draws``, no backward pass may draw on its own.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.saves_with_hooks = False
+        self.forward_draws: ForwardDraws | None = None
         self._generators: list[tuple[torch.Generator, Tensor]] = []
 
     @classmethod
@@ -54,6 +60,8 @@ class ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kind
 
     def _before_draw(self, kwargs: dict[str, Any]) -> None:
+        if self.forward_draws is not None and in_backward() and not self.forward_draws.repeats:
+            raise DrawsInBackwardError
         generator = kwargs.get("generator")
         if generator is not None and all(one is not generator for one, _ in self._generators):
             self._generators.append((generator, generator.get_state()))

@@ -28,6 +28,8 @@ CurrentPass = Callable[[], "int | None"]
 
 CallBegins = Callable[[nn.Module, "tuple[Any, ...]", "dict[str, Any]"], None]
 
+RunsAgain = Callable[[nn.Module], None]
+
 
 class _Thread(threading.local):
     """Where a thread is: whether it is inside a tracked call, and what was called outside of one."""
@@ -42,14 +44,18 @@ class TrackedCalls:
     """The calls of outermost modules with trainable parameters, in the order in which they began.
 
     Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
-    it runs. ``unrecorded`` has the parameters of calls that could not be recorded, and why; the script goes on.
+    it runs, and ``runs_again`` of modules that a backward pass runs again. ``unrecorded`` has the parameters of calls
+    that could not be recorded, and why; the script goes on.
     """
 
-    def __init__(self, current_pass: CurrentPass, begins: CallBegins | None = None) -> None:
+    def __init__(
+        self, current_pass: CurrentPass, begins: CallBegins | None = None, runs_again: RunsAgain | None = None
+    ) -> None:
         self.calls: list[TrackedCall] = []
         self.unrecorded: dict[nn.Parameter, str] = {}
         self._current_pass = current_pass
         self._begins = begins
+        self._runs_again = runs_again
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._outside: dict[int, list[nn.Parameter]] = {}
@@ -105,7 +111,11 @@ class TrackedCalls:
         if not self._recording or thread.inside or not torch.is_grad_enabled() or _is_transformed():
             return run(module, *args, **kwargs)
         role = unwrapping.role_of(module)
-        if role is Role.UNTRAINED or self._is_computed_again(module):
+        if role is Role.UNTRAINED:
+            return run(module, *args, **kwargs)
+        if self._is_computed_again(module):
+            if self._runs_again is not None:
+                self._runs_again(module)
             return run(module, *args, **kwargs)
         thread.called.append(module)
         if role is Role.WRAPPER:
