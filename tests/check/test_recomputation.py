@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, create_sel
 from harness.check.evidence.training import BackwardPass, Parameter, RecordedRank, RecordedStep, RecordedTraining
 from harness.check.judge.recomputation import judge_recomputation
 from harness.check.rank.replay.checkpointing import without_checkpoints
+from harness.check.verdict.verdict import Answer, answer_of
 from harness.core.outcome import Outcome
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -211,7 +212,7 @@ def test_a_right_checkpoint_is_not_accused(plumbline, training):
     checked.assert_right()
     assert finding.outcome is Outcome.PASSED
     assert finding.message.endswith("recomputed the values of the forward")
-    assert checked.trainings[0].coverage.share == 1
+    assert checked.trainings[0].coverage.replays.part == 1
 
 
 @pytest.mark.parametrize(("cause", "training"), WRONG.values(), ids=WRONG.keys())
@@ -241,17 +242,18 @@ def by_hand_beside_noise(block, x):
 def test_random_numbers_of_which_the_right_ones_are_unknown_are_not_judged(plumbline, run):
     checked, finding = found(plumbline, partial(train, lambda: Net(run=run)))
     assert finding.outcome is Outcome.SKIPPED
-    (uncovered,) = checked.trainings[0].coverage.uncovered
-    assert "draws random numbers of its own" in uncovered.why
+    (left_out,) = checked.trainings[0].coverage.replays.left_out
+    assert "draws random numbers of its own" in left_out.why
+    assert answer_of(checked.trainings[0]) is Answer.NOT_JUDGED
 
 
 def test_gradients_that_hooks_change_are_not_judged_where_a_checkpoint_is_wrong(plumbline):
     training = partial(train, lambda: Net(preserve_rng_state=False), hook=lambda gradient: 2 * gradient)
     checked, finding = found(plumbline, training)
     assert finding.outcome is Outcome.SKIPPED
-    coverage = checked.trainings[0].coverage
-    assert coverage.share == 0
-    assert ["hooks" in one.why for one in coverage.uncovered] == [True]
+    (left_out,) = checked.trainings[0].coverage.replays.left_out
+    assert "hooks" in left_out.why
+    assert answer_of(checked.trainings[0]) is Answer.NOT_JUDGED
 
 
 @KINDS

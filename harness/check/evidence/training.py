@@ -125,7 +125,8 @@ class RecordedStep:
             return torch.cat([parts[number] for number in numbers]) if numbers else vector[:0]
 
         def of(one: BackwardPass) -> BackwardPass:
-            return replace(one, local=chosen(one.local), exact=None if one.exact is None else chosen(one.exact))
+            exact, native = (None if each is None else chosen(each) for each in (one.exact, one.native))
+            return replace(one, local=chosen(one.local), exact=exact, native=native)
 
         return replace(
             self,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.gradient_evidence import NOT_FINITE, REDUCED_IN_STEP, GradientEvidence, gradient_evidence
+from harness.check.judge.recomputation import recomputed_unjudged
 from harness.check.judge.update import NOT_MOVED, Key, replayed_updates
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
@@ -23,6 +24,7 @@ NOT_FOLLOWED = "its gradient did not come from a backward pass that can be follo
 NOT_SHARED = "it is not in every rank's optimizer"
 REMOVED = "the script sets its gradient to None before the step"
 NO_REPLAYED_STEP = "its optimizer's step was not computed again"
+RECOMPUTED = "other values may have been recomputed for it than in the forward, and it could not be computed again"
 NO_ANSWER = "the line about gradients has the reason"
 
 _REASONS = {NOT_FINITE: "its gradient was not finite", REDUCED_IN_STEP: "its optimizer's step communicates"}
@@ -92,6 +94,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
     entries |= unstepped
     answered = [one for one in findings if one.check == "gradients"]
     gradients = dict(_gradients_left_out(training, gradient_evidence(training)))
+    gradients = dict.fromkeys(recomputed_unjudged(training), RECOMPUTED) | gradients
     if answered and all(one.outcome in (Outcome.SKIPPED, Outcome.ERRORED) for one in answered):
         gradients = {key: gradients.get(key, NO_ANSWER) for key in entries}
     return Coverage(

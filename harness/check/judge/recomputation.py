@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedRank, RecordedStep, RecordedTraining
+from harness.check.evidence.training import BackwardPass, Facts, Parameter, RecordedStep, RecordedTraining
 from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import failed_observers, not_judged
 from harness.check.judge.recorded_passes import passes_of
@@ -53,7 +53,7 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
         yield passed(CHECK, f"{counted(compared, 'activation checkpoint')} recomputed the values of the forward")
         return
     found = f"{different} of {compared} recomputed activation checkpoints" if different else RUN_AGAIN
-    judged = [one for rank in training.ranks for one in _judged(rank)]
+    judged = [one for place in _suspected(training) for one in _furthest(*place)]
     wrong = next((one for one in judged if one.x_noise > LIMIT), None)
     if wrong is not None:
         yield _finding(wrong, found)
@@ -67,27 +67,50 @@ def judge_recomputation(training: RecordedTraining) -> Iterator[Finding]:
         yield not_judged(CHECK, f"{found} {what}, and their gradients could not be computed again")
 
 
-def _judged(rank: RecordedRank) -> Iterator[_Judged]:
-    for step in rank.steps:
-        for one in step.passes:
-            facts = one.facts.get(CHECK) or {}
-            if facts.get("different") or facts.get("by_hand"):
-                yield from _furthest(rank.rank, step, one)
+def recomputed_unjudged(training: RecordedTraining) -> set[tuple[int, str]]:
+    """Return optimizers and names of parameters of which it is not known whether wrong values were recomputed."""
+    found = set()
+    for _, step, one in _suspected(training):
+        size = step.norms(one.local)
+        unknown = (size > 0) & size.isfinite() & ~_known(step, one)
+        found |= {
+            (step.optimizer, parameter.name)
+            for parameter, is_one in zip(step.parameters, unknown, strict=True)
+            if is_one
+        }
+    return found
+
+
+def _suspected(training: RecordedTraining) -> Iterator[tuple[int, RecordedStep, BackwardPass]]:
+    """Yield ranks and steps with the backward passes in which other values may have been recomputed."""
+    for rank in training.ranks:
+        for step in rank.steps:
+            for one in step.passes:
+                facts = one.facts.get(CHECK) or {}
+                if facts.get("different") or facts.get("by_hand"):
+                    yield rank.rank, step, one
+
+
+def _known(step: RecordedStep, one: BackwardPass) -> Tensor:
+    """Return for each parameter whether its gradient arrived and was computed again, also with its noise."""
+    local = step.norms(one.local)
+    if one.exact is None or one.native is None:
+        return torch.zeros_like(local, dtype=torch.bool)
+    exact, native = step.norms(one.exact), step.norms(one.native)
+    return local.isfinite() & exact.isfinite() & native.isfinite() & (local > 0)
 
 
 def _furthest(rank: int, step: RecordedStep, one: BackwardPass) -> Iterator[_Judged]:
     """Yield the parameter whose gradient is furthest from that of the forward, in multiples of its noise."""
-    if one.exact is None or one.native is None:
+    known = _known(step, one)
+    if one.exact is None or one.native is None or not bool(known.any()):
         return
-    local, exact, native = step.norms(one.local), step.norms(one.exact), step.norms(one.native)
-    known = local.isfinite() & exact.isfinite() & native.isfinite() & (local > 0)
-    if not bool(known.any()):
-        return
+    exact = step.norms(one.exact)
     apart, noise = step.norms(one.local - one.exact), step.norms(one.native - one.exact)
     size, every_noise = _together(exact, known), _together(noise, known)
     # Of few numbers some are right by chance: noise is at least what it is, relatively, in all parameters together. It
     # is not measured where the training computes as precisely as the replay: half of the digits are then enough.
-    eps = max(_eps(one) for one, is_known in zip(step.parameters, known, strict=True) if is_known)
+    eps = max(_eps(parameter) for parameter, is_known in zip(step.parameters, known, strict=True) if is_known)
     relative = every_noise / size if every_noise and size else math.sqrt(eps)
     least = torch.maximum(noise, relative * torch.where(exact > 0, exact, size))
     ratios = torch.where(known & (apart > 0), apart / least, 0.0)
