@@ -28,14 +28,20 @@ class Observed:
             observer.start()
 
     def follow(self, module: nn.Module) -> None:
-        """Announce each forward of a module; its hook runs inside of a wrapper."""
+        """Announce each forward of a module, and its end; hooks run inside of a wrapper."""
 
         def begins(module: nn.Module, args: Any, kwargs: Any) -> None:
             if torch.is_grad_enabled():
                 for observer in self.observers:
                     observer.forward_begins(module, args, kwargs)
 
+        def ends(module: nn.Module, args: Any, output: Any) -> None:
+            if torch.is_grad_enabled():
+                for observer in self.observers:
+                    observer.forward_ends()
+
         module.register_forward_pre_hook(begins, with_kwargs=True)
+        module.register_forward_hook(ends)
 
     def backward(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         local: dict[int, Tensor] = {}

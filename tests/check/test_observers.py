@@ -113,10 +113,11 @@ def test_a_forward_that_draws_is_known() -> None:
         observer.forward_begins(layer, (), {})
         if draw:
             torch.rand(1)
+        observer.forward_ends()
+        torch.rand(1)  # as labels that the script draws: no part of the forward
         observer.backward_begins(0)
     first, second = (observer.backward_ends(0) or {})["forwards"]
     assert (first["drew"], second["drew"]) == ([], ["torch"])
-    assert first["states"] == second["states"]
 
 
 def test_states_are_read_and_not_moved() -> None:

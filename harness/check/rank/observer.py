@@ -31,6 +31,9 @@ class Observer:
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """An outermost module that holds parameters is called, with gradients enabled."""
 
+    def forward_ends(self) -> None:
+        """The call of the module that began last has returned."""
+
     def runs_again(self, module: nn.Module) -> None:
         """A backward pass runs a module of a recorded forward again, as checkpoints do."""
 

@@ -83,7 +83,7 @@ class TrainingRecorder:
         loss_scale.on_skipped = self._on_skipped
         clipping.on_clipping = self._on_clipping
         self._gradients = LocalGradients(self._pass_begins, self._pass_ends)
-        self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again)
+        self._calls = TrackedCalls(self._current_pass, self._forward_begins, self._runs_again, self._forward_ends)
         self._exact = ExactGradients(self._calls, exact_segment, ReplayPrecision(options.truth), self._sample.has)
         self._uncovered: dict[str, str] = {}
         self._unclipped: dict[int, Tensor] = {}
@@ -218,6 +218,10 @@ class TrainingRecorder:
         self._names.add(unwrapped(module))
         for observer in self._observers:
             observer.forward_begins(module, args, kwargs)
+
+    def _forward_ends(self) -> None:
+        for observer in self._observers:
+            observer.forward_ends()
 
     def _runs_again(self, module: nn.Module) -> None:
         for observer in self._observers:

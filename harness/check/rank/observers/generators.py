@@ -18,8 +18,7 @@ from harness.check.rank.observer import Observer
 class GeneratorObserver(Observer):
     """Notes, for each backward pass, the generators at each forward before it: ``{"forwards": [...]}``.
 
-    A forward has a digest of each generator's state, and ``drew``: the generators that had moved on when the next
-    forward, or the backward, began.
+    A forward has a digest of each generator's state, and ``drew``: the generators that had moved on when it ended.
     """
 
     name = "generators"
@@ -35,9 +34,14 @@ class GeneratorObserver(Observer):
         self._forwards.append({"states": states, "drew": []})
         self._open = True
 
+    def forward_ends(self) -> None:
+        """Note which generators the forward drew from."""
+        if self._open:
+            self._close(generator_states())
+
     def backward_begins(self, number: int) -> None:
-        """Note which generators the last forward, and what followed it, drew from."""
-        self._close(generator_states())
+        """Leave out a forward that never ended: an exception may have ended it."""
+        self._open = False
 
     def backward_ends(self, number: int) -> Facts | None:
         """Return the forwards since the last backward pass."""

@@ -38,6 +38,10 @@ class GuardedObserver(Observer):
         """Pass a forward on."""
         self._do(lambda: self._observer.forward_begins(module, args, kwargs))
 
+    def forward_ends(self) -> None:
+        """Pass the end of a forward on."""
+        self._do(self._observer.forward_ends)
+
     def runs_again(self, module: nn.Module) -> None:
         """Pass on that a module runs again."""
         self._do(lambda: self._observer.runs_again(module))

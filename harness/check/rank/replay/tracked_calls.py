@@ -44,18 +44,23 @@ class TrackedCalls:
     """The calls of outermost modules with trainable parameters, in the order in which they began.
 
     Calls are followed between ``start`` and ``stop``, and not while ``paused``. ``begins`` is told of each call before
-    it runs, and ``runs_again`` of modules that a backward pass runs again. ``unrecorded`` has the parameters of calls
-    that could not be recorded, and why; the script goes on.
+    it runs, ``ends`` when one has returned, and ``runs_again`` of modules that a backward pass runs again.
+    ``unrecorded`` has the parameters of calls that could not be recorded, and why; the script goes on.
     """
 
     def __init__(
-        self, current_pass: CurrentPass, begins: CallBegins | None = None, runs_again: RunsAgain | None = None
+        self,
+        current_pass: CurrentPass,
+        begins: CallBegins | None = None,
+        runs_again: RunsAgain | None = None,
+        ends: Callable[[], None] | None = None,
     ) -> None:
         self.calls: list[TrackedCall] = []
         self.unrecorded: dict[nn.Parameter, str] = {}
         self._current_pass = current_pass
         self._begins = begins
         self._runs_again = runs_again
+        self._ends = ends
         self._thread = _Thread()
         self._buffers: dict[int, tuple[Tensor, int, Tensor]] = {}
         self._outside: dict[int, list[nn.Parameter]] = {}
@@ -199,6 +204,8 @@ class TrackedCalls:
         if call is None:
             return output
         try:
+            if self._ends is not None:
+                self._ends()
             outputs = differentiable(output)
             if not outputs:
                 return output
