@@ -19,7 +19,11 @@ MULTIPLES = frozenset(
 """Causes that are one factor: right if the loss is divided accordingly."""
 
 SAME_LENGTH = 1e-3
-"""Relative difference up to which two lengths are one limit of clipping: norms may be computed in float32."""
+"""Relative difference up to which two lengths are one limit of clipping, and two factors one.
+
+Chosen: scripts compute norms in float32, some over many entries. Gradients of one length at all steps are excused as
+clipped by hand, so a larger number would excuse more.
+"""
 
 
 def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: RecordedTraining) -> Finding:

@@ -25,7 +25,11 @@ from harness.judge.findings import failed, passed
 OBSERVER = "clipping"
 
 NORM_KNOWN_TO = 0.01
-"""Norms that are summed in float32 over many entries are not known better than this, as a part of them."""
+"""How well a norm is known that the script has computed, as a part of it.
+
+Chosen: sums in float32 over millions of entries are rarely worse, but how a script adds up is not recorded. Clipping by
+a norm that is off by less goes unnoticed.
+"""
 
 _TO_AVOID_ZERO = 1e-6
 """What torch.nn.utils.clip_grad_norm_ adds to the norm."""
@@ -130,12 +134,13 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if not any(_is_effective(call, ranks[rank].facts) for rank, call in calls.items()):
             continue
+        known_to = max(NORM_KNOWN_TO, rounding)
         held = [math.hypot(call["norm"], call["others"]) for call in calls.values()]
         used = [call["returned"] for call in calls.values()]
         norms: list[float] = []
         if _differ(held, rounding) and _are_equal([one.step.received for one in ranks.values()], rounding):
             norms = held
-        elif _differ(used, NORM_KNOWN_TO) and _are_equal([one.step.unclipped for one in ranks.values()], rounding):
+        elif _differ(used, known_to) and _are_equal([one.step.unclipped for one in ranks.values()], rounding):
             norms = used  # which was computed before, of other gradients
         if norms:
             first = next(iter(ranks.values()))

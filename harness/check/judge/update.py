@@ -25,7 +25,10 @@ Key = tuple[int, str]
 """The number of an optimizer and the name of one of its parameters."""
 
 KNOWN_TO = 1e-3
-"""Rounding of the weights limits how well an update is known, as a part of its length."""
+"""How well an update is known that rounded weights show, as a part of its length.
+
+Chosen: it decides what an update is called that is known to be wrong, never whether it is.
+"""
 
 
 def judge_update(training: RecordedTraining) -> Iterator[Finding]:

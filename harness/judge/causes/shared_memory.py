@@ -21,7 +21,10 @@ from harness.judge.trace_analysis import TraceAnalysis, same
 from harness.judge.update_replay import weights_after
 
 _NEAR = 0.01
-"""A weight moved k times by its update if it is this near to that, as a part of one update."""
+"""A weight moved k times by its update if it is this near to that, as a part of one update.
+
+Chosen: it decides what is called shared memory, of weights that are known to be wrong.
+"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,10 @@ from harness.judge.trace_analysis import TraceAnalysis
 from harness.judge.update_replay import weights_after
 
 KNOWN_TO = 1e-3
-"""Rounding of the weights limits how well an update is known, as a part of its length."""
+"""How well an update is known that rounded weights show, as a part of its length.
+
+Chosen: it decides what an update is called that is known to be wrong, never whether it is.
+"""
 
 
 @dataclass(frozen=True, eq=False)
