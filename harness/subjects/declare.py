@@ -76,7 +76,12 @@ def _source(train: Train) -> tuple[str, int] | None:
 def _sha256(train: Train) -> str | None:
     """Return the hash of the source of a function's module, None where it has none."""
     module = sys.modules.get(getattr(inspect.unwrap(train), "__module__", ""))
-    return sha256_of(module) if module is not None and getattr(module, "__file__", None) else None
+    if module is None or not getattr(module, "__file__", None):
+        return None
+    try:
+        return sha256_of(module)
+    except Exception:  # what a module holds may raise whatever it likes when it is looked at
+        return None
 
 
 def subject(
