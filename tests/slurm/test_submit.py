@@ -179,7 +179,7 @@ def test_a_dry_run_shows_the_script_and_sends_nothing(cluster, tmp_path, capsys)
 def test_who_attaches_to_what_nobody_submitted_is_told(tmp_path, capsys):
     assert main(["submit", "--attach", str(tmp_path)]) == 2
     assert "was not made by `plumbline submit`" in capsys.readouterr().err
-    assert main(["submit", "--gpus", "2"]) == 2
+    assert main(["submit", "--gpus", "2"]) == 4
     assert "submit needs --nodes and --gpus" in capsys.readouterr().err
 
 

@@ -26,4 +26,4 @@ if __name__ == "__main__":
     for workers in (0, 1):
         whole, saved = train(workers)
         resumed, _ = train(workers, saved)
-        print("ignite", ignite.__version__, workers, "workers: without a break", whole, "resumed", resumed)
+        print(f"ignite {ignite.__version__}, num_workers={workers}: without a break", whole, "resumed", resumed)
