@@ -317,6 +317,12 @@ def test_the_parameter_that_is_furthest_off_is_named():
     assert "gradients are off by 6.67 %" in finding.message
 
 
+def test_a_compiled_checkpoint_is_not_said_to_have_an_option_that_it_has_not():
+    compiled = judged([1.0, 1.0, 0.6], [1.0, 1.0, 0.5], [1.0, 1.0 + 1e-7, 0.5], generators=["torch"], compiled=True)
+    assert "use another backend" in compiled.message
+    assert "preserve_rng_state" not in compiled.message
+
+
 def test_a_gradient_where_the_forward_has_none_is_found():
     finding = judged([1.0, 1.0, 0.6], [1.0, 1.0, 0.0], [1.0, 1.0 + 1e-7, 0.0])
     assert (finding.outcome, finding.parameter) == (Outcome.FAILED, "bias")

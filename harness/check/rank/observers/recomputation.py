@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,10 +24,11 @@ from harness.check.rank.pause import is_paused
 from harness.check.rank.replay import agreement
 from harness.check.rank.replay.call import SAMPLE
 from harness.check.rank.replay.nested import tensors_in
-from harness.check.rank.replay.unwrapping import is_compiled
 from harness.check.rank.sharding import local
 
 NAME = "recomputation"
+
+_CALLED_BY_GRAPHS = os.path.join("torch", "_higher_order_ops", "wrap.py")
 
 Sample = tuple[int, Tensor]
 """The number of entries of a tensor, and a sample of them."""
@@ -44,9 +48,9 @@ class RecomputationObserver(Observer):
 
     ``compared`` counts the recomputations and ``different`` those that gave something else than rounding explains.
     Of these, ``generators`` has the random number generators from which one drew other numbers than the forward,
-    ``modes`` says whether a module was in another mode, training or evaluation, and ``compiled`` whether
-    torch.compile ran them. ``by_hand``: a module ran again outside of torch's checkpoints, and the backward pass drew
-    random numbers without putting the generators back.
+    ``modes`` says whether a module was in another mode, training or evaluation, and ``compiled`` whether one was part
+    of a graph of torch.compile. ``by_hand``: a module ran again outside of torch's checkpoints, and the backward pass
+    drew random numbers without putting the generators back.
 
     Non-reentrant checkpoints are compared by the tensors that they save, reentrant ones by their outputs.
     """
@@ -57,7 +61,6 @@ class RecomputationObserver(Observer):
         self._follows = False
         self._modes: Modes = ()
         self._statistics: frozenset[int] = frozenset()
-        self._compiled = False
         self._compared = 0
         self._different: list[_Region] = []
         self._began: dict[str, str] = {}
@@ -79,7 +82,6 @@ class RecomputationObserver(Observer):
 
     def forward_begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note the modes, and where statistics lie that a normalisation saves for its backward but does not use."""
-        self._compiled = is_compiled(module)
         modules = tuple(module.modules())
         self._modes = tuple((one, one.training) for one in modules)
         normalising = (one for one in modules if isinstance(one, _NormBase))
@@ -105,7 +107,7 @@ class RecomputationObserver(Observer):
             "different": len(self._different),
             "generators": sorted(set().union(*(one.drawn_anew for one in self._different))),
             "modes": any(one.in_other_mode for one in self._different),
-            "compiled": self._compiled,
+            "compiled": any(one.compiled for one in self._different),
             "by_hand": by_hand,
         }
 
@@ -115,7 +117,7 @@ class RecomputationObserver(Observer):
 
     @property
     def _is_following(self) -> bool:
-        return self._follows and not is_paused() and not torch.compiler.is_compiling()
+        return self._follows and not is_paused() and not torch.compiler.is_compiling() and not _is_traced()
 
     def _noted(self, region: _Region, *, differs: bool) -> None:
         self._compared += 1
@@ -219,6 +221,7 @@ class _Region:
         self.saved: list[Sample | None] = []
         self.drawn_anew: set[str] = set()
         self.in_other_mode = False
+        self.compiled = _is_called_by_graph()
 
 
 def _samples(output: Any) -> list[Sample | None]:
@@ -227,7 +230,8 @@ def _samples(output: Any) -> list[Sample | None]:
 
 def _sample(tensor: Tensor) -> Sample | None:
     values = local(tensor)
-    if values.layout is not torch.strided or values.is_meta or values.is_quantized:
+    is_plain = type(values) in (Tensor, nn.Parameter) and values.layout is torch.strided
+    if not is_plain or values.is_meta or values.is_quantized:
         return None
     # A mode of the script, such as that of selective checkpointing, counts the operators that it sees.
     with torch.no_grad(), torch._C._DisableTorchDispatch():
@@ -261,3 +265,17 @@ def _moved(before: dict[str, str] | None, after: dict[str, str] | None) -> set[s
     if before is None or after is None:
         return set()
     return {name for name, state in after.items() if before.get(name, state) != state}
+
+
+def _is_traced() -> bool:
+    """Return whether operators are recorded in a graph, as when something is compiled or exported."""
+    kinds = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(one) is not None for one in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
+
+
+def _is_called_by_graph() -> bool:
+    """Return whether a graph of TorchDynamo called the checkpoint that begins, in place of the script."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith(_CALLED_BY_GRAPHS):
+        frame = frame.f_back
+    return frame is not None
