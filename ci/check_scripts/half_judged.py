@@ -114,7 +114,7 @@ HALF_JUDGED_SCRIPTS = (
     two(
         "checkpoint_other_masks",
         "activation checkpointing, dropout, preserve_rng_state=False",
-        accepted=(WRONG, NOT_JUDGED),
+        accepted=(WRONG,),
         because="the backward pass computes with other masks than the forward pass",
         is_wrong=True,
     ),
