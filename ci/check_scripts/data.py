@@ -57,6 +57,110 @@ def sines() -> None:
     torch.save(np.sin((np.arange(60) + shift) / 20.0).astype("float64"), "traindata.pt")
 
 
+def shakespeare() -> None:
+    """Write a text whose characters are the tokens."""
+    Path("input.txt").write_text("\n".join(sentences(200)), encoding="utf-8")
+
+
+def picotron() -> None:
+    """Write a configuration for each kind of parallelism, and weights where they are looked for."""
+    from shutil import copytree
+
+    copytree("tiny-llama", "hf_model_safetensors")
+    Path("hf_model/tiny-llama").mkdir(parents=True)
+    Path("hf_model/tiny-llama/config.json").write_text("{}")
+    for kind in ("dp", "tp", "pp", "cp"):
+        sizes = {f"{other}_size": 2 if other == kind else 1 for other in ("dp", "tp", "pp", "cp")}
+        configuration = {
+            "distributed": {**sizes, "pp_engine": "1f1b", "backend": "gloo", "use_cpu": True},
+            "model": {"name": "tiny-llama", "use_fused_adam": False},
+            "training": {
+                "seed": 42,
+                "learning_rate": 3e-4,
+                "total_train_steps": 4,
+                "seq_length": 32,
+                "micro_batch_size": 2,
+                "gradient_accumulation_steps": 2,
+                "max_tokens": None,
+            },
+            "dataset": {"name": "texts", "num_workers": 0, "num_proc": 1},
+            "checkpoint": {"save_dir": "ckpt", "save_frequency": 300, "load_path": ""},
+            "logging": {"use_wandb": False, "run_name": None},
+            "environment": {
+                "OMP_NUM_THREADS": "1",
+                "TOKENIZERS_PARALLELISM": "false",
+                "FLASH_ATTEN": "0",
+                "HF_TOKEN": "none",
+            },
+        }
+        Path(f"{kind}.json").write_text(json.dumps(configuration))
+
+
+def nanochat() -> None:
+    """Write a tokenizer of bytes and two shards of documents."""
+    import pickle
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    import tiktoken
+    import torch
+
+    special = ("bos", "user_start", "user_end", "assistant_start", "assistant_end")
+    special += ("python_start", "python_end", "output_start", "output_end")
+    letters = tiktoken.Encoding(
+        name="bytes",
+        pat_str="[\\s\\S]",
+        mergeable_ranks={bytes([i]): i for i in range(256)},
+        special_tokens={f"<|{name}|>": 256 + i for i, name in enumerate(special)},
+    )
+    folder = Path("nanochat-data/tokenizer")
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.pkl").write_bytes(pickle.dumps(letters))
+    torch.save(torch.tensor([1] * 256 + [0] * len(special), dtype=torch.int32), folder / "token_bytes.pt")
+    shards = Path("nanochat-data/base_data_climbmix")
+    shards.mkdir()
+    for i in range(2):
+        table = pa.table({"text": sentences(400, seed=i)})
+        pq.write_table(table, shards / f"shard_{i:05d}.parquet", row_group_size=100)
+
+
+def fineweb() -> None:
+    """Write tokens of GPT-2 as 16-bit numbers, as modded-nanoGPT and llm.c read them."""
+    import numpy as np
+
+    folder = Path("data/fineweb10B")
+    folder.mkdir(parents=True)
+    chance = np.random.default_rng(0)
+    for split in ("train", "val"):
+        header = np.zeros(256, dtype=np.int32)
+        header[:3] = 20240520, 1, 20_000
+        tokens = chance.integers(0, 1000, 20_000, dtype=np.uint16)
+        (folder / f"fineweb_{split}_000001.bin").write_bytes(header.tobytes() + tokens.tobytes())
+
+
+def tinystories() -> None:
+    """Write tokens where llama2.c looks for those of a vocabulary of its own."""
+    import numpy as np
+
+    folder = Path("data/tok64")
+    folder.mkdir(parents=True)
+    chance = np.random.default_rng(0)
+    for i in range(2):
+        chance.integers(0, 64, 20_000, dtype=np.uint16).tofile(folder / f"data{i:02d}.bin")
+
+
+def cora() -> None:
+    """Write a graph of 1700 papers in the place of Cora."""
+    chance = random.Random(0)
+    folder = Path("cora")
+    folder.mkdir()
+    papers = range(1700)
+    rows = ("\t".join([str(i), *chance.choices("01", (3, 1), k=32), f"topic{i % 7}"]) for i in papers)
+    (folder / "cora.content").write_text("\n".join(rows) + "\n")
+    edges = sorted({(chance.choice(papers), chance.choice(papers)) for _ in range(3000)})
+    (folder / "cora.cites").write_text("".join(f"{one}\t{other}\n" for one, other in edges))
+
+
 def tokenizer(folder: Path) -> int:
     """Write a tokenizer of whole words; return how many there are."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -156,6 +260,19 @@ def texts() -> None:
         for chat in chats
     ]
     write_rows(Path("preferences/train.jsonl"), pairs)
+    write_rows(
+        Path("judgements/train.jsonl"),
+        [{"prompt": c[:1], "completion": c[1:], "label": i % 2 == 0} for i, c in enumerate(chats)],
+    )
+    write_rows(Path("instructions/train.jsonl"), [{"instruction": c[0]["content"], "output": "is true"} for c in chats])
+
+
+def prompts() -> None:
+    """Write prompts, and a function that rewards completions."""
+    write_rows(Path("texts_with_prompts/train.jsonl"), [{"prompt": text} for text in sentences(32)])
+    Path("rewards.py").write_text(
+        "def letters(completions, **others):\n    return [float(len(text) % 7) for text in completions]\n"
+    )
 
 
 def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
@@ -165,7 +282,11 @@ def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 KINDS: dict[str, Callable[[], None]] = {
-    made.__name__: made for made in (nanogpt, wikitext, lightning_wikitext, sines, bert, llama, glue, accuracy, texts)
+    made.__name__: made
+    for made in (
+        *(nanogpt, wikitext, lightning_wikitext, sines, bert, llama, glue, accuracy, texts),
+        *(shakespeare, picotron, nanochat, fineweb, tinystories, cora, prompts),
+    )
 }
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ TWO = "--multi_gpu --num_processes 2 --main_process_port 0"
 """Options of ``accelerate launch``, with a free port, since several scripts may run at a time."""
 
 BERT = ("bert", "accuracy")
+GAMES = ("gymnasium", "torchmetrics", "tensorboard")
+PPO = "--total-timesteps 128 --num-steps 32 --per-rank-batch-size 32 --update-epochs 2"
 
 
 def accelerated(file: str, covers: str, options: str = "", launch: str = TWO, **more: object) -> Script:
@@ -31,26 +33,28 @@ def accelerated(file: str, covers: str, options: str = "", launch: str = TWO, **
     return Script(command=command, covers=covers, **settings)  # type: ignore[arg-type]
 
 
-def lightning(name: str, command: str, covers: str, **more: object) -> Script:
+def lightning(path: str, command: str, covers: str, **more: object) -> Script:
     """Return one of Lightning's examples."""
-    folder = f"examples/{name}"
+    folder = f"examples/{path}"
     settings: dict[str, object] = {
+        "name": f"lightning {path.rpartition('/')[2]}".replace("_", "-"),
         "source": "Lightning-AI/pytorch-lightning",
         "folder": folder,
         "also": (folder,),
         **more,
     }
-    return Script(f"lightning {name.rpartition('/')[2]}".replace("_", "-"), command, covers, **settings)  # type: ignore[arg-type]
+    return Script(command=command, covers=covers, **settings)  # type: ignore[arg-type]
 
 
-def trl(name: str, data: str, covers: str, options: str = "", **more: object) -> Script:
+def trl(kind: str, dataset: str, covers: str, options: str = "", batch: int = 2, **more: object) -> Script:
     """Return a trainer of TRL, on a Llama of two layers."""
     command = (
-        f"accelerate launch {TWO} trl/scripts/{name}.py --model_name_or_path tiny-llama "
-        f"--dataset_name {data} --output_dir out --use_cpu --max_steps 4 --per_device_train_batch_size 2 "
+        f"accelerate launch {TWO} trl/scripts/{kind}.py --model_name_or_path tiny-llama "
+        f"--dataset_name {dataset} --output_dir out --use_cpu --max_steps 4 --per_device_train_batch_size {batch} "
         f"--report_to none --logging_steps 1 --bf16 false {options}"
     ).strip()
     settings: dict[str, object] = {
+        "name": f"trl {kind}",
         "source": "huggingface/trl",
         "also": ("trl/scripts",),
         "needs": ("datasets", "trl", "peft"),
@@ -58,7 +62,7 @@ def trl(name: str, data: str, covers: str, options: str = "", **more: object) ->
         "ranks": 2,
         **more,
     }
-    return Script(f"trl {name}", command, covers, **settings)  # type: ignore[arg-type]
+    return Script(command=command, covers=covers, **settings)  # type: ignore[arg-type]
 
 
 LIBRARIES = (
@@ -106,6 +110,40 @@ LIBRARIES = (
     ),
     accelerated(
         "complete_nlp_example.py", "everything of Accelerate in one script", "--output_dir out", data=(*BERT, "glue")
+    ),
+    accelerated(
+        "by_feature/cross_validation.py",
+        "three trainings one after another, of three models",
+        data=(*BERT, "glue"),
+        needs=("datasets", "evaluate", "sklearn"),
+        environment={},
+        steps=18,
+    ),
+    accelerated("by_feature/profiler.py", "torch's profiler around every epoch"),
+    lightning(
+        "fabric/kfold_cv",
+        "fabric run --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py --epochs 1 --batch-size 4 --folds 2",
+        "two models and two optimizers in turns",
+        needs=(*PICTURES, "sklearn", "torchmetrics"),
+        ranks=2,
+        steps=8,
+    ),
+    lightning(
+        "fabric/reinforcement_learning",
+        f"fabric run --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py {PPO}",
+        "PPO: each rank in environments of its own",
+        needs=GAMES,
+        ranks=2,
+        steps=8,
+    ),
+    lightning(
+        "fabric/reinforcement_learning",
+        f"torchrun --standalone --nproc-per-node 2 train_torch.py {PPO} --share-data",
+        "PPO: each rank trains on a share of what all ranks have played",
+        name="lightning reinforcement-learning torch",
+        needs=GAMES,
+        ranks=2,
+        steps=8,
     ),
     lightning(
         "fabric/image_classifier",
@@ -165,4 +203,103 @@ LIBRARIES = (
     trl("sft", "texts", "SFT with accumulation, packing off", "--gradient_accumulation_steps 2"),
     trl("dpo", "preferences", "DPO: a frozen reference model, two forwards a step"),
     trl("reward", "preferences", "a reward model: pairs in one batch"),
+    trl("sft", "texts", "LoRA with dropout", "--use_peft --lora_dropout 0.1", name="trl sft lora"),
+    trl("kto", "judgements", "KTO: a reference model, batches against their neighbours' completions", batch=4),
+    trl(
+        "grpo",
+        "texts_with_prompts",
+        "GRPO: completions are drawn by the model, rewards compared within a group",
+        "--reward_funcs rewards.letters --num_generations 2 --max_completion_length 8",
+        data=("llama", "texts", "prompts"),
+    ),
+    Script(
+        "peft olora",
+        "python olora_finetuning.py --base_model tiny-llama --data_path instructions --device_map cpu --dtype float32 "
+        "--batch_size 8 --seed 1",
+        "LoRA whose first weights come from a QR decomposition, in a Trainer",
+        "huggingface/peft",
+        folder="examples/olora_finetuning",
+        also=("examples/olora_finetuning",),
+        needs=("datasets", "peft"),
+        data=("llama", "texts"),
+        steps=6,
+    ),
+    Script(
+        "ignite reinforce",
+        "python reinforce.py --max-episodes 20",
+        "REINFORCE: one backward pass through every step of an episode",
+        "pytorch/ignite",
+        folder="examples/reinforcement_learning",
+        also=("examples/reinforcement_learning",),
+        needs=("gymnasium",),
+        steps=20,
+    ),
+    Script(
+        "ignite actor-critic",
+        "python actor_critic.py --max-episodes 20",
+        "an actor and a critic in one network",
+        "pytorch/ignite",
+        folder="examples/reinforcement_learning",
+        also=("examples/reinforcement_learning",),
+        needs=("gymnasium",),
+        steps=20,
+    ),
+    Script(
+        "ignite siamese-network",
+        "python siamese_network.py --epochs 1 --batch-size 16 --test-batch-size 16 --no-cuda",
+        "a frozen backbone",
+        "pytorch/ignite",
+        folder="examples/siamese_network",
+        also=("examples/siamese_network",),
+        needs=PICTURES,
+    ),
+    Script(
+        "schedule-free mnist",
+        "python main.py --epochs 1 --batch-size 16",
+        "an optimizer that swaps weights between training and evaluation",
+        "facebookresearch/schedule_free",
+        folder="examples/mnist",
+        also=("examples/mnist",),
+        needs=(*PICTURES, "schedulefree"),
+    ),
+    Script(
+        "opacus mnist",
+        "python mnist.py --device cpu --epochs 1 --batch-size 16",
+        "differential privacy: gradients of samples are clipped and get noise",
+        "pytorch/opacus",
+        folder="examples",
+        also=("examples/mnist.py",),
+        needs=(*PICTURES, "opacus"),
+        expected="not judged",
+        because="the optimizer makes gradients of its own from those of single samples",
+    ),
+    Script(
+        "cleanrl ppo",
+        "python cleanrl/ppo.py --total-timesteps 512",
+        "PPO: four epochs over what was played, clipping by norm",
+        "vwxyzjn/cleanrl",
+        also=("cleanrl/ppo.py", "cleanrl_utils"),
+        needs=("gymnasium", "tyro", "tensorboard"),
+        steps=16,
+    ),
+    Script(
+        "cleanrl dqn",
+        "python cleanrl/dqn.py --total-timesteps 300 --learning-starts 200 --batch-size 32",
+        "DQN: a target network, a replay buffer",
+        "vwxyzjn/cleanrl",
+        also=("cleanrl/dqn.py", "cleanrl_utils"),
+        needs=("gymnasium", "tyro", "tensorboard"),
+        steps=9,
+    ),
+    Script(
+        "sam example",
+        "python train.py --epochs 1 --batch_size 16 --depth 10 --width_factor 1 --threads 0",
+        "SAM: two backward passes, at two places",
+        "davda54/sam",
+        folder="example",
+        also=("example", "sam.py"),
+        needs=PICTURES,
+        expected="not judged",
+        because="which of the passes count is not known",
+    ),
 )

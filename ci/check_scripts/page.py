@@ -160,7 +160,7 @@ def source(script: Script) -> str:
     """Return where a script comes from."""
     if script.source == REWRITTEN:
         return REWRITTEN
-    changed = "" if script.is_unmodified else ", devices changed"
+    changed = "" if script.is_unmodified else ", changed"
     return f"{script.source} {COMMITS[script.source][:7]}{changed}"
 
 

@@ -6,17 +6,53 @@ Their licences allow to run them; nothing of them is copied into this project.
 from __future__ import annotations
 
 from libraries import LIBRARIES
+from parallel import PARALLEL
 from script import PICTURES, Script
+from teaching import TEACHING
 
 COMMITS = {
+    "KellerJordan/Muon": "857d1adc159e098212f828d927460782d3da59e9",
+    "KellerJordan/modded-nanogpt": "e59ae87f884240fe637e45bc9b3f953954a6a79a",
+    "Lightning-AI/litgpt": "26857050fe3ff627cd714fe92f5838f51a3d5efa",
     "Lightning-AI/pytorch-lightning": "7f0c3436cd3f6ad3753125672024fc415cbcb414",
+    "UKPLab/sentence-transformers": "85ec64559f4414aa536eca4bf53538291e0a333f",
+    "davda54/sam": "3c3afdbd71cff2462ec91c734b3d1170bd0f3707",
+    "deepspeedai/DeepSpeedExamples": "45b4b7156c8794a3452a5a7d03dbd8d797068569",
+    "eriklindernoren/PyTorch-GAN": "36d3c77e5ff20ebe0aeefd322326a134a279b93e",
+    "facebookresearch/barlowtwins": "8e8d284ca0bc02f88b92328e53f9b901e86b4a3c",
+    "facebookresearch/dino": "7c446df5b9f45747937fb0d72314eb9f7b66930a",
+    "facebookresearch/higher": "15a247ac06cac0d22601322677daff0dcfff062e",
+    "facebookresearch/mae": "efb2a8062c206524e35e47d04501ed4f544c0ae8",
+    "facebookresearch/schedule_free": "70785b53e778d0e872c0bbb75ff4ee54ee10c291",
+    "facebookresearch/vicreg": "4e12602fd495af83efd1631fbe82523e6db092e0",
+    "graykode/nlp-tutorial": "d05e31ec81d56d70c1db89b99ab07e948f7ebc11",
     "huggingface/accelerate": "16cb6eb80dd9aa8b4df1a63ef57863e455d53b83",
+    "huggingface/diffusers": "58eb52c0803ea9af3abec60841c2a093bdf1f951",
+    "huggingface/nanoVLM": "4e0c0961846135c2217f95e54cb4c2d66eb55e42",
+    "huggingface/peft": "5d602fdbff04c33c1c4de55cda9d4ae1d7cb7e40",
+    "huggingface/picotron": "59714b1bf25541dbeb6f5a721ed15f6d0768e786",
+    "huggingface/pytorch-image-models": "aa4b5850c1543fa488abf260f18390eda46cf85d",
     "huggingface/trl": "f2cd57710ae345ea6428ae95363267fcf38a3dc8",
+    "karpathy/lecun1989-repro": "8553f52c8d0a51a4bbbabf98e005cef28a22a36b",
+    "karpathy/llama2.c": "350e04fe35433e6d2941dce5a1f53308f87058eb",
+    "karpathy/llm.c": "f1e2ace651495b74ae22d45d1723443fd00ecd3a",
     "karpathy/makemore": "988aa59e4d8fefa526d06f3b453ad116258398d4",
     "karpathy/minGPT": "37baab71b9abea1b76ab957409a1cc2fbfba8a26",
     "karpathy/nanoGPT": "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
+    "karpathy/nanochat": "92d63d4e8bb4df75c3b71618f31ddde2378b2bcd",
+    "karpathy/ng-video-lecture": "52201428ed7b46804849dea0b3ccf0de9df1a5c3",
+    "kuangliu/pytorch-cifar": "49b7aa97b0c12fe0d4054e670403a16b6b834ddd",
+    "locuslab/TCN": "2f8c2b817050206397458dfd1f5a25ce8a32fe65",
+    "lucidrains/x-transformers": "9252ed7838021ee61e6c5be0930b3a9a88efdf06",
+    "milesial/Pytorch-UNet": "21d7850f2af30a9695bbeea75f3136aa538cfc4a",
+    "mlfoundations/open_clip": "89fb801f1e6087880e951fc8354b8a2077b79c6d",
+    "pyg-team/pytorch_geometric": "5c6461b2305ad068a6d61165b3c55852a11aaa41",
     "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
     "pytorch/ignite": "de08e799cfb55a6cf4aa778575d6bad725385453",
+    "pytorch/opacus": "4d0ebc84613d214fbfd37fbfd1390e3747a625ce",
+    "pytorch/torchtitan": "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a",
+    "vwxyzjn/cleanrl": "fe8d8a03c41a7ef5b523e2e354bd01c363e786bb",
+    "yunjey/pytorch-tutorial": "0500d3df5a2a8080ccfccbc00aca0eacc21818db",
 }
 """The commit of each repository."""
 
@@ -192,6 +228,12 @@ PUBLISHED = (
         )
     ),
     example(
+        "gat",
+        "python main.py --no-accel --epochs 4 --num-heads 2",
+        "attention over a graph in one full batch",
+        data=("cora",),
+    ),
+    example(
         "time_sequence_prediction",
         "python train.py --steps 2",
         "LBFGS: many closures in a step, float64",
@@ -201,4 +243,6 @@ PUBLISHED = (
         steps=2,
     ),
     *LIBRARIES,
+    *PARALLEL,
+    *TEACHING,
 )

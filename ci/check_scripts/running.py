@@ -29,6 +29,8 @@ LAUNCHERS = {
 }
 """Commands that users type, and the modules behind them: an interpreter may have the module without the command."""
 
+STAND_INS = HERE / "stand_ins"
+"""Modules of our own in the place of what cannot be installed: one folder for each, which goes on the path."""
 
 JUDGING = 120
 """Seconds that check may take after the time limit of the script."""
@@ -99,7 +101,7 @@ class Placed:
             launcher = private / "bin" / name
             launcher.write_text(f'#!/bin/sh\nexec {shlex.join([self.python, *words])} "$@"\n')
             launcher.chmod(0o755)
-        paths = [HERE / "losses", *([HERE / "stand_ins"] if "torchvision" in self.script.needs else ())]
+        paths = [HERE / "losses", *(STAND_INS / need for need in self.script.needs if (STAND_INS / need).is_dir())]
         own = self.script.environment
         paths += [at / path for path in own.get("PYTHONPATH", "").split(":") if path]
         return clean_environment() | {
@@ -118,7 +120,7 @@ def interpreter(script: Script, candidates: tuple[str, ...]) -> str:
     """Return the first interpreter that has the modules which a script needs."""
     if "slurm" in script.needs and "SLURM_CONF" not in os.environ:
         raise CannotRunError('needs a cluster: eval "$(ci/slurm_cluster.sh up)"')
-    needs = tuple(need for need in script.needs if need not in ("torchvision", "slurm"))
+    needs = tuple(need for need in script.needs if need != "slurm" and not (STAND_INS / need).is_dir())
     for python in candidates:
         if all(has(python, need) for need in needs):
             return python

@@ -21,11 +21,11 @@ class Script:
         source: a repository ``owner/name`` on GitHub, or ``rewritten`` for a file of ``scripts/``.
         folder: the folder of the repository that the command runs in.
         also: the files and folders of the repository that it needs.
-        needs: modules it imports beside what the project's own tests need.
+        needs: modules it imports beside what the project's own tests need; some have a stand-in in ``stand_ins``.
         data: what ``data.py`` writes into the folder first.
         environment: variables that are set for it.
-        changes: pairs of a pattern and what replaces it, where the original asks for devices that are not here. A
-            script with changes does not count as unmodified.
+        changes: a file, a pattern and what replaces it, where the original asks for devices that are not here, for an
+            older library, or has its size in its text. A script with changes does not count as unmodified.
         ranks: how many ranks train.
         steps: how many optimizer steps it does.
         accepted: what check may say: ``right``, ``right in part``, ``not judged``, ``wrong``.

@@ -1,0 +1,3 @@
+"""Attention on a GPU."""
+
+flash_attn_func = None

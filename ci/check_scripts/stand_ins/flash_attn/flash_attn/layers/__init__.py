@@ -1,0 +1,1 @@
+"""Layers on a GPU."""

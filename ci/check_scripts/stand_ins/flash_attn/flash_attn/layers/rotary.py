@@ -1,0 +1,3 @@
+"""Rotary embeddings on a GPU."""
+
+apply_rotary_emb = None

@@ -1,0 +1,3 @@
+"""Layer normalisation on a GPU."""
+
+layer_norm_fn = None
