@@ -122,7 +122,8 @@ LIBRARIES = (
     accelerated("by_feature/profiler.py", "torch's profiler around every epoch"),
     lightning(
         "fabric/kfold_cv",
-        "fabric run --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py --epochs 1 --batch-size 4 --folds 2",
+        "fabric run --main-port=29518 --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py --epochs 1 "
+        "--batch-size 4 --folds 2",
         "two models and two optimizers in turns",
         needs=(*PICTURES, "sklearn", "torchmetrics"),
         ranks=2,
@@ -130,7 +131,7 @@ LIBRARIES = (
     ),
     lightning(
         "fabric/reinforcement_learning",
-        f"fabric run --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py {PPO}",
+        f"fabric run --main-port=29517 --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py {PPO}",
         "PPO: each rank in environments of its own",
         needs=GAMES,
         ranks=2,
@@ -289,6 +290,7 @@ LIBRARIES = (
         "vwxyzjn/cleanrl",
         also=("cleanrl/dqn.py", "cleanrl_utils"),
         needs=("gymnasium", "tyro", "tensorboard"),
+        environment={"PYTHONPATH": "."},
         steps=9,
     ),
     Script(
