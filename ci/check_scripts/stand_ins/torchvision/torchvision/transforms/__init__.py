@@ -89,7 +89,7 @@ class RandomCrop:
     """A part at a random place."""
 
     def __init__(self, size, padding=0, **options):
-        self.size, self.pad = size, Pad(padding)
+        self.size, self.pad = size if isinstance(size, int) else size[0], Pad(padding)
 
     def __call__(self, picture):
         picture = self.pad(picture)
