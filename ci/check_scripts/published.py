@@ -91,11 +91,13 @@ PUBLISHED = (
     Script(
         "nanogpt compiled",
         f"python {NANOGPT} --compile=True",
-        "torch.compile with dropout: compiled code draws its own random numbers, so no call can be run again",
+        "torch.compile with dropout",
         "karpathy/nanoGPT",
         also=("model.py", "train.py", "configurator.py"),
         data=("nanogpt",),
         steps=5,
+        accepted=("right in part", "not judged"),
+        because="compiled code draws its own random numbers, so no call can be run again",
     ),
     Script(
         "nanogpt compiled without dropout",
