@@ -10,7 +10,7 @@ from checked_commands import BROKEN, FOLLOWS, NOT_JUDGED, RIGHT, WRONG, checked,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.check.judge.noted import information
+from harness.check.judge.noted import headline_note, information
 from harness.check.report.json_file import as_json
 from harness.check.report.page import verdict_page
 from harness.check.report.terminal import verdict_screen
@@ -73,6 +73,18 @@ def test_what_the_reader_must_do_is_shown_whole_on_a_narrow_screen():
     for one in (information("samples", long), replace(NOT_JUDGED, message=long)):
         text = " ".join(screen(checked(training(RIGHT, one)), width=60).split())
         assert "call sampler.set_epoch(epoch)" in text
+
+
+def test_a_note_for_the_headline_stands_right_under_it_everywhere():
+    said = "The gradient is the sum over 4 micro-batches, not their mean."
+    command = checked(training(RIGHT, headline_note("objective", said)))
+    first, _, rest = screen(command).partition("\n\n")
+    assert said in " ".join(first.split())
+    assert "objective" not in rest
+    assert page(command).count(said) == 1
+    (one,) = document(command)["trainings"]
+    assert one["notes"] == [said]
+    assert one["findings"][1]["information"]
 
 
 def test_what_was_not_covered_is_said_as_a_share_with_the_reason():

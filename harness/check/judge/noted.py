@@ -66,6 +66,16 @@ def information(check: str, message: str, step: int | None = None) -> Informatio
     return Information(check, Outcome.PASSED, message, step=step)
 
 
+@dataclass(frozen=True)
+class HeadlineNote(Information):
+    """What is so likely to be a mistake that it stands right under the verdict: whole sentences."""
+
+
+def headline_note(check: str, sentences: str, step: int | None = None) -> HeadlineNote:
+    """Return what the script does, and what to do if it is not meant."""
+    return HeadlineNote(check, Outcome.PASSED, sentences, step=step)
+
+
 def not_judged(check: str, why: str, step: int | None = None) -> Finding:
     """Return the finding of a question that could not be answered: ``skipped``, with the reason."""
     return Finding(check, Outcome.SKIPPED, f"not judged: {why}", step=step)

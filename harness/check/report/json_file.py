@@ -13,6 +13,7 @@ from harness.check.judge.coverage import Coverage, Share
 from harness.check.judge.judging import CheckedTraining
 from harness.check.judge.noted import Information
 from harness.check.verdict.description import describe
+from harness.check.verdict.notes import notes_on
 from harness.check.verdict.verdict import Answer, Verdict, answer_of, sentence_on
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
@@ -103,10 +104,15 @@ def _left_out(share: Share) -> tuple[Uncovered, ...]:
 
 
 class CheckTraining(BaseModel):
-    """One training of the command; ``steps_at`` is the line of the script in which its first step was taken."""
+    """One training of the command.
+
+    ``notes`` are sentences that stand under the verdict, also among ``findings``. ``steps_at`` is the line of the
+    script in which its first step was taken.
+    """
 
     verdict: Answer
     sentence: Text
+    notes: tuple[Text, ...]
     ranks: Count
     steps: Count
     backward_passes: tuple[Count, Count]
@@ -125,6 +131,7 @@ class CheckTraining(BaseModel):
         return cls(
             verdict=answer_of(one),
             sentence=sentence_on(one),
+            notes=tuple(notes_on(one)),
             ranks=what.ranks,
             steps=what.steps,
             backward_passes=what.passes,

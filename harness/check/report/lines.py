@@ -11,7 +11,7 @@ from harness.check.command.command import CheckedCommand
 from harness.check.command.running import EndedBy
 from harness.check.judge.coverage import NO_REPLAY, Coverage, Share, Uncovered
 from harness.check.judge.judging import CheckedTraining
-from harness.check.judge.noted import Information
+from harness.check.judge.noted import HeadlineNote, Information
 from harness.check.verdict.description import describe
 from harness.check.verdict.verdict import accusations, is_accusation
 from harness.core.finding import Finding
@@ -41,9 +41,9 @@ class Line:
 
 
 def lines_of(one: CheckedTraining) -> list[Line]:
-    """Return a line for each finding but the first accusation, which stands above them."""
+    """Return a line for each finding but those that stand above them: the first accusation and the notes."""
     first = next(accusations(one), None)
-    return [_line(finding) for finding in one.findings if finding is not first]
+    return [_line(each) for each in one.findings if each is not first and not isinstance(each, HeadlineNote)]
 
 
 def _line(finding: Finding) -> Line:

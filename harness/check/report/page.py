@@ -14,6 +14,7 @@ from jinja2 import Environment
 from harness.check.command.command import CheckedCommand
 from harness.check.judge.judging import CheckedTraining
 from harness.check.report.lines import Line, coverage_lines, durations, lines_of, script_end, training_line
+from harness.check.verdict.notes import notes_on
 from harness.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from harness.core.finding import Finding
 from harness.report.html.environment import page_environment
@@ -31,6 +32,7 @@ class TrainingSection:
     sentence: str
     line: str
     wrong: Finding | None
+    notes: list[str]
     lines: list[Line]
     coverage: list[str]
     uncovered: list[tuple[str, str, tuple[str, ...]]]
@@ -66,6 +68,7 @@ def _section(one: CheckedTraining, truth: str) -> TrainingSection:
         sentence_on(one),
         training_line(one),
         next(accusations(one), None),
+        notes_on(one),
         lines_of(one),
         list(coverage_lines(one.coverage, truth)),
         [

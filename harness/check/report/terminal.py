@@ -13,6 +13,7 @@ from harness.check.command.command import CheckedCommand
 from harness.check.judge.estimate import estimate_lines
 from harness.check.judge.judging import CheckedTraining
 from harness.check.report.lines import Line, Sign, coverage_lines, lines_of, ran, training_line
+from harness.check.verdict.notes import notes_on
 from harness.check.verdict.obstacles import why_no_estimate
 from harness.check.verdict.verdict import Answer, Verdict, accusations, answer_of, sentence_on
 from harness.core.finding import Finding
@@ -66,6 +67,8 @@ def _training(one: CheckedTraining, truth: str) -> Iterator[RenderableType]:
     wrong = next(accusations(one), None)
     if wrong is not None:
         yield _first(wrong)
+    for note in notes_on(one):
+        yield _indented(f"Note: {note}", "cyan")
     if lines := lines_of(one):
         yield Text()
         yield _questions(lines)
