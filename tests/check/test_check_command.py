@@ -61,6 +61,47 @@ if __name__ == "__main__":
 """
 
 
+EPOCHS = """
+import os
+import signal
+import sys
+
+
+def train(rank, port):
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(96, 4), torch.randn(96, 2))
+    loader = DataLoader(data, 4, sampler=DistributedSampler(data))
+    for epoch in range(2):
+        if sys.argv[2] == "set":
+            loader.sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    import multiprocessing
+
+    start = multiprocessing.get_context("spawn").Process
+    ranks = [start(target=train, args=(rank, int(sys.argv[1]))) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+"""
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """Return a script's folder, apart from the one for temporary files."""
@@ -125,6 +166,14 @@ def test_ranks_end_together_with_stop_and_the_mistake_is_in_the_first_line(check
     (training,) = written["trainings"]
     assert (training["ranks"], training["steps"]) == (2, 2)
     assert not tagged()
+
+
+@pytest.mark.parametrize(
+    ("calls", "sentence"), [("never", "WRONG: samples: set epoch never called"), ("set", "RIGHT: 2")]
+)
+def test_epochs_are_watched_beyond_the_recorded_steps_until_the_process_is_killed(check, free_port, calls, sentence):
+    _, _, err, _ = check(EPOCHS, "--steps", "2", arguments=[str(free_port), calls])
+    assert said(err).startswith(sentence)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from harness.check.judge.buffers import judge_buffers
 from harness.check.judge.consequences import settle
 from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
+from harness.check.judge.noted import HeadlineNote
 from harness.check.judge.objective import judge_objective
 from harness.check.judge.rank_layout import rank_layout
 from harness.check.judge.ranks_agree import judge_ranks_agree
@@ -204,12 +205,12 @@ def sampled(rank: int, **settings: Any) -> RecordedRank:
     """A rank that trained two whole epochs of a sampler with these settings."""
     one = {
         "sampler": 0, "class": "DistributedSampler", "distributed": True, "own": True, "gradients": True,
-        "complete": True, "began": 0, "ended": 5, "head": "a", "count": 10, "epoch": 0, "seed": 0, "rank": rank,
+        "complete": True, "steps": 5, "head": "a", "count": 10, "epoch": 0, "seed": 0, "rank": rank,
         "num_replicas": 2, "shuffle": True, "length": 20, **settings,
     }  # fmt: skip
     fetched = {"loader": 0, "pass": 0, "sampler": 0, "batch": 1}
     passes = [{"batches": {"forwards": [forward(range(100 * rank, 100 * rank + 10), fetched)]}}]
-    return a_rank(rank, passes, process={"loaders": {"samplers": [one, {**one, "began": 5, "ended": 10}]}})
+    return a_rank(rank, passes, process={"loaders": {"samplers": [one, {**one}]}})
 
 
 @given(
@@ -237,10 +238,16 @@ def test_two_epochs_of_one_order_are_accused() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"complete": False}, {"shuffle": False}, {"ended": 0}, {"gradients": False}, {"own": False}, {"began": None}],
+    [{"complete": False}, {"shuffle": False}, {"steps": 0}, {"gradients": False}, {"own": False}],
 )
 def test_a_pass_that_did_not_train_is_no_epoch(settings: Facts) -> None:
     assert bad(judge_samples(training(sampled(0, **settings), sampled(1, **settings)))) == []
+
+
+def test_epochs_of_one_order_that_end_early_are_a_note() -> None:
+    ranks = sampled(0, complete=False), sampled(1, complete=False)
+    (found,) = [one for one in judge_samples(training(*ranks)) if isinstance(one, HeadlineNote)]
+    assert "2 epochs have the same order although the sampler shuffles" in found.message
 
 
 def test_seeds_that_differ_are_accused() -> None:

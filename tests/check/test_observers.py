@@ -79,7 +79,7 @@ def test_a_sampler_with_an_order_of_its_own_is_told_apart(loaders: LoaderObserve
     assert [one["own"] for one in (loaders.final_facts() or {})["samplers"]] == [False, True]
 
 
-def test_steps_in_a_pass_are_known_by_a_version(loaders: LoaderObserver) -> None:
+def test_steps_in_a_pass_are_counted(loaders: LoaderObserver) -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loader = DataLoader(TensorDataset(torch.rand(20, 1)), 5, shuffle=True)
@@ -91,8 +91,41 @@ def test_steps_in_a_pass_are_known_by_a_version(loaders: LoaderObserver) -> None
             if epoch < 2:
                 optimizer.step()
             optimizer.zero_grad()
-    versions = [(one["began"], one["ended"]) for one in (loaders.final_facts() or {})["samplers"]]
-    assert [ended > began for began, ended in versions] == [True, True, False]
+    assert [one["steps"] for one in (loaders.final_facts() or {})["samplers"]] == [4, 4, 0]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_epochs_after_the_recorded_steps_are_written_as_they_end(loaders: LoaderObserver, workers: int) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.rand(20, 1)), 5, shuffle=True, num_workers=workers)
+    written: list[list[int]] = []
+
+    def write() -> None:
+        written.append([one["steps"] for one in (loaders.final_facts() or {})["samplers"] if one["complete"]])
+
+    loaders.start()
+    for _ in range(3):
+        for (inputs,) in loader:
+            model(inputs).sum().backward()
+            loaders.before_step(optimizer)
+            loaders.stop()
+            loaders.after_recording(write)
+            optimizer.step()
+    assert written == [[4], [4, 4], [4, 4, 4]]
+
+
+def test_a_look_at_a_batch_is_no_epoch_with_steps(loaders: LoaderObserver) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = DataLoader(TensorDataset(torch.rand(20, 1)), 5, shuffle=True)
+    loaders.start()
+    for _ in range(3):
+        (inputs,) = next(iter(loader))
+        model(inputs).sum().backward()
+        loaders.before_step(optimizer)
+        optimizer.step()
+    assert {one["steps"] for one in (loaders.final_facts() or {})["samplers"]} == {0}
 
 
 def test_the_batch_that_was_fetched_last_is_known_only_while_recording(loaders: LoaderObserver) -> None:

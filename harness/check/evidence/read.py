@@ -37,12 +37,13 @@ def _read_rank(folder: Path) -> RecordedRank | None:
         return None
     recorded = [_read(path) for path in steps]
     end = _read(folder / "end.safetensors")[0] if (folder / "end.safetensors").is_file() else {}
+    later = _read(folder / "later.safetensors")[0] if (folder / "later.safetensors").is_file() else {}
     first = recorded[0][0]
     return RecordedRank(
         first["rank"],
         max(values["world_size"] for values, _ in recorded),
         tuple(_step(values, tensors) for values, tensors in recorded),
-        end.get("facts", {}),
+        {**end.get("facts", {}), **later.get("facts", {})},
         end.get("error", "" if end else "the process ended without writing its last evidence: was it killed?"),
     )
 

@@ -7,6 +7,7 @@ from itertools import combinations
 
 from harness.check.evidence.training import Facts, RecordedRank, RecordedTraining
 from harness.check.judge.accusation import accuse
+from harness.check.judge.noted import headline_note
 from harness.check.judge.recorded_passes import forwards_of
 from harness.core.finding import Finding
 
@@ -32,31 +33,41 @@ def sampler_passes(rank: RecordedRank) -> Iterator[Facts]:
 def same_order_again(training: RecordedTraining) -> Finding | None:
     """Return the failure of a DistributedSampler that shuffles, and gives every epoch the order of the first.
 
-    Two whole passes with steps of the optimizer in each; a pass in which only something was evaluated does not count.
+    Passes without a step of the optimizer do not count: something was only evaluated. Where every pass was broken off,
+    as to overfit a few batches, it is a note.
     """
     for rank in training.ranks:
-        orders: dict[int, list[Facts]] = {}
-        for one in sampler_passes(rank):
-            if one["distributed"] and one.get("shuffle") and _was_trained(one):
-                orders.setdefault(one["sampler"], []).append(one)
-        for passes in orders.values():
-            settings = {(one["epoch"], one["seed"], one["head"]) for one in passes}
-            if len(passes) > 1 and len(settings) == 1 and passes[0]["count"] >= LEAST:
-                return accuse(
+        for passes in _in_one_order(rank):
+            observed = (
+                f"{len(passes)} epochs have the same order although the sampler shuffles (its epoch is "
+                f"{passes[0]['epoch']} in each of them)"
+            )
+            if not any(one["complete"] for one in passes):
+                return headline_note(
                     CHECK,
-                    f"each of {len(passes)} epochs has the order of the first, although the sampler shuffles "
-                    f"(its epoch is {passes[0]['epoch']} in all of them)",
-                    "call sampler.set_epoch(epoch) before each",
-                    cause="set-epoch-never-called",
-                    family="data",
-                    rank=rank.rank,
+                    f"{observed}, and each epoch ended early. Call sampler.set_epoch(epoch) "
+                    "before each epoch unless this is meant.",
                 )
+            return accuse(
+                CHECK,
+                observed,
+                "call sampler.set_epoch(epoch) before each epoch",
+                cause="set-epoch-never-called",
+                family="data",
+            )
     return None
 
 
-def _was_trained(one: Facts) -> bool:
-    known = one["began"] is not None and one["ended"] is not None
-    return bool(one["complete"] and one["gradients"] and known and one["ended"] > one["began"])
+def _in_one_order(rank: RecordedRank) -> Iterator[list[Facts]]:
+    """Yield the passes through each sampler that shuffles, where there are several and all have one order."""
+    trained: dict[int, list[Facts]] = {}
+    for one in sampler_passes(rank):
+        if one["distributed"] and one.get("shuffle") and one["gradients"] and one["steps"]:
+            trained.setdefault(one["sampler"], []).append(one)
+    for passes in trained.values():
+        orders = {(one["epoch"], one["seed"], one["head"]) for one in passes}
+        if len(passes) > 1 and len(orders) == 1 and passes[0]["count"] >= LEAST:
+            yield passes
 
 
 def different_seeds(training: RecordedTraining) -> Finding | None:

@@ -36,8 +36,16 @@ def judge_samples(training: RecordedTraining) -> Iterator[Finding]:
     """Yield one failure, or what is known about the rows that the ranks used."""
     yield from failed_observers(training, "batches", CHECK)
     layout = rank_layout(training)
-    finding = same_order_again(training)
-    if finding is None and layout.is_data_parallel:
+    repeated = same_order_again(training)
+    if repeated is not None:
+        yield repeated
+    if repeated is None or not repeated.outcome.is_bad:
+        yield from _rows(training, layout)
+
+
+def _rows(training: RecordedTraining, layout: RankLayout) -> Iterator[Finding]:
+    finding = None
+    if layout.is_data_parallel:
         finding = different_seeds(training) or _whole_data_everywhere(training)
     if finding is not None:
         yield finding

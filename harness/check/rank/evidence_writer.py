@@ -15,6 +15,9 @@ from harness.evidence.rank_file import write_file
 
 SUFFIX = ".safetensors"
 
+LATER = "later"
+"""Name of the file with facts that observers note after the recorded steps."""
+
 
 class EvidenceWriter:
     """Writes the steps of this process to a folder of its own, below ``folder``: ``rank-RANK-PID/``.
@@ -63,6 +66,14 @@ class EvidenceWriter:
         """
         values = {"facts": facts, "error": error, "torch": torch.__version__}
         write_file(os.path.join(self._own(rank), f"end{SUFFIX}"), values, {})
+
+    def write_later(self, rank: int, facts: Facts) -> None:
+        """Write what is known of the process after its recorded steps, in place of what was written before.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_file(os.path.join(self._own(rank), f"{LATER}{SUFFIX}"), {"facts": facts}, {})
 
     def wait_for_ends(self, ranks: int, seconds: float) -> None:
         """Wait until so many ranks have written their end, at most so many seconds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -57,3 +58,9 @@ class Observer:
     def final_facts(self) -> Facts | None:
         """Return the facts about the whole process, when it ends or as soon as evidence is written."""
         return None
+
+    def after_recording(self, write: Callable[[], None]) -> None:
+        """The recorded steps are written, and the script goes on.
+
+        An observer that still watches calls ``write`` whenever its final facts have changed.
+        """

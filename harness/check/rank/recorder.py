@@ -8,6 +8,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -95,6 +97,7 @@ class TrainingRecorder:
         self._running = RunningSteps()
         self._recording = False
         self._finished = False
+        self._later: dict[str, Observer] = {}
         self._error = ""
         self._began = 0.0
         self._pending: RecordedStep | None = None
@@ -142,7 +145,11 @@ class TrainingRecorder:
 
     def finish(self) -> None:
         """Write what concerns the whole process: after its last recorded step, so that it stays if the process dies."""
-        if self._finished or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
+            return
+        if self._finished:
+            if self._later:
+                self._write_later()
             return
         self._finished = True
         self._stop()
@@ -156,6 +163,17 @@ class TrainingRecorder:
                 self._writer.write_end(self._world[0], facts, self._error)
             except OSError as error:
                 print(f"plumbline check: the evidence cannot be written: {error}", file=sys.stderr)
+                return
+            for observer in self._observers:
+                observer.after_recording(partial(self._write_later, observer))
+
+    def _write_later(self, *changed: Observer) -> None:
+        """Write the facts of observers that watch after the recorded steps: of those that ``changed``, and others."""
+        if os.getpid() == self._pid:
+            self._later |= {observer.name: observer for observer in changed}
+            facts = {name: observer.final_facts() for name, observer in self._later.items()}
+            with suppress(OSError):  # the check may have ended before the process, and removed its folder
+                self._writer.write_later(self._world[0], facts)
 
     def _unoptimized(self) -> Facts:
         """Return the parameters of called modules that require a gradient and are in no optimizer, by their names.

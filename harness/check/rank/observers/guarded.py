@@ -73,6 +73,10 @@ class GuardedObserver(Observer):
         facts = self._do(self._observer.final_facts)
         return {**(facts or {}), "error": self._error} if self._error else facts
 
+    def after_recording(self, write: Callable[[], None]) -> None:
+        """Let the observer go on."""
+        self._do(lambda: self._observer.after_recording(write))
+
     def _do(self, what: Callable[[], T]) -> T | None:
         if self._error:
             return None

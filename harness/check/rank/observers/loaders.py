@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -25,11 +26,21 @@ PASSES = 64
 """Passes through samplers and loaders that are noted, of each."""
 
 
+@dataclass(eq=False)
+class _Pass:
+    """A pass through a loader. ``version`` is that of the watched parameter when its last batch was fetched."""
+
+    facts: Facts
+    has_begun: bool = False
+    version: int | None = None
+
+
 class LoaderObserver(Observer):
     """Notes each pass through a sampler: its settings, the head of its order, whether it was complete.
 
-    ``fetched`` says where the batch comes from that was fetched last while steps are recorded. All of this costs a
-    few microseconds an epoch; a batch outside of the recorded steps costs one comparison.
+    ``steps`` counts the batches of a pass after which the optimizer stepped. ``fetched`` says where the batch comes
+    from that was fetched last while steps are recorded. Passes are noted as long as the process lives: that costs about
+    a microsecond a batch, and a small file an epoch.
     """
 
     name = "loaders"
@@ -41,8 +52,11 @@ class LoaderObserver(Observer):
         self._passes: list[Facts] = []
         self._numbers: dict[str, WeakKeyDictionary[Any, int]] = {}
         self._unused = {kind: itertools.count() for kind in ("sampler", "loader")}
-        self._iterators: WeakKeyDictionary[Any, Facts] = WeakKeyDictionary()
+        self._iterators: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
+        self._latest: dict[int, Facts] = {}
         self._count = 0
+        self._write: Callable[[], None] = lambda: None
+        self._has_changed = False
         self._watched: ref[Tensor] | None = None
 
     def install(self) -> None:
@@ -63,9 +77,6 @@ class LoaderObserver(Observer):
             parameter = next((p for p in parameters_of(optimizer) if p.grad is not None), None)
             if parameter is not None:
                 self._watched = ref(parameter)
-                for noted in self._samplers:
-                    if not noted["complete"]:
-                        noted["began"] = self._version()
 
     def stop(self) -> None:
         """Follow batches no longer."""
@@ -75,6 +86,10 @@ class LoaderObserver(Observer):
     def final_facts(self) -> Facts | None:
         """Return the passes through samplers, and through loaders."""
         return {"samplers": self._samplers, "loaders": self._passes}
+
+    def after_recording(self, write: Callable[[], None]) -> None:
+        """Go on noting passes."""
+        self._write = write
 
     def _around_sampler(self, original: Callable[..., Any], sampler: Any) -> Iterator[Any]:
         # Lazy where the original is: when it draws from the global generator must not change.
@@ -91,24 +106,25 @@ class LoaderObserver(Observer):
                 yield index
 
         def end() -> Iterator[Any]:
-            noted["complete"], noted["ended"] = True, self._version()
+            noted["complete"] = True
             return iter(())
 
         return itertools.chain(head(), order, _called(end))
 
     def _note_sampler(self, sampler: Any, original: Callable[..., Any]) -> Facts | None:
+        number = self._number("sampler", sampler)
+        self._latest.pop(number, None)
         if len(self._samplers) >= PASSES:
             return None
         noted: Facts = {
-            "sampler": self._number("sampler", sampler),
+            "sampler": number,
             "class": type(sampler).__name__,
             "distributed": isinstance(sampler, DistributedSampler),
             # An order that a subclass makes of this one is not known.
             "own": getattr(type(sampler).__iter__, "__wrapped__", None) is original,
             "gradients": torch.is_grad_enabled(),
             "complete": False,
-            "began": self._version(),
-            "ended": None,
+            "steps": 0,
             "head": "",
             "count": 0,
         }
@@ -119,6 +135,7 @@ class LoaderObserver(Observer):
         source: Any = getattr(sampler, "dataset", getattr(sampler, "data_source", None))
         noted["length"] = len(source) if hasattr(source, "__len__") else None
         self._samplers.append(noted)
+        self._latest[number] = noted
         return noted
 
     def _around_loader(self, original: Callable[..., Any], loader: Any) -> Any:
@@ -127,6 +144,7 @@ class LoaderObserver(Observer):
         return iterator
 
     def _note_pass(self, loader: Any, iterator: Any) -> None:
+        self._write_changes()  # of a pass that was broken off
         noted = {
             "loader": self._number("loader", loader),
             "pass": self._count,
@@ -137,20 +155,42 @@ class LoaderObserver(Observer):
         self._count += 1
         if len(self._passes) < PASSES:
             self._passes.append(noted)
-        self._iterators[iterator] = noted
+        self._iterators[iterator] = _Pass(noted)
 
     def _around_fetch(self, original: Callable[..., Any], iterator: Any) -> Any:
-        batch = original(iterator)
+        try:
+            batch = original(iterator)
+        except StopIteration:
+            attempt(self._note_step, iterator)
+            attempt(self._write_changes)
+            raise
+        attempt(self._note_step, iterator)
         if self._recording:
             attempt(self._note_batch, iterator)
         return batch
 
+    def _note_step(self, iterator: Any) -> None:
+        """Note whether the optimizer has stepped since the last batch of this pass."""
+        one, version = self._iterators.get(iterator), self._version()
+        if one is None:
+            return
+        latest = self._latest.get(one.facts["sampler"])
+        if latest is not None and one.has_begun and version not in (None, one.version):
+            latest["steps"] += 1
+            self._has_changed = True
+        one.has_begun, one.version = True, version
+
+    def _write_changes(self) -> None:
+        if self._has_changed:
+            self._has_changed = False
+            self._write()
+
     def _note_batch(self, iterator: Any) -> None:
-        noted = self._iterators.get(iterator)
-        if noted is not None:
-            noted["batches"] += 1
-            self.fetched = {name: noted[name] for name in ("loader", "pass", "sampler")}
-            self.fetched["batch"] = noted["batches"]
+        one = self._iterators.get(iterator)
+        if one is not None:
+            one.facts["batches"] += 1
+            self.fetched = {name: one.facts[name] for name in ("loader", "pass", "sampler")}
+            self.fetched["batch"] = one.facts["batches"]
 
     def _sampler_of(self, loader: Any) -> int | None:
         """Return the number of the innermost sampler that a loader draws from, if it is one of those followed."""
