@@ -63,6 +63,33 @@ def test_terms_and_weight(observer: ObjectiveObserver, place: int) -> None:
     assert call["even"]
 
 
+WEIGHT = torch.tensor([1.0, 1, 0, 1, 0, 1])
+
+BY_HAND: list[tuple[Callable[[Tensor], Tensor], Any]] = [
+    (lambda s: s.square().mean(), [[1.0]]),
+    (lambda s: s.square().mean() / 4, [[0.25]]),
+    (lambda s: (s.square() / 4).mean() * 2, [[0.5]]),
+    (lambda s: -s.log_softmax(1)[range(6), TARGETS.abs() % 4].mean(), [[1.0]]),
+    (lambda s: s.square().sum() / 6, [[1.0, 4.0]]),
+    (lambda s: (s.square().sum(1) * WEIGHT).sum() / WEIGHT.sum(), [[1.0, 1.5]]),
+    (lambda s: s.square().mean() + 0.1 * s.abs().mean(), [[1.0], [0.1]]),
+    (lambda s: functional.cross_entropy(s, TARGETS) * torch.tensor(1024.0), [[1024.0]]),
+    (lambda s: functional.mse_loss(2 * s, torch.zeros(6, 4)), [[1.0]]),
+    (lambda s: s.square().mean() / s.std(), None),
+    (lambda s: s.square().mul(torch.rand(6, 4)).mean(), None),
+    (lambda s: torch.stack([s.mean() / 4, s.mean() / 4]).mean(), None),
+    (lambda s: s.norm(), None),
+]
+
+
+@pytest.mark.parametrize("place", range(len(BY_HAND)))
+def test_the_weight_of_a_mean_is_read_off_the_graph_of_any_loss(observer: ObjectiveObserver, place: int) -> None:
+    loss, expected = BY_HAND[place]
+    means = noted(observer, loss).get("means")
+    assert (means is None) == (expected is None)
+    assert expected is None or [pytest.approx(one) for one in expected] == means
+
+
 def test_class_weights_count() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0, 4.0])
     from harness.check.rank.observers.loss_functions import describe

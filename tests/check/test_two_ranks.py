@@ -78,7 +78,7 @@ def test_equal_dropout_masks_are_told_and_are_no_failure(trainings: Mapping[str,
 
 def test_the_objective_counts_every_term_of_a_step(trainings: Mapping[str, RecordedTraining]) -> None:
     (finding,) = judge_objective(trainings["right_accumulation"])
-    assert finding.message == "optimised: the mean over all 24 terms of cross_entropy"
+    assert finding.message == "The loss is the mean over all 24 terms of cross_entropy."
 
 
 def test_evidence_is_small(trainings: Mapping[str, RecordedTraining]) -> None:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from harness.check.evidence.training import RecordedTraining
 from harness.check.judge.gradient_case import Fit, ReceivedGradient
 from harness.check.judge.noted import information, listed, not_judged
-from harness.check.judge.objective import NEAR, step_objectives
 from harness.check.judge.precision import OBSERVER as PRECISION
 from harness.check.judge.recorded_weights import ranks_begin_apart, weights_are_made_equal
+from harness.check.judge.step_objective import NEAR, step_objectives
 from harness.core.finding import Finding, is_unexplained
 
 MULTIPLES = frozenset(

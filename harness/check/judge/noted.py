@@ -93,3 +93,8 @@ def listed(names: Iterable[object], most: int = 4) -> str:
     """Return names in one line, of which at most so many are written out."""
     every = list(map(str, names))
     return ", ".join(every[:most]) + (f" and {len(every) - most} more" if len(every) > most else "")
+
+
+def amount(number: float) -> str:
+    """Return a number of things: ``1,024``; a fraction of one, as weighted terms have, in six digits."""
+    return f"{number:,.0f}" if number == int(number) else f"{number:,.6g}"

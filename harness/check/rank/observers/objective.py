@@ -14,6 +14,7 @@ from torch.nn import functional
 from harness.check.evidence.training import Facts
 from harness.check.rank.observer import Observer
 from harness.check.rank.observers.loss_functions import CLASSES, ELEMENTS, LossCall, describe
+from harness.check.rank.observers.loss_weight import mean_weights
 from harness.check.rank.observers.row_hashes import digest, row_hashes
 from harness.check.rank.patching import attempt, wrap
 from harness.check.rank.pause import is_paused
@@ -26,7 +27,6 @@ class _Call:
     """A call of a loss function, and the gradient of what is optimised with respect to its result."""
 
     call: LossCall
-    value: Tensor
     targets: Tensor
     node: Any = None
     cotangent: Tensor | None = None
@@ -36,10 +36,12 @@ class _Call:
 class ObjectiveObserver(Observer):
     """Notes the loss calls of each backward pass: ``{"calls": [...], "alone": ...}``.
 
-    A call has its function, its reduction, the number of its terms, ``value``, the mean of its terms, ``weight``, the
-    sum of their weights in the pass (1 for a mean that is not scaled), and ``even``, whether they weigh the same.
-    ``alone`` says that what was differentiated is one call's result times a constant. With ``count_tokens``, a pass
-    has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses written by hand.
+    A call has its function, its reduction, the number of its terms, ``weight``, the sum of
+    their weights in the pass (1 for a mean that is not scaled), and ``even``, whether they weigh the same.
+    ``alone`` says that what was differentiated is one call's result times a constant. ``means`` are the weights of the
+    means that were added up to what was differentiated, whoever computed them: see ``mean_weights``. With
+    ``count_tokens``, a pass has ``tokens``: for each forward the number of labels that are not ``ignored``, for losses
+    written by hand.
     """
 
     name = "objective"
@@ -52,6 +54,7 @@ class ObjectiveObserver(Observer):
         self._calls: list[_Call] = []
         self._tokens: list[int] = []
         self._root: Any = None
+        self._means: list[list[float]] | None = None
 
     def install(self) -> None:
         """Wrap the loss functions, ``torch.autograd.backward``, and the script compiler, which must not see that."""
@@ -68,7 +71,7 @@ class ObjectiveObserver(Observer):
 
     def stop(self) -> None:
         """Follow losses no longer."""
-        self._recording, self._root = False, None
+        self._recording, self._root, self._means = False, None, None
         self._calls, self._tokens = [], []
 
     def forward_begins(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -83,11 +86,11 @@ class ObjectiveObserver(Observer):
         tokens, self._tokens = self._tokens, []
         used = [one for one in calls if one.cotangent is not None]
         alone = len(used) == 1 and _is_multiple(self._root, used[0].node)
-        self._root = None
+        means, self._root, self._means = self._means, None, None
         facts = [made for one in used if (made := attempt(_facts, one)) is not None]
-        if not facts and not tokens:
+        if not facts and not tokens and means is None:
             return None
-        return {"calls": facts, "alone": alone, **({"tokens": tokens} if tokens else {})}
+        return {"calls": facts, "alone": alone, "means": means, **({"tokens": tokens} if tokens else {})}
 
     def _around_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Asked first: a compiled region must not depend on what is being recorded.
@@ -109,7 +112,7 @@ class ObjectiveObserver(Observer):
         targets = kwargs.get("target", args[1] if len(args) > 1 else None)
         if not isinstance(targets, Tensor):
             return
-        one = _Call(call, result.detach(), targets.detach(), result.grad_fn)
+        one = _Call(call, targets.detach(), result.grad_fn)
 
         def arrived(cotangent: Tensor) -> None:
             if not is_paused():
@@ -122,6 +125,7 @@ class ObjectiveObserver(Observer):
     def _around_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if self._recording and self._root is None and isinstance(tensors, Tensor) and not is_paused():
             self._root = tensors.grad_fn
+            self._means = attempt(mean_weights, self._root)
         return original(tensors, *args, **kwargs)
 
 
@@ -129,16 +133,15 @@ def _facts(one: _Call) -> Facts:
     """Return the facts about a call whose gradient is known."""
     call, cotangent = one.call, one.cotangent
     assert cotangent is not None
-    value, weights = one.value.double(), cotangent.double()
+    weights = cotangent.double()
     if weights.dim() and call.counted is not None and call.counted.shape == weights.shape:
-        value, weights = value[call.counted], weights[call.counted]
+        weights = weights[call.counted]
     # A sum has each of its terms with the weight of its result.
     terms = call.terms if call.reduction == "sum" else 1.0
     return {
         "function": call.function,
         "reduction": call.reduction,
         "terms": call.terms,
-        "value": _finite(float(value.mean() / terms)) if terms and value.numel() else None,
         "weight": _finite(float(weights.sum() * terms)),
         "even": weights.numel() == 0 or bool((weights == weights.reshape(-1)[0]).all()),
         "targets": _digest(one.targets),

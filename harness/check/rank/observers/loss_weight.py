@@ -1,0 +1,127 @@
+"""Reads off the graph of a loss, however it is written, whether it is a mean over its batch, and with which weight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MOST_NODES = 256
+
+_SAME_VALUES = (
+    "AliasBackward0", "CloneBackward0", "ExpandBackward0", "ReshapeAliasBackward0", "SelectBackward0",
+    "SqueezeBackward0", "SqueezeBackward1", "ToCopyBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0",
+    "ViewBackward0",
+)  # fmt: skip
+"""Nodes that hand on the one number that a loss is."""
+
+_SAME_OUTPUTS = ("CallOutputsBackward", "_DDPSinkBackward")
+"""Nodes that hand on each input as the output in the same place."""
+
+_MEAN = 1
+"""How torch numbers the reduction ``mean`` of its loss functions."""
+
+
+class _UnknownWeightError(Exception):
+    """What is differentiated is no sum of means."""
+
+
+def mean_weights(root: Any) -> list[list[float]] | None:
+    """Return the weights of the means over a batch that add up to what is differentiated; None where it is no such sum.
+
+    A sum that is divided by a number counts as a mean over what that number may count: its entries, its rows, or the
+    entries that a mask keeps.
+
+    Args:
+        root: the node of the loss in the graph.
+    """
+    try:
+        return list(_means(root, 0, 1.0, [_MOST_NODES]))
+    except (_UnknownWeightError, AttributeError, RuntimeError):  # of a node that another version of torch has
+        return None
+
+
+def _means(node: Any, output: int, factor: float, left: list[int]) -> Iterator[list[float]]:
+    left[0] -= 1
+    if node is None or left[0] < 0:
+        raise _UnknownWeightError
+    name = type(node).__name__
+    following = node.next_functions
+    if name in _SAME_VALUES:
+        yield from _means(*following[0], factor, left)
+    elif name in _SAME_OUTPUTS:
+        yield from _means(*following[output], factor, left)
+    elif name in ("AddBackward0", "SubBackward0"):
+        second = float(node._saved_alpha) * (-1 if name == "SubBackward0" else 1)
+        for (inner, place), sign in zip(following, (1.0, second), strict=True):
+            if inner is not None:
+                yield from _means(inner, place, factor * sign, left)
+    elif (constant := _constant(node, name)) is not None:
+        yield from _means(*next(one for one in following if one[0] is not None), factor * constant, left)
+    else:
+        yield _counted(node, name, abs(factor))
+
+
+def _constant(node: Any, name: str) -> float | None:
+    """Return the number by which a node multiplies, None where it does something else."""
+    if name == "NegBackward0":
+        return -1.0
+    if name not in ("DivBackward0", "MulBackward0"):
+        return None
+    (left, _), (right, _) = node.next_functions
+    if (right is not None) == (left is not None) or (name == "DivBackward0" and left is None):
+        raise _UnknownWeightError
+    other = node._saved_other if right is None else node._saved_self
+    if not isinstance(other, Tensor) or other.numel() != 1:
+        raise _UnknownWeightError
+    return 1.0 / float(other) if name == "DivBackward0" else float(other)
+
+
+def _counted(node: Any, name: str, factor: float) -> list[float]:
+    """Return the weights that a mean or a sum may have; ``factor`` is what it is multiplied by."""
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        return [factor]
+    if name.startswith("MeanBackward"):
+        return [factor * _inner_constant(node)]
+    if name != "SumBackward0":
+        raise _UnknownWeightError
+    factor *= _inner_constant(node)
+    sizes = node._saved_self_sym_sizes
+    counts = {float(torch.Size(sizes).numel()), float(sizes[0]) if sizes else 1.0, *_kept(node.next_functions[0][0])}
+    return sorted(factor * count for count in counts)
+
+
+def _inner_constant(node: Any) -> float:
+    """Return the number by which every entry of a mean or a sum is multiplied, as far as its graph says so."""
+    constant = 1.0
+    for _ in range(_MOST_NODES):
+        node = next((one for one, _ in node.next_functions if one is not None), None)
+        name = type(node).__name__
+        if name in ("StackBackward0", "CatBackward0"):
+            raise _UnknownWeightError
+        if name in ("DivBackward0", "MulBackward0"):
+            if all(one is not None for one, _ in node.next_functions):
+                return constant
+            if _mask(node) is None:
+                constant *= abs(_constant(node, name) or 0.0)
+        elif not name.startswith(("MeanBackward", "NegBackward", "SqueezeBackward", "ViewBackward")):
+            return constant
+    return constant
+
+
+def _kept(node: Any) -> Iterator[float]:
+    """Yield how many entries a mask keeps."""
+    if (mask := _mask(node)) is not None:
+        yield float(mask.sum())
+
+
+def _mask(node: Any) -> Tensor | None:
+    """Return the mask of zeros and ones by which a node multiplies, None where it does something else."""
+    if type(node).__name__ != "MulBackward0":
+        return None
+    for one in (node._saved_self, node._saved_other):
+        if isinstance(one, Tensor) and not one.requires_grad and one.numel() > 1:
+            return one if bool(((one == 0) | (one == 1)).all()) else None
+    return None
