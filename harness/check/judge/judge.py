@@ -11,14 +11,17 @@ from harness.check.judge.consequences import settle
 from harness.check.judge.gradients import judge_gradients
 from harness.check.judge.initial_weights import judge_initial_weights
 from harness.check.judge.learning_rate import judge_learning_rate
+from harness.check.judge.lost_ties import judge_lost_ties
 from harness.check.judge.objective import judge_objective
 from harness.check.judge.optimized_parameters import judge_optimized_parameters
 from harness.check.judge.precision import judge_precision
 from harness.check.judge.ranks_agree import judge_ranks_agree
 from harness.check.judge.recomputation import judge_recomputation
 from harness.check.judge.rng import judge_rng
+from harness.check.judge.rounded_updates import judge_rounded_updates
 from harness.check.judge.samples import judge_samples
 from harness.check.judge.skipped_steps import judge_skipped_steps
+from harness.check.judge.unused_losses import judge_unused_losses
 from harness.check.judge.update import judge_update
 from harness.core.finding import Finding, leaves_no_numbers
 from harness.core.outcome import Outcome
@@ -38,6 +41,9 @@ QUESTIONS: list[Callable[[RecordedTraining], Iterator[Finding]]] = [
     judge_buffers,
     judge_precision,
     judge_objective,
+    judge_unused_losses,
+    judge_lost_ties,
+    judge_rounded_updates,
 ]
 
 

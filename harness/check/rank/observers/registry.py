@@ -8,10 +8,13 @@ from harness.check.rank.observers.buffers import BufferObserver
 from harness.check.rank.observers.generators import GeneratorObserver
 from harness.check.rank.observers.guarded import GuardedObserver
 from harness.check.rank.observers.loaders import LoaderObserver
+from harness.check.rank.observers.moved_weights import MovedWeightObserver
 from harness.check.rank.observers.objective import ObjectiveObserver
 from harness.check.rank.observers.parallelism import ParallelismObserver
 from harness.check.rank.observers.recomputation import RecomputationObserver
 from harness.check.rank.observers.script_line import ScriptLineObserver
+from harness.check.rank.observers.ties import TieObserver
+from harness.check.rank.observers.unused_losses import UnusedLossObserver
 from harness.check.rank.observers.weights import WeightObserver
 
 
@@ -31,6 +34,9 @@ def training_observers(*, count_tokens: bool = False) -> list[Observer]:
         BufferObserver(parallelism),
         WeightObserver(parallelism),
         ObjectiveObserver(count_tokens=count_tokens),
+        UnusedLossObserver(),
+        TieObserver(),
+        MovedWeightObserver(),
         ScriptLineObserver(),
     ]
     return [GuardedObserver(observer) for observer in observers]

@@ -45,6 +45,7 @@ class TrackedCall:
     the module's buffers before the call, by their identity then. ``outputs`` has a sample of each tensor of the output
     that requires a gradient. ``cotangents`` has, for each backward pass, the gradient that arrived at each output from
     outside of the call, None where there was none. ``obstacle`` says why the call cannot be run again, "" if it can.
+    ``scalars`` are the places in ``outputs`` of single numbers in the output, each with its key, field or place there.
     ``compiled`` says whether the module or a part of it ran as compiled code.
     """
 
@@ -61,6 +62,7 @@ class TrackedCall:
     parameters: tuple[UsedParameter, ...] = ()
     foreign: tuple[nn.Parameter, ...] = ()
     outputs: tuple[Tensor, ...] = ()
+    scalars: dict[int, str | int] = field(default_factory=dict)
     cotangents: dict[int, tuple[Tensor | None, ...]] = field(default_factory=dict)
     obstacle: str = ""
     discarded: bool = False

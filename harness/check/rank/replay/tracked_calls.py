@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -211,6 +211,7 @@ class TrackedCalls:
                 return output
             self._note_parameters(call, args, kwargs)
             call.outputs = tuple(sample(one) for one in outputs)
+            call.scalars = _scalars(output, outputs)
             nodes = tuple(one.grad_fn for one in tensors_in((args, kwargs)) if one.grad_fn is not None)
             aliases = dict(zip(map(id, outputs), alias(call, nodes, self._received, outputs), strict=True))
             call.graph = _reference(next(iter(aliases.values())))
@@ -250,6 +251,19 @@ class TrackedCalls:
 def differentiable(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a module that require a gradient."""
     return [one for one in tensors_in(output) if one.requires_grad]
+
+
+def _scalars(output: Any, outputs: Sequence[Tensor]) -> dict[int, str | int]:
+    """Return the places of single numbers among the tensors of an output, each with its key, field or place in it."""
+    parts = enumerate(output) if isinstance(output, (list, tuple)) and not hasattr(output, "_fields") else ()
+    if hasattr(output, "_asdict"):
+        parts = output._asdict().items()
+    elif isinstance(output, Mapping):
+        parts = output.items()
+    elif hasattr(output, "__dict__"):
+        parts = vars(output).items()
+    named = {id(one): name for name, one in parts if isinstance(one, Tensor) and one.numel() == 1}
+    return {place: named[id(one)] for place, one in enumerate(outputs) if id(one) in named}
 
 
 def _copy(tensor: Tensor) -> Tensor:
