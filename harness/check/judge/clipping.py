@@ -14,6 +14,7 @@ from harness.check.judge.noted import (
     failed_observers,
     information,
     listed,
+    not_judged,
     noted,
     same_parameters,
     side_by_side,
@@ -21,6 +22,7 @@ from harness.check.judge.noted import (
 from harness.check.judge.rank_layout import rank_layout
 from harness.core.finding import Finding
 from harness.judge.findings import failed, passed
+from harness.report.text import counted
 
 OBSERVER = "clipping"
 
@@ -47,7 +49,7 @@ def judge_clipping(training: RecordedTraining) -> Iterator[Finding]:
     yield from failed_observers(training, OBSERVER, "clipping")
     clipped = [one for one in noted(training, OBSERVER) if _complete(one)]
     if clipped and not found:
-        yield passed("clipping", _summary(training, clipped))
+        yield from _done(training, clipped)
     yield from _in_part(clipped)
     if not found:
         yield from _by_hand(training)
@@ -242,14 +244,27 @@ def _are_equal(gradients: Sequence[Tensor | None], rounding: float) -> bool:
     return all(float(torch.linalg.vector_norm(vector - vectors[0])) <= most for vector in vectors)
 
 
-def _summary(training: RecordedTraining, clipped: list[Noted]) -> str:
-    calls = [(call, one.facts) for one in clipped for call in _complete(one)]
+def _done(training: RecordedTraining, clipped: list[Noted]) -> Iterator[Finding]:
+    """Yield what the calls did; where none of them changed a gradient, whether they are right is not known.
+
+    A call without a limit only measures the norm.
+    """
+    every = [(call, one.facts) for one in clipped for call in _complete(one)]
+    calls = [(call, facts) for call, facts in every if call["limit"] < math.inf]
+    if not calls:
+        return
     limits = listed(dict.fromkeys(f"{call['kind']} {call['limit']:g}" for call, _ in calls))
     shorter = sum(_is_effective(call, facts) for call, facts in calls)
-    return (
-        f"gradients were clipped to {limits} between the last backward pass and the step: {len(calls)} calls over all "
-        f"ranks, of which {shorter} made them shorter"
-    )
+    over = " over all ranks" if training.world_size > 1 else ""
+    made = f"{counted(len(calls), 'call')}{over}"
+    if shorter:
+        yield passed(
+            "clipping",
+            f"gradients were clipped to {limits} between the last backward pass and the step; {shorter} of {made} made "
+            "them shorter",
+        )
+    else:
+        yield not_judged("clipping", f"no gradient was above the limit ({limits}), so {made} changed nothing")
 
 
 def _in_part(clipped: list[Noted]) -> Iterator[Finding]:
