@@ -152,7 +152,7 @@ def test_a_right_script_keeps_its_output_and_its_surroundings(check, folder, mon
 
 def test_a_script_that_fails_after_its_steps_is_judged_and_its_failure_is_said_first(check):
     code, _, err, written = check(LOOP.format(steps=2, after="raise SystemExit(5)"))
-    assert "RIGHT: the command failed: exit code 5; until then 2 steps" in said(err)
+    assert "NOT JUDGED: the command failed: exit code 5; until then 100 % of gradients and updates" in said(err)
     assert "! 2 of 4 steps were taken before the script ended" in said(err)
     assert (code, written["script"]["exit_code"]) == (2, 5)
 

@@ -267,3 +267,69 @@ def test_what_ended_recording_is_said(plumbline, monkeypatch):
     monkeypatch.setattr("harness.check.rank.evidence_writer.write_file", fails)
     with pytest.raises(AssertionError, match=r"nothing was recorded: .*No space left on device.*TMPDIR"):
         plumbline.check(two_optimizers_after_one_pass, ranks=1).assert_right()
+
+
+def each_rank_alone():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def around_its_wrapper():
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, synchronised=False).backward()
+        optimizer.step()
+
+
+def clipped_before_the_all_reduce():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        for one in model.parameters():
+            dist.all_reduce(one.grad)
+            one.grad /= dist.get_world_size()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("train", "says", "says_not"),
+    [
+        (each_rank_alone, "wrap the model in DistributedDataParallel", "call the DistributedDataParallel object"),
+        (around_its_wrapper, "call the DistributedDataParallel object", "wrap the model"),
+        (clipped_before_the_all_reduce, "each rank clips its own gradient before the all-reduce", "never all-reduced"),
+    ],
+    ids=lambda given: getattr(given, "__name__", ""),
+)
+def test_advice_about_gradients_fits_the_script(plumbline, train, says, says_not):
+    checked = plumbline.check(train, ranks=2, steps=STEPS)
+    (finding,) = [one for one in checked.findings if one.check == "gradients"]
+    assert says in finding.message
+    assert says_not not in finding.message
+
+
+def test_frozen_parameters_are_not_counted_as_trainable(plumbline):
+    def train():
+        model = small()
+        model[0].requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model).backward()
+            optimizer.step()
+
+    checked = plumbline.check(train, ranks=1, steps=STEPS)
+    checked.assert_right()
+    (training,) = checked.trainings
+    assert training.coverage.entries == 8 * 3 + 3

@@ -23,8 +23,8 @@ def process(**facts):
         ([[RIGHT]], 0, EndedBy.ITSELF, Answer.RIGHT, 0),
         ([[WRONG, FOLLOWS]], 0, EndedBy.ITSELF, Answer.WRONG, 1),
         ([[WRONG]], 3, EndedBy.ITSELF, Answer.WRONG, 1),
-        ([[RIGHT]], 3, EndedBy.ITSELF, Answer.RIGHT, 2),
-        ([[RIGHT]], -9, EndedBy.ITSELF, Answer.RIGHT, 2),
+        ([[RIGHT]], 3, EndedBy.ITSELF, Answer.NOT_JUDGED, 2),
+        ([[RIGHT]], -9, EndedBy.ITSELF, Answer.NOT_JUDGED, 2),
         ([[RIGHT]], -15, EndedBy.TIME_LIMIT, Answer.RIGHT, 0),
         ([[RIGHT]], -2, EndedBy.USER, Answer.RIGHT, 130),
         ([[WRONG]], -2, EndedBy.USER, Answer.WRONG, 1),
@@ -96,6 +96,16 @@ def test_a_script_that_failed_is_said_first():
         ([process(torch="2.13.0")], {}, "no optimizer of torch.optim"),
         ([process(torch="2.13.0", optimizers=1)], {}, "no backward pass"),
         ([process(torch="2.13.0", optimizers=1, passes=9)], {}, "never calls its optimizer's step"),
+        (
+            [process(torch="2.13.0", optimizers=1, passes=9, begun=1)],
+            {},
+            "the first optimizer step raised an error, and no step was completed",
+        ),
+        (
+            [process(torch="2.13.0", optimizers=1, passes=9, begun=1, raised="RuntimeError: no memory")],
+            {"code": 1},
+            "failed in its first optimizer step: exit code 1 (RuntimeError: no memory)",
+        ),
         (
             [process(torch="2.13.0", optimizers=1, passes=9, steps=9)],
             {"options": RecordingOptions(after=10)},

@@ -56,7 +56,7 @@ def words(tmp_path, monkeypatch):
     [
         ([], 0, "RIGHT: 3 steps on 2 ranks"),
         (["inner"], 1, "WRONG: gradients: not synchronised"),
-        (["fails"], 2, "RIGHT: the command failed: exit code 7"),
+        (["fails"], 2, "NOT JUDGED: the command failed: exit code 7"),
     ],
     ids=["right", "wrong", "fails"],
 )

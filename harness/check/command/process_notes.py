@@ -16,7 +16,7 @@ class PythonProcess:
     ``rank`` is what the launcher says, None without one. ``torch`` is the version that it imported, "" if none.
     ``obstacle`` says why nothing could be recorded, "" if nothing prevented it. ``ended`` is False where it was killed,
     and ``raised`` is the exception that ended it, "" if none did. ``optimizers``, ``passes`` and ``steps`` count what
-    the recorder met; they are 0 where it was killed.
+    the recorder met, and ``begun`` the optimizers that began a step; they are 0 where it was killed.
     """
 
     pid: int
@@ -30,6 +30,7 @@ class PythonProcess:
     optimizers: int = 0
     passes: int = 0
     steps: int = 0
+    begun: int = 0
 
 
 def read_processes(folder: Path, ended: Sequence[int] = ()) -> list[PythonProcess]:
@@ -66,4 +67,5 @@ def _process(pid: int, facts: Mapping[str, Any]) -> PythonProcess | None:
         facts.get("optimizers", 0),
         facts.get("passes", 0),
         facts.get("steps", 0),
+        facts.get("begun", 0),
     )

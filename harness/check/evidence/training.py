@@ -53,7 +53,8 @@ class Parameter:
 
     ``reduced`` is the dtype in which its gradients are added up over ranks, "" where that is its own. ``sampled``:
     whether it is judged; vectors have nothing of one that is not. ``named``: a module that was called holds it;
-    otherwise its name is its place in the optimizer, which may be another parameter's on another rank.
+    otherwise its name is its place in the optimizer, which may be another parameter's on another rank. ``trained``: it
+    requires a gradient, and is not frozen.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Parameter:
     reduced: str = ""
     sampled: bool = True
     named: bool = True
+    trained: bool = True
 
     @property
     def entries(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from harness.check.judge.advice import AFTER_CLIPPING, with_hint
 from harness.check.judge.noted import Information
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
@@ -21,7 +22,7 @@ def settle(findings: Sequence[Finding]) -> list[Finding]:
     if any(finding.cause == CLIPPED_FIRST for finding in findings):
         # Gradients are judged as they were clipped: of each rank's own samples, since they are reduced only then.
         findings = [
-            replace(one, consequence_of="clipping")
+            replace(with_hint(one, AFTER_CLIPPING), consequence_of="clipping")
             if one.check == "gradients" or one.cause == "not-synchronised"
             else one
             for one in findings

@@ -88,6 +88,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         for rank in training.ranks
         for step in rank.steps
         for one in step.parameters
+        if one.trained
     }
     unstepped = {key: size for key, size in _unstepped(training) if key not in entries}
     never = dict.fromkeys(unstepped, NO_STEP)
@@ -105,6 +106,7 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
 
 
 def _share(entries: Mapping[Key, int], why: Mapping[Key, str]) -> Share:
+    why = {key: reason for key, reason in why.items() if key in entries}
     left_out = []
     for reason in dict.fromkeys(why.values()):
         keys = [key for key, value in why.items() if value == reason]

@@ -219,7 +219,8 @@ HYPOTHESES = (
         "they were zeroed, or never kept, before the optimizer stepped", 950),
     GradientMistake("not-synchronised", "sync", _not_synchronised,
         "those of rank {rank}'s own samples",
-        "they were never all-reduced: does the forward go through the DDP object, outside no_sync()?", 695),
+        "they were never all-reduced: call the DistributedDataParallel object and not the module in it, outside "
+        "no_sync()", 695),
     GradientMistake("summed-over-ranks", "averaging", _summed,
         "the sum over {world} ranks, not their mean",
         "the all-reduce, or the loss, is not divided by the world size", 690),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.check.evidence.training import RecordedTraining
+from harness.check.judge.advice import advised
 from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
 from harness.check.judge.gradient_evidence import (
@@ -54,7 +55,7 @@ def judge_gradients(training: RecordedTraining) -> Iterator[Finding]:
     if any(case.parts for case, _, _ in wrong):
         yield not_judged(CHECK, IN_PARTS, wrong[0][0].place)
         return
-    finding = explained(_finding(*wrong[0], wrong), HYPOTHESES, _Wrong(wrong))
+    finding = advised(explained(_finding(*wrong[0], wrong), HYPOTHESES, _Wrong(wrong)), training)
     yield settled(finding, [case for case, _, _ in wrong], training)
 
 

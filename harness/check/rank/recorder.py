@@ -139,6 +139,7 @@ class TrainingRecorder:
         return {
             "optimizers": len(self._optimizers),
             "passes": self._gradients.count,
+            "begun": len(self._steps),
             "steps": sum(self._steps.values()),
             "error": self._error,
         }
@@ -369,6 +370,7 @@ class TrainingRecorder:
                     dtype_name(reduced.get(id(parameter))),
                     self._sample.has(parameter),
                     self._names.knows(parameter),
+                    parameter.requires_grad,
                 )
                 for name, parameter, values in zip(names, parameters, map(as_real, parameters), strict=True)
             ),

@@ -45,7 +45,8 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     if checked.end.by is not EndedBy.ITSELF:
         return f"no optimizer step was complete when the command was ended {_by(checked)}"
     if checked.end.has_failed:
-        return f"the script failed before its first optimizer step: {checked.end.in_words}{_reason(early)}"
+        when = "in" if any(one.begun for one in trained) else "before"
+        return f"the script failed {when} its first optimizer step: {checked.end.in_words}{_reason(early)}"
     return _without_a_step(checked, trained)
 
 
@@ -101,6 +102,8 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
         return (
             f"the script makes an optimizer, but runs no backward pass: does it train with these arguments, {ELSEWHERE}"
         )
+    if any(one.begun for one in trained):
+        return "the first optimizer step raised an error, and no step was completed"
     return "the script runs backward passes, but never calls its optimizer's step"
 
 

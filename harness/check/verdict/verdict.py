@@ -48,7 +48,7 @@ class Verdict:
 
 
 def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdict:
-    """Return the verdict on a command: that of its worst training.
+    """Return the verdict on a command: that of its worst training. One that failed is not right.
 
     ``require_full``: a training that is right in part has the exit code of one that could not be judged.
     """
@@ -62,7 +62,7 @@ def verdict_of(checked: CheckedCommand, *, require_full: bool = False) -> Verdic
             sentence = f"{answers.count(answer)} of {len(answers)} trainings: {sentence}"
     also = list(incidents(checked))
     if answer in (Answer.RIGHT, Answer.RIGHT_IN_PART) and checked.end.has_failed:
-        sentence = f"{also.pop(0)}; until then {sentence}"
+        answer, sentence = Answer.NOT_JUDGED, f"{also.pop(0)}; until then {sentence}"
     return Verdict(answer, sentence, tuple(also), _exit_code(answer, checked, require_full=require_full))
 
 
@@ -139,6 +139,4 @@ def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -
         return INTERRUPTED
     if answer is Answer.RIGHT_IN_PART and require_full:
         return TROUBLE
-    if answer is Answer.NOT_JUDGED or checked.end.has_failed:
-        return TROUBLE
-    return RIGHT
+    return TROUBLE if answer is Answer.NOT_JUDGED else RIGHT

@@ -56,6 +56,7 @@ class ParallelismObserver(Observer):
         self._facts: list[Facts] = []
         self._meshes: list[Facts] = []
         self._groups: list[int] = []
+        self._wrapped = False
         self._counting = False
         self._reduced: dict[int, int] = {}
         self._entries = 0
@@ -69,6 +70,7 @@ class ParallelismObserver(Observer):
         mesh: Any = getattr(torch.distributed, "device_mesh", None)
         wrap(getattr(mesh, "DeviceMesh", None), "__init__", self._around_mesh)
         wrap(torch.distributed, "new_group", self._around_group)
+        wrap(nn.parallel.DistributedDataParallel, "__init__", self._around_wrapper)
         for name in _REDUCTIONS:
             wrap(torch.distributed, name, self._around_reduction)
         for name in _OTHER_COLLECTIVES:
@@ -122,8 +124,16 @@ class ParallelismObserver(Observer):
         self._counting, self._stepping, self._modules = False, False, []
 
     def final_facts(self) -> Facts | None:
-        """Return the modules, meshes of several dimensions, and the sizes of groups that are not the world."""
-        return {"modules": self._facts, "meshes": self._meshes[:32], "groups": sorted(set(self._groups))}
+        """Return the modules, meshes of several dimensions, and the sizes of groups that are not the world.
+
+        ``wrapped``: the script has made a DistributedDataParallel, whether or not it calls that.
+        """
+        return {
+            "modules": self._facts,
+            "meshes": self._meshes[:32],
+            "groups": sorted(set(self._groups)),
+            "wrapped": self._wrapped,
+        }
 
     def _describe(self, module: nn.Module) -> Facts:
         wrapper = self.wrapper_of(module)
@@ -143,6 +153,10 @@ class ParallelismObserver(Observer):
     def _note_mesh(self, mesh: Any) -> None:
         if mesh.mesh.ndim > 1:
             self._meshes.append({"shape": list(mesh.mesh.shape), "names": list(mesh.mesh_dim_names or ())})
+
+    def _around_wrapper(self, original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> None:
+        self._wrapped = True
+        original(wrapper, *args, **kwargs)
 
     def _around_group(self, original: Callable[..., Any], ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         group = original(ranks, *args, **kwargs)
