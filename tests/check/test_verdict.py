@@ -89,7 +89,7 @@ def test_a_script_that_failed_is_said_first():
     [
         ([], {}, "-I, -E and -S keep it out"),
         ([], {"code": 3}, "failed before a Python process loaded the recorder: exit code 3"),
-        ([], {"has_lost_folder": True}, "the folder for evidence was removed while the command ran"),
+        ([], {"has_lost_folder": True}, "the command removed the folder for evidence while it ran"),
         ([process()], {}, "no process of the command imports torch"),
         ([process(raised="NameError: x")], {"code": 1}, "failed before it imported torch: exit code 1 (NameError: x)"),
         ([process(torch="2.3.0", obstacle="torch 2.3.0 is too old: 2.4 is needed")], {}, "torch 2.3.0 is too old"),
@@ -151,7 +151,8 @@ def test_ranks_with_different_numbers_of_steps_are_named():
     uneven = type(one)(type(one.training)(tuple(ranks)), one.findings, one.coverage)
     (said,) = verdict_of(checked(uneven)).incidents
     assert said == (
-        "ranks took different numbers of steps: rank 1 recorded 2, rank 0 4; only those that all have are judged"
+        "ranks took different numbers of steps: rank 1 recorded 2, rank 0 4; only the steps that all ranks took are "
+        "judged"
     )
 
 

@@ -10,6 +10,7 @@ from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding
 from harness.judge.findings import passed
+from harness.report.text import counted
 
 CHECK = "buffers"
 
@@ -44,8 +45,8 @@ def _not_a_number(training: RecordedTraining) -> Finding | None:
             if names:
                 return accuse(
                     CHECK,
-                    f"running statistics hold NaN after the step ({len(names)} buffers)",
-                    "they stay so, and evaluation returns NaN. Did an input or an activation overflow?",
+                    f"running statistics hold NaN after the step ({counted(len(names), 'buffer')})",
+                    "they stay NaN, and so does evaluation; look for an input or an activation that overflows",
                     family="buffers",
                     step=place,
                     rank=rank.rank,
@@ -71,7 +72,7 @@ def _not_broadcast(
         CHECK,
         f"{len(differing)} of {len(forwards[0]['buffers'])} buffers differ between ranks when forward {place} begins "
         f"({norms}), although DistributedDataParallel broadcasts them before it",
-        "are they set in a forward hook, or changed while the wrapper is called?",
+        "look for code that sets them in a forward hook, or while the wrapper is called",
         cause="buffers-not-broadcast",
         family="buffers",
         rank=training.ranks[rank].rank,
@@ -81,12 +82,12 @@ def _not_broadcast(
 
 def _what_ranks_begin_with(compared: int, broadcast: int, differ: int, world: int) -> Finding:
     if not differ:
-        return passed(CHECK, f"all {world} ranks begin {compared} forwards with the same buffers")
+        return passed(CHECK, f"all {world} ranks begin {counted(compared, 'forward')} with the same buffers")
     if broadcast:
         return information(
             CHECK,
-            f"ranks begin the {broadcast} forwards before which buffers are broadcast with the same ones; "
-            f"in {differ} others of {compared} each rank has its own",
+            f"all ranks begin the {broadcast} forwards that follow a broadcast with the same buffers; in {differ} of "
+            f"{compared} forwards each rank has its own",
         )
     return information(
         CHECK,

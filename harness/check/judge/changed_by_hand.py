@@ -34,7 +34,7 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
     """
     check, step = finding.check, finding.step
     if clipped_by_hand(wrong):
-        return information(check, "the script shortens gradients to one length by its own code: clipping by hand", step)
+        return information(check, "the script clips gradients with its own code", step)
     if finding.cause == "not-synchronised" and weights_are_made_equal(training):
         return not_judged(
             check,
@@ -46,8 +46,7 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
         return not_judged(
             check,
             "each rank holds weights of its own and steps with its own gradients: these are several trainings, or "
-            "parts of one model; if all ranks are to train one model, nothing keeps it the same on them: does "
-            "DistributedDataParallel wrap it?",
+            "parts of one model. To train one model on all ranks, wrap it in DistributedDataParallel",
             step,
         )
     if any(map(_moved_between_passes, wrong)):
@@ -59,27 +58,30 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
         )
     hooks = (training.ranks[0].facts.get(PRECISION) or {}).get("hooks")
     if hooks and is_unexplained(finding):
-        why = f"the communication hook {listed(hooks)} changes gradients: they are judged without it only"
+        why = f"the communication hook {listed(hooks)} changes gradients, which can be judged only without it"
         return not_judged(check, why, step)
     if not any(map(_is_changed, wrong)):
         return finding
     if is_unexplained(finding):
-        why = "the script changes gradients by its own code, and the result is no combination that is known"
+        why = (
+            "the script changes gradients with its own code, and the result matches no known combination of the ranks' "
+            "gradients"
+        )
         return not_judged(check, why, step)
     if finding.cause == "some-zero":
-        why = "the script sets the gradients of some parameters to zero by its own code; that may be meant"
+        why = "the script sets the gradients of some parameters to zero with its own code, which may be meant"
         return not_judged(check, why, step)
     if finding.cause not in MULTIPLES:
         return finding
     objectives = list(step_objectives(training.ranks))
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
-        return information(check, "the script multiplies gradients by its own code, as its loss asks for", step)
+        return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
     if objectives and all(abs(one.total / one.factor - 1) <= NEAR for one in objectives):
         return finding  # the losses had the weight 1 in total before
     return not_judged(
         check,
-        f"the script multiplies gradients by its own code ({finding.cause}); whether its loss asks for that is not "
-        "known",
+        f"the script multiplies gradients with its own code ({str(finding.cause).replace('-', ' ')}); whether its loss "
+        "requires that is not known",
         step,
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.check.evidence.training import Facts, RecordedTraining
+from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import (
     Noted,
     failed_observers,
@@ -21,7 +22,7 @@ from harness.check.judge.noted import (
 )
 from harness.check.judge.rank_layout import rank_layout
 from harness.core.finding import Finding
-from harness.judge.findings import failed, passed
+from harness.judge.findings import passed
 from harness.report.text import counted
 
 OBSERVER = "clipping"
@@ -86,7 +87,8 @@ def _before_unscaling(training: RecordedTraining) -> Finding | None:
                 return one.failed(
                     "clipping",
                     f"gradients were clipped to {call['limit']:g} while they were still multiplied by the loss scale "
-                    f"of {call['scale']:g}; call scaler.unscale_(optimizer) before clipping: first seen",
+                    f"of {call['scale']:,g}",
+                    "call scaler.unscale_(optimizer) before clipping",
                     cause="clipped-before-unscaling",
                     family="clipping",
                 )
@@ -105,8 +107,8 @@ def _after_the_step(training: RecordedTraining) -> Finding | None:
             one, call = late[0]
             return one.failed(
                 "clipping",
-                f"gradients are clipped to {call['limit']:g} only after the optimizer's step has used them; clip "
-                "between the last backward pass and the step: first seen before",
+                f"gradients are clipped to {call['limit']:g} only after the optimizer's step has used them",
+                "clip between the last backward pass and the step",
                 cause="not-clipped",
                 family="clipping",
             )
@@ -122,8 +124,8 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
             if early and call["kept"] and not call["late"] and _is_effective(call, one.facts):
                 return one.failed(
                     "clipping",
-                    f"gradients were clipped to {call['limit']:g} before the last backward pass of their step was "
-                    "added to them; clip once, when the window is complete: first seen",
+                    f"gradients were clipped to {call['limit']:g} before the last backward pass of their step",
+                    "clip once, after the last backward pass",
                     cause="clipped-every-micro-batch",
                     family="clipping",
                 )
@@ -146,10 +148,11 @@ def _before_averaging(training: RecordedTraining) -> Finding | None:
             norms = used  # which was computed before, of other gradients
         if norms:
             first = next(iter(ranks.values()))
-            return failed(
+            return accuse(
                 "clipping",
                 f"each rank clipped by a norm of its own ({listed(f'{norm:.6g}' for norm in norms)}), although all of "
-                "them have one gradient; clip by the norm after the all-reduce: first seen",
+                "them step with the same gradient, first",
+                "clip after the all-reduce",
                 cause="clipped-before-averaging",
                 family="clipping",
                 step=first.step.number,
@@ -164,11 +167,11 @@ def _shard_by_shard(training: RecordedTraining) -> Finding | None:
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if factors and max(factors) - min(factors) > rounding:
             first = next(iter(ranks.values()))
-            return failed(
+            return accuse(
                 "clipping",
-                f"each rank's shards were scaled by a factor of their own ({listed(f'{one:.6g}' for one in factors)}); "
-                "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors, or FSDP's own method: "
-                "first seen",
+                f"each rank's shards were scaled by a factor of their own ({listed(f'{one:.6g}' for one in factors)}), "
+                "first",
+                "clip by the norm of all shards together, as clip_grad_norm_ does with DTensors",
                 cause="clipped-shard-by-shard",
                 family="clipping",
                 step=first.step.number,
@@ -184,11 +187,11 @@ def _shards_by_hand(training: RecordedTraining) -> Finding | None:
         factors = [(one.facts["by_hand"] or {"factor": 1.0})["factor"] for one in ranks.values()]
         rounding = max(one.facts["roundings"] for one in ranks.values())
         if len(ranks) == training.world_size and None not in factors and _differ(factors, rounding):
-            return failed(
+            return accuse(
                 "clipping",
                 "the script multiplied each rank's shards by another factor "
-                f"({listed(f'{one:.6g}' for one in factors)}), although they are parts of one gradient; compute one "
-                "factor, from the norm over all shards: first seen",
+                f"({listed(f'{one:.6g}' for one in factors)}), although they are parts of one gradient, first",
+                "compute one factor, from the norm over all shards",
                 cause="clipped-shard-by-shard",
                 family="clipping",
                 step=next(iter(ranks.values())).step.number,
@@ -210,7 +213,8 @@ def _other_length(training: RecordedTraining) -> Finding | None:
                 return one.failed(
                     "clipping",
                     f"clipping to {call['limit']:g} multiplied gradients of norm {norm:.6g} by {call['factor']:.6g} "
-                    f"where {due:.6g} was due; is another norm used, or another function: first seen",
+                    f"where {due:.6g} was due",
+                    "call torch.nn.utils.clip_grad_norm_, or give clip_grads_with_norm_ the norm of all gradients",
                     cause="clipped-to-another-length",
                     family="clipping",
                 )
@@ -285,7 +289,7 @@ def _by_hand(training: RecordedTraining) -> Iterator[Finding]:
         if factor is not None:
             yield information(
                 "clipping",
-                f"between the last backward pass and the step the script itself multiplied all gradients by "
-                f"{factor:.6g}, first at {one.name} on rank {one.rank}",
+                f"the script itself multiplied all gradients by {factor:.6g} between the last backward pass and the "
+                f"step, first at {one.name} on rank {one.rank}",
             )
             return

@@ -37,6 +37,6 @@ def settle(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _no_failure(finding: Finding, origin: str) -> Finding:
-    message = f"{finding.message}; no failure, since none was found in {origin}"
+    message = f"{finding.message}; this is not counted as wrong, because nothing is wrong in {origin}"
     changed = {"outcome": Outcome.PASSED, "message": message, "cause": None, "family": None, "consequence_of": None}
     return Information(**vars(finding) | changed)

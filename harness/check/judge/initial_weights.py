@@ -62,12 +62,12 @@ def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Fi
     size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
     message = f"{what} differ between ranks before the first recorded step, by up to {size}"
     if number:  # they may have been equal once
-        finding = accuse(CHECK, message, f"what happened before step {number}?", family="sync")
+        finding = accuse(CHECK, message, f"look for what changes weights before step {number}", family="sync")
     else:
         finding = accuse(
             CHECK,
             message,
-            "are they broadcast, all of them, at the start, and not changed on one rank afterwards?",
+            "broadcast all of them from one rank before training, and change none on one rank afterwards",
             cause="not-broadcast",
             family="sync",
             parameter=worst.parameter.name,
@@ -90,7 +90,7 @@ def _frozen(training: RecordedTraining) -> Finding | None:
                 CHECK,
                 f"{len(differing)} of {len(frozen)} frozen parameters differ between ranks at the first recorded "
                 "forward, although DistributedDataParallel broadcast them when it was made",
-                "what was loaded or initialised on some ranks after that?",
+                "load and initialise weights before DistributedDataParallel is made",
                 cause="not-broadcast",
                 family="sync",
                 parameter=differing[0],

@@ -32,7 +32,8 @@ def judge_learning_rate(training: RecordedTraining) -> Iterator[Finding]:
     rates = listed(dict.fromkeys(f"{rate:.6g}" for one in steps for rate in one.facts["rates"]))
     if rates and not found:
         where = ", the same on all ranks" if training.world_size > 1 else ""
-        yield passed("learning-rate", f"the recorded steps used the learning rates {rates}{where}")
+        are = "rates are" if "," in rates else "rate is"
+        yield passed("learning-rate", f"in the recorded steps the learning {are} {rates}{where}")
     if not found:
         yield from _notable(training)
 
@@ -49,8 +50,8 @@ def _differ(training: RecordedTraining) -> Finding | None:
                 return other.failed(
                     "learning-rate",
                     f"ranks step with different learning rates: {listed(mine)} on rank {first.rank} and "
-                    f"{listed(theirs)} on rank {other.rank}; does the schedule depend on something that differs "
-                    "between ranks, as a validation loss does? First seen",
+                    f"{listed(theirs)} on rank {other.rank}",
+                    "let the schedule depend on nothing that differs between ranks, such as a validation loss",
                     cause="rates-differ",
                     family="optimizer",
                 )
@@ -74,8 +75,8 @@ def _every_micro_batch(training: RecordedTraining) -> Finding | None:
         if len(window) > 1 and len(between) == len(window) - 1:
             return one.failed(
                 "learning-rate",
-                f"the schedule moved on after each of the {len(window)} backward passes of a step; call "
-                "scheduler.step() after each optimizer step: first seen",
+                f"the schedule moved on after each of the {len(window)} backward passes of a step",
+                "call scheduler.step() after each optimizer step",
                 cause="schedule-stepped-every-micro-batch",
                 family="optimizer",
             )
@@ -94,8 +95,7 @@ def _notable(training: RecordedTraining) -> Iterator[Finding]:
     if moved and all(_before_the_step(one) for one in steps):
         yield information(
             "learning-rate",
-            "the scheduler steps between the backward pass and the optimizer's step, so that the schedule's first rate "
-            "is not used",
+            "the scheduler steps before the optimizer does, so the first rate of the schedule is not used",
         )
     several = next((one for one in moved if len(one.facts["schedule"]) > one.facts["schedulers"]), None)
     if several is not None:

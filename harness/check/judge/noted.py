@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from harness.check.evidence.training import Facts, RecordedStep, RecordedTraining
+from harness.check.judge.accusation import accuse
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.findings import failed
@@ -30,9 +32,11 @@ class Noted:
             return self.step.parameters[number].name
         return f"parameter {number} of the optimizer"
 
-    def failed(self, check: str, observed: str, *, cause: str, family: str) -> Finding:
-        """Return a failure with the place of this step, which follows ``observed`` in the message."""
-        return failed(check, observed, cause=cause, family=family, step=self.step.number, rank=self.rank)
+    def failed(self, check: str, observed: str, hint: str = "", *, cause: str, family: str) -> Finding:
+        """Return a failure: what was observed, that it was first at this step, and what to do."""
+        details: dict[str, Any] = {"step": self.step.number, "rank": self.rank, "cause": cause, "family": family}
+        first = f"{observed}, first"
+        return accuse(check, first, hint, **details) if hint else failed(check, first, **details)
 
 
 def noted(training: RecordedTraining, observer: str) -> Iterator[Noted]:
@@ -85,7 +89,7 @@ def failed_observers(training: RecordedTraining, observer: str, check: str) -> I
     """Yield a finding where an observer came to an early end."""
     for rank in training.ranks:
         if error := (rank.facts.get(observer) or {}).get("error"):
-            yield not_judged(check, f"taking notes failed on rank {rank.rank}: {error}")
+            yield not_judged(check, f"it could not be recorded on rank {rank.rank}: {error}")
             return
 
 

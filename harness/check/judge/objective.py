@@ -54,7 +54,8 @@ def _several_losses(ranks: Sequence[RecordedRank]) -> str | None:
         if not weights:
             return None
         same = abs(weights[-1] - weights[0]) <= EXACT * abs(weights[-1])
-        terms.append(f"{_weight(weights[0])}{'' if same else f' to {_weight(weights[-1])}'} × {function}")
+        weight = _weight(weights[0]) + ("" if same else f" to {_weight(weights[-1])}")
+        terms.append(function if weight == "1" else f"{weight} × {function}")
     return f"The loss of each backward pass is {' + '.join(terms)}."
 
 

@@ -37,8 +37,8 @@ def _differ(training: RecordedTraining) -> Finding | None:
         if all(each for _, _, each in pairs):
             return other.failed(
                 "precision",
-                f"{what} on rank {first.rank} and rank {other.rank}; does a setting of the precision depend on the "
-                "rank? First seen",
+                f"{what} on rank {first.rank} and rank {other.rank}",
+                "use the same precision on all ranks",
                 cause="precisions-differ",
                 family="amp",
             )

@@ -9,6 +9,7 @@ from harness.check.judge.noted import failed_observers, information
 from harness.check.judge.recorded_passes import aligned_forwards
 from harness.core.finding import Finding
 from harness.judge.findings import passed
+from harness.report.text import counted
 
 CHECK = "rng"
 
@@ -29,8 +30,8 @@ def judge_rng(training: RecordedTraining) -> Iterator[Finding]:
     if alike:
         yield information(
             CHECK,
-            f"{alike} of {drawing} forwards that draw random numbers begin with the same generator state on all ranks: "
-            "dropout masks are the same on every rank. Seed each rank with seed + rank for independent ones",
+            f"random generators have the same state on all ranks in {alike} of {counted(drawing, 'forward')}, so "
+            "dropout masks are the same on every rank; seed each rank with seed + rank for independent masks",
         )
     else:
-        yield passed(CHECK, f"ranks draw different random numbers in all {drawing} forwards that draw any")
+        yield passed(CHECK, f"ranks draw different random numbers ({counted(drawing, 'forward')})")

@@ -82,9 +82,9 @@ def different_seeds(training: RecordedTraining) -> Finding | None:
         if alike and shared and one["seed"] != other["seed"]:
             return accuse(
                 CHECK,
-                f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: shards "
-                "are cut out of different orders, so some samples are drawn twice in an epoch and others never",
-                "give the samplers of all ranks one seed",
+                f"the samplers of ranks {left} and {right} have the seeds {one['seed']} and {other['seed']}: their "
+                "shards come from different orders, so an epoch has some samples twice and others not at all",
+                "give the samplers of all ranks the same seed",
                 cause="shards-overlap",
                 family="data",
             )

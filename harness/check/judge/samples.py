@@ -20,6 +20,7 @@ from harness.check.judge.sampler_passes import (
 )
 from harness.core.finding import Finding
 from harness.judge.findings import passed
+from harness.report.text import counted
 
 CHANCE = math.log(1e-8)
 """Logarithm of the probability below which equal rows are no chance."""
@@ -85,8 +86,8 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
     if sampler is None or not sampler["distributed"]:
         return accuse(
             CHECK,
-            f"{observed}, and do the same work {len(ranks)} times",
-            "is there a DistributedSampler, or a seed that differs between ranks?",
+            f"{observed}, so they do the same work {_times(len(ranks))}",
+            "give each rank its own rows with a DistributedSampler, or a seed of its own",
             cause="no-sampler" if len(ranks) == training.world_size else "ranks-alike",
             family="data",
         )
@@ -94,10 +95,14 @@ def _alike(training: RecordedTraining, layout: RankLayout, ranks: list[int]) -> 
     return accuse(
         CHECK,
         f"{observed}, and their samplers are made for {settings}",
-        "does the sampler get the rank, not the local rank?",
+        "pass the rank to the sampler, not the local rank",
         cause="ranks-alike",
         family="data",
     )
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
 
 
 def _innocent(
@@ -105,14 +110,14 @@ def _innocent(
 ) -> str | None:
     """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
     if not layout.is_data_parallel:
-        return f"whether they are meant to is not known: {layout.reason}"
+        return f"whether that is meant is not known: {layout.reason}"
     # A wrapper and what it wraps may both be known as modules: each batch counts once.
     own = [forward for forward in forwards if forward["module"] == forwards[0]["module"]]
     batches = {forward["order"] for forward in own}
     if 2 * len(batches) <= len(own) or len(batches) == 1:
-        return "they are the same batches again and again, which may be meant to be everywhere, as in a benchmark"
+        return "the same batches come again and again, as in a benchmark"
     if _chance(_different_rows(own)) > CHANCE:
-        return "too few rows differ from each other to tell whether the data repeat themselves"
+        return "too few rows differ to tell whether the data themselves repeat"
     targets = {_targets(rank) for rank in ranks}
     if len(targets) > 1:
         return "but their targets differ"
@@ -171,9 +176,9 @@ def _whole_data_everywhere(training: RecordedTraining) -> Finding | None:
         return None
     return accuse(
         CHECK,
-        f"each rank goes through the whole data set in an order of its own: {shared} rows were used on several ranks "
-        "within an epoch",
-        "is there a DistributedSampler?",
+        f"each rank goes through the whole data set in an order of its own: {counted(shared, 'row')} came on several "
+        "ranks in one epoch",
+        "use a DistributedSampler",
         cause="no-sampler",
         family="data",
     )
@@ -214,7 +219,7 @@ def _rows_used(training: RecordedTraining) -> Finding | None:
     """Return what is known about the rows of all ranks: information where something about them is unusual."""
     forwards = [[one for one in _forwards(rank) if "order" in one] for rank in training.ranks]
     if not any(forwards):
-        return not_judged(CHECK, "no tensor went into a tracked module")
+        return not_judged(CHECK, "no recorded module was called with a tensor")
     if training.world_size == 1 or len(training.ranks) < training.world_size:
         return None
     parts = []
@@ -227,13 +232,13 @@ def _rows_used(training: RecordedTraining) -> Finding | None:
     copies = [Counter(row for rows in ranks for row in rows) for ranks in _rows_by_epoch(training)]
     common = sum(times > 1 for epoch in copies for times in epoch.values())
     if common:
-        parts.append(f"{common} rows were used on several ranks")
+        parts.append(f"{counted(common, 'row')} came on several ranks")
     if any(_repeats_an_epoch(own) for own in forwards):
-        parts.append("an epoch has the order of the one before")
-    total = f"({sum(rows)} rows in the recorded steps)"
+        parts.append("an epoch has the same order as the one before")
+    total = f"({sum(rows):,} rows in the recorded steps)"
     if parts:
         return information(CHECK, f"{'; '.join(parts)} {total}")
-    return passed(CHECK, f"no row was used on two ranks in an epoch {total}")
+    return passed(CHECK, f"no row came on two ranks in one epoch {total}")
 
 
 def _repeats_an_epoch(forwards: Sequence[Facts]) -> bool:

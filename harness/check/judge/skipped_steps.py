@@ -10,6 +10,7 @@ from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.noted import Noted, failed_observers, listed, noted, same_parameters, side_by_side
 from harness.core.finding import Finding
 from harness.judge.findings import passed
+from harness.report.text import counted
 
 OBSERVER = "loss-scale"
 CHECK = "skipped-steps"
@@ -24,7 +25,8 @@ def judge_skipped_steps(training: RecordedTraining) -> Iterator[Finding]:
     scaled = [one for one in noted(training, OBSERVER) if one.facts["scaled"]]
     if scaled and not found:
         skipped = sum(one.step.skipped for one in scaled)
-        yield passed(CHECK, f"the GradScaler skipped {skipped} of {len(scaled)} steps, over all ranks")
+        over = " over all ranks" if training.world_size > 1 else ""
+        yield passed(CHECK, f"the GradScaler skipped {skipped} of {counted(len(scaled), 'step')}{over}")
 
 
 def _on_some_ranks(training: RecordedTraining) -> Finding | None:
@@ -33,8 +35,8 @@ def _on_some_ranks(training: RecordedTraining) -> Finding | None:
         if 0 < len(skipped) < len(ranks) and same_parameters(ranks.values()):
             return _failed(
                 f"the GradScaler skipped a step on rank {listed(skipped)} but not on "
-                f"{listed(rank for rank in ranks if rank not in skipped)}, so that their weights are no longer the "
-                "same; all ranks must see each other's infinities (average scaled gradients before they are unscaled)",
+                f"{listed(rank for rank in ranks if rank not in skipped)}, so their weights differ from then on",
+                "average scaled gradients over ranks before they are unscaled, so that all ranks see an infinity",
                 ranks[skipped[0]],
                 "skipped-on-some-ranks",
             )
@@ -47,7 +49,8 @@ def _moved(training: RecordedTraining) -> Finding | None:
         if one.step.skipped and any(moved.values()):
             what = f"{moved['weights']} parameters" if moved["weights"] else "the optimizer's state"
             return _failed(
-                f"the GradScaler skipped a step, but {what} changed; a skipped step must change nothing",
+                f"the GradScaler skipped a step, but {what} changed",
+                "change nothing in a step that is skipped",
                 one,
                 "moved-when-skipped",
             )
@@ -60,6 +63,7 @@ def _for_nothing(training: RecordedTraining) -> Finding | None:
         if not sum(one.facts.get("found", 0) + one.facts["bad"] for one in ranks.values()):
             return _failed(
                 "the GradScaler skipped a step although every gradient was finite",
+                "",
                 ranks[min(ranks)],
                 "skipped-for-nothing",
             )
@@ -76,8 +80,9 @@ def _without_overflow(training: RecordedTraining) -> Finding | None:
         for one in ranks.values():
             if (name := _infinite_where_passes_are_not(one.step)) is not None:
                 return _failed(
-                    f"the GradScaler skipped a step as the gradient of {name} is not finite, but what the backward "
-                    "passes of that step computed is, on every rank; set gradients to zero after a skipped step too",
+                    f"the GradScaler skipped a step because the gradient of {name} is not finite, but its backward "
+                    "passes computed finite gradients on every rank",
+                    "call zero_grad() after a skipped step too",
                     one,
                     "skipped-without-overflow",
                 )
@@ -127,13 +132,14 @@ def _not_finite(training: RecordedTraining) -> Finding | None:
                 else "look for the first operation that is not finite (torch.autograd.detect_anomaly)"
             )
             return _failed(
-                f"the optimizer stepped with {one.facts['bad']} gradients that are not finite, and {broken} parameters "
-                f"are not finite since; {hint}",
+                f"gradients with which the optimizer stepped ({one.facts['bad']}) and parameters after the step "
+                f"({broken}) are not finite",
+                hint,
                 one,
                 "not-finite",
             )
     return None
 
 
-def _failed(observed: str, one: Noted, cause: str) -> Finding:
-    return one.failed(CHECK, f"{observed}: first seen", cause=cause, family="amp")
+def _failed(observed: str, hint: str, one: Noted, cause: str) -> Finding:
+    return one.failed(CHECK, observed, hint, cause=cause, family="amp")

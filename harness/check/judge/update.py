@@ -11,12 +11,14 @@ from functools import cached_property
 import torch
 
 from harness.check.evidence.training import RecordedTraining
+from harness.check.judge.accusation import accuse
 from harness.check.judge.noted import Noted, information, listed, not_judged, noted, side_by_side
 from harness.core.finding import Finding
 from harness.core.outcome import Outcome
 from harness.judge.causes.hypothesis import CountedCase, Hypothesis, Match, explained, holds
-from harness.judge.findings import compare_with_one, failed, with_parameters
+from harness.judge.findings import compare_with_one, with_parameters
 from harness.judge.oracle.noise import Deviation, in_noise, largest, limit
+from harness.report.text import counted
 
 OBSERVER = "update"
 NOT_MOVED = "it was not due to move in the recorded steps"
@@ -244,9 +246,9 @@ def _shared_memory(training: RecordedTraining) -> Finding | None:
             count = sum(len(sharing) > 1 for sharing in holders.values())
             return first.failed(
                 "update",
-                f"ranks {listed(together)} have {count} parameters in the same memory, and each of them takes the "
-                "optimizer's step there, so that every update is applied once a rank; give each rank a model of its "
-                "own (a model passed to torch.multiprocessing.spawn is shared): first seen",
+                f"ranks {listed(together)} have {counted(count, 'parameter')} in the same memory, so every update is "
+                "applied once for each rank",
+                "give each rank a model of its own; torch.multiprocessing.spawn shares a model that is passed to it",
                 cause="applied-once-a-rank",
                 family="averaging",
             )
@@ -266,10 +268,11 @@ def _stepped_again(training: RecordedTraining) -> Finding | None:
                 last[step.optimizer] = received
             quiet = step.optimizer in followed and not (step.skipped or step.passes or step.other_passes)
             if quiet and before is not None and bool(received.any()) and torch.equal(received, before):
-                return failed(
+                return accuse(
                     "steps",
                     "the optimizer stepped once more with the gradient of its last step, without a backward pass in "
-                    "between; is optimizer.step() called twice, or besides scaler.step()? First seen",
+                    "between, first",
+                    "call optimizer.step() once, and not besides scaler.step()",
                     cause="stepped-without-a-batch",
                     family="optimizer",
                     step=step.number,

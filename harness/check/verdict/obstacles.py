@@ -14,16 +14,13 @@ from harness.report.text import counted, in_words, shortened
 MEMORY = "the kernel killed a process meanwhile because the machine, or its control group, was out of memory"
 
 KEPT_OUT = "a container, a cleared environment or Python's -I, -E and -S keep it out"
-ELSEWHERE = "or do processes train that it starts with another PYTHONPATH, or without PLUMBLINE_CHECK?"
+ELSEWHERE = "and pass PYTHONPATH and PLUMBLINE_CHECK on to every process that trains"
 
 
 def why_nothing_was_recorded(checked: CheckedCommand) -> str:
     """Return why a command left no optimizer step."""
     if checked.has_lost_folder:
-        return (
-            "the folder for evidence was removed while the command ran: does it clear the temporary folder? Name "
-            "another one with TMPDIR"
-        )
+        return "the command removed the folder for evidence while it ran: set TMPDIR to a folder that it does not clear"
     if checked.full_folder is not None:
         return f"there is no room left in {checked.full_folder}: make room, or name another folder with TMPDIR"
     if not checked.processes and checked.end.has_failed:
@@ -32,10 +29,7 @@ def why_nothing_was_recorded(checked: CheckedCommand) -> str:
             f"Python, {KEPT_OUT}"
         )
     if not checked.processes:
-        return (
-            f"no Python process of the command has loaded the recorder: {KEPT_OUT}; does the command run Python 3.6 "
-            "or newer?"
-        )
+        return f"no Python process of the command has loaded the recorder: {KEPT_OUT}; Python 3.6 or newer is needed"
     trained = [one for one in checked.processes if one.torch]
     early = [one for one in checked.processes if one.raised or not one.ended]
     if not trained:
@@ -86,7 +80,7 @@ def _before_torch(checked: CheckedCommand, early: Sequence[PythonProcess]) -> st
         return f"no process had imported torch when the command was ended {_by(checked)}"
     if checked.end.has_failed:
         return f"the script failed before it imported torch: {checked.end.in_words}{_reason(early)}"
-    return f"no process of the command imports torch: is this the command that starts the training, {ELSEWHERE}"
+    return f"no process of the command imports torch: put the command that starts the training after --, {ELSEWHERE}"
 
 
 def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -> str:
@@ -100,7 +94,8 @@ def _without_a_step(checked: CheckedCommand, trained: Sequence[PythonProcess]) -
         return "the script makes no optimizer of torch.optim: only what an optimizer receives and does can be judged"
     if not any(one.passes for one in trained):
         return (
-            f"the script makes an optimizer, but runs no backward pass: does it train with these arguments, {ELSEWHERE}"
+            "the script makes an optimizer, but runs no backward pass: give it the arguments with which it trains, "
+            f"{ELSEWHERE}"
         )
     if any(one.begun for one in trained):
         return "the first optimizer step raised an error, and no step was completed"
@@ -114,13 +109,13 @@ def _of_training(checked: CheckedCommand, one: CheckedTraining) -> Iterator[str]
         missing = sorted(set(range(training.world_size)) - set(counts))
         yield (
             f"rank {_listed(missing)} of {training.world_size} left no step; if these ranks are on other machines, "
-            "name a folder that all machines share with TMPDIR"
+            "set TMPDIR to a folder that all machines share"
         )
     if len(set(counts.values())) > 1:
         least, most = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         yield (
             f"ranks took different numbers of steps: rank {least} recorded {counts[least]}, rank {most} "
-            f"{counts[most]}; only those that all have are judged"
+            f"{counts[most]}; only the steps that all ranks took are judged"
         )
     elif (steps := describe(training).steps) < options.steps:
         yield f"{steps} of {options.steps} steps were taken before the script ended"

@@ -30,7 +30,7 @@ Keeps = Callable[[Tensor], bool]
 
 K = TypeVar("K")
 
-NOT_REPEATABLE = "its forward does not depend on its recorded inputs alone, since it gave something else when run again"
+NOT_REPEATABLE = "its forward gave another result when it was run again with the same inputs"
 
 COMPILED_DRAWS = (
     "it is compiled, and compiled code draws other random numbers, as for dropout, than the same code run again as it "
