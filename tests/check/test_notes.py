@@ -203,6 +203,7 @@ class Experts(nn.Module):
         self.entropy = -(shares * shares.log()).sum(1).mean()
         if self.returned is None:
             self.aux_loss = balance
+            self.losses_of_parts = {"first": shares[:, 0].square().mean()}
         return {None: outputs, "tuple": (outputs, balance), "dict": {"logits": outputs, "aux": balance}}[self.returned]
 
 
@@ -210,11 +211,12 @@ def experts(returned=None, *, used=False):
     model = Experts(returned)
 
     def loss():
-        made = model(torch.randn(8, 6))
-        outputs, balance = (
-            (made, model.aux_loss) if returned is None else made if returned == "tuple" else made.values()
-        )
-        return cross_entropy(outputs, torch.randint(6, (8,))) + (0.1 * balance if used else 0)
+        made, targets = model(torch.randn(8, 6)), torch.randint(6, (8,))
+        if returned is None:
+            parts = [model.aux_loss, model.losses_of_parts["first"]]
+            return cross_entropy(made, targets) + (sum(parts) if used else 0)
+        outputs, balance = made if returned == "tuple" else made.values()
+        return cross_entropy(outputs, targets) + (0.1 * balance if used else 0)
 
     fit(model, loss)
 
@@ -256,14 +258,14 @@ def the_models_loss():
 @pytest.mark.parametrize(
     ("returned", "name"),
     [
-        (None, "Experts.aux_loss"),
+        (None, "Experts.aux_loss, Experts.losses_of_parts"),
         ("tuple", "output 1 of Experts"),
         ("dict", "aux in the output of Experts"),
     ],
 )
 def test_an_auxiliary_loss_that_no_backward_pass_uses_is_told(notes, returned, name):
     (said,) = notes(experts, returned)
-    assert said.startswith(f"The model computes {name} with gradients, but no recorded backward pass uses it.")
+    assert said.startswith(f"The model computes {name} with gradients, but no recorded backward pass uses")
 
 
 RIGHT = [

@@ -73,7 +73,7 @@ def test_a_mistake_is_named_and_nothing_else_is(trainings: Mapping[str, Recorded
 
 def test_equal_dropout_masks_are_told_and_are_no_failure(trainings: Mapping[str, RecordedTraining]) -> None:
     (finding,) = judge_rng(trainings["right_accumulation"])
-    assert "the same generator state on all ranks" in finding.message
+    assert "the same state on all ranks" in finding.message
 
 
 def test_the_objective_counts_every_term_of_a_step(trainings: Mapping[str, RecordedTraining]) -> None:

@@ -45,7 +45,7 @@ def _are_lost(one: Noted) -> bool:
         return False
     rows = [row for row in update["parameters"] if one.step.parameters[int(row[0])].dtype in _DTYPES]
     due, made = sum(row[3] ** 2 for row in rows), sum(row[5] for row in rows)
-    return due > 0 and made < due / 2
+    return bool(0 < due > 2 * made)
 
 
 def _warms_up(steps: list[Noted]) -> bool:

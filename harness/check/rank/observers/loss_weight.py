@@ -50,16 +50,19 @@ def _means(node: Any, output: int, factor: float, left: list[int]) -> Iterator[l
     name = type(node).__name__
     following = node.next_functions
     if name in _SAME_VALUES:
-        yield from _means(*following[0], factor, left)
+        (inner, place), *_ = following
+        yield from _means(inner, place, factor, left)
     elif name in _SAME_OUTPUTS:
-        yield from _means(*following[output], factor, left)
+        inner, place = following[output]
+        yield from _means(inner, place, factor, left)
     elif name in ("AddBackward0", "SubBackward0"):
         second = float(node._saved_alpha) * (-1 if name == "SubBackward0" else 1)
         for (inner, place), sign in zip(following, (1.0, second), strict=True):
             if inner is not None:
                 yield from _means(inner, place, factor * sign, left)
     elif (constant := _constant(node, name)) is not None:
-        yield from _means(*next(one for one in following if one[0] is not None), factor * constant, left)
+        inner, place = next(one for one in following if one[0] is not None)
+        yield from _means(inner, place, factor * constant, left)
     else:
         yield _counted(node, name, abs(factor))
 

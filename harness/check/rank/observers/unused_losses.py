@@ -75,12 +75,11 @@ class UnusedLossObserver(Observer):
 
     def _look(self, tensors: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else [one for one in tensors if isinstance(one, Tensor)]
-        held = dict(_held(self._roots))
+        held = list(_held(self._roots))
         reached, calls = _reached([one.grad_fn for one in roots if one.grad_fn is not None])
-        known = set(map(id, held.values()))
-        for call in calls:
-            held.update((name, node) for name, node in _returned(call) if id(node) not in known)
-        for name, node in held.items():
+        known = {id(node) for _, node in held}
+        returned = [(name, node) for call in calls for name, node in _returned(call) if id(node) not in known]
+        for name, node in [*held, *returned]:
             (self._used if _is_used(node, reached) else self._unused).add(name)
 
 
@@ -90,10 +89,15 @@ def _held(roots: Iterable[nn.Module]) -> Iterator[tuple[str, Any]]:
         for path, module in root.named_modules():
             for name, value in {**vars(module), **module._buffers}.items():
                 if _is_auxiliary(name):
-                    values = value if isinstance(value, (list, tuple)) else [value]
-                    for one in values.values() if isinstance(value, dict) else values:
+                    for one in _parts(value):
                         if isinstance(one, Tensor) and one.numel() == 1 and not _has_labels(one.grad_fn):
                             yield f"{path}.{name}" if path else f"{type(root).__name__}.{name}", one.grad_fn
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, (list, tuple)) else [value]
 
 
 def _returned(call: Any) -> Iterator[tuple[str, Any]]:

@@ -255,12 +255,14 @@ def differentiable(output: Any) -> list[Tensor]:
 
 def _scalars(output: Any, outputs: Sequence[Tensor]) -> dict[int, str | int]:
     """Return the places of single numbers among the tensors of an output, each with its key, field or place in it."""
-    parts = enumerate(output) if isinstance(output, (list, tuple)) and not hasattr(output, "_fields") else ()
-    if hasattr(output, "_asdict"):
-        parts = output._asdict().items()
-    elif isinstance(output, Mapping):
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(output, Mapping):
         parts = output.items()
-    elif hasattr(output, "__dict__"):
+    elif hasattr(output, "_asdict"):
+        parts = output._asdict().items()
+    elif isinstance(output, (list, tuple)):
+        parts = enumerate(output)
+    elif not isinstance(output, Tensor) and hasattr(output, "__dict__"):
         parts = vars(output).items()
     named = {id(one): name for name, one in parts if isinstance(one, Tensor) and one.numel() == 1}
     return {place: named[id(one)] for place, one in enumerate(outputs) if id(one) in named}
