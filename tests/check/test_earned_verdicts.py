@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.functional import cross_entropy
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.check.verdict.verdict import Answer, answer_of, sentence_on
@@ -30,7 +30,7 @@ def fit(model, *optimizers, classes=4, after_backward=lambda: None, same_data=Fa
     torch.manual_seed(0 if same_data else 100 + dist.get_rank())
     for _ in range(STEPS):
         model.zero_grad()
-        cross_entropy(model(torch.randn(8, 6)), torch.randint(classes, (8,))).backward()
+        functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(classes, (8,))).backward()
         after_backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -215,7 +215,7 @@ def test_ranks_that_divide_the_optimizer_and_share_the_weights_are_not_accused(j
         torch.manual_seed(100 + dist.get_rank())
         for _ in range(STEPS):
             model.zero_grad()
-            cross_entropy(model(torch.randn(8, 6)), torch.randint(4, (8,))).backward()
+            functional.cross_entropy(model(torch.randn(8, 6)), torch.randint(4, (8,))).backward()
             optimizer.step()
             share()
 
@@ -348,6 +348,27 @@ def test_updates_that_communicate_are_not_in_the_share_of_what_was_judged(judged
     assert answer is Answer.RIGHT_IN_PART
     assert sentence.startswith("100 % of gradients, 12.2 % of updates judged")
     assert [one.why for one in training.coverage.updates.left_out] == ["its step communicates with other ranks"]
+
+
+def test_gradients_divided_by_hand_are_right_although_some_are_zero_at_first(judged):
+    def train():
+        model = small()
+        nn.init.zeros_(model[4].weight)
+        wrapped = DistributedDataParallel(model)
+        optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in (model[4], model[:4])]
+        torch.manual_seed(100 + dist.get_rank())
+        for _ in range(STEPS):
+            wrapped.zero_grad()
+            with wrapped.no_sync():
+                functional.cross_entropy(wrapped(torch.randn(8, 6)), torch.randint(4, (8,))).backward()
+            functional.cross_entropy(wrapped(torch.randn(8, 6)), torch.randint(4, (8,))).backward()
+            for one in wrapped.parameters():
+                one.grad /= 2
+            for optimizer in optimizers:
+                optimizer.step()
+
+    _, answer, sentence = judged(train)
+    assert answer is Answer.RIGHT, sentence
 
 
 @pytest.mark.parametrize("together", [True, False])

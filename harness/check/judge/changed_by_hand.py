@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -73,7 +74,8 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
         return not_judged(check, why, step)
     if finding.cause not in MULTIPLES:
         return finding
-    objectives = list(step_objectives(training.ranks))
+    # Of a step without any gradient but zeros no factor is known, and none is needed.
+    objectives = [one for one in step_objectives(training.ranks) if math.isfinite(one.factor)]
     if objectives and all(abs(one.total - 1) <= NEAR for one in objectives):
         return information(check, "the script multiplies gradients with its own code, as its loss requires", step)
     if objectives and all(abs(one.total / one.factor - 1) <= NEAR for one in objectives):

@@ -100,7 +100,7 @@ def coverage_lines(coverage: Coverage, truth: str) -> Iterator[str]:
         for one in share.left_out:
             yield f"{what} not judged: {_left_out(one, share)}"
     unseen = {name for one in gradients.left_out for name in one.names}
-    for one in replays.left_out if replays.entries else ():
+    for one in replays.left_out:
         if not unseen.issuperset(one.names) and one.why != NO_REPLAY:
             yield f"not computed again: {_left_out(one, replays)}"
 
