@@ -84,6 +84,16 @@ class Drawing(nn.Module):
         return self.dropout(F.gumbel_softmax(z)) + torch.empty(4).uniform_()
 
 
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h * torch.rand(h.shape, generator=self.generator)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, *, reentrant: bool) -> None:
         super().__init__()
@@ -171,6 +181,7 @@ EXAMPLES = {
     "transformer": Example(_transformer, (3, 5, 8)),
     "casting": Example(Casting),
     "drawing": Example(Drawing),
+    "own-generator": Example(OwnGenerator),
     "checkpoint": Example(lambda: Checkpointed(reentrant=False)),
     "reentrant-checkpoint": Example(lambda: Checkpointed(reentrant=True)),
     "lists": Example(Lists),

@@ -87,6 +87,17 @@ def by_hand(block, x, *, preserves):
     return ByHand.apply(block, preserves, x)
 
 
+class Jittering(nn.Module):
+    """Draws from a generator of its own, as routers of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.generator = nn.Linear(8, 8), torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return self.layer(x) * torch.rand(x.shape, generator=self.generator)
+
+
 class Net(nn.Module):
     def __init__(self, block=dropping, run=None, **options):
         super().__init__()
@@ -199,6 +210,7 @@ WRONG = {
         partial(train, lambda: Net(use_reentrant=True), before_backward=lambda model: model.eval()),
     ),
     "by hand": (REDRAWN, partial(train, lambda: Net(run=partial(by_hand, preserves=False)))),
+    "a generator of the script's": ("recomputed-differently", partial(train, lambda: Net(Jittering))),
     "what depends on the backward pass": (
         "recomputed-differently",
         partial(train, lambda: Net(lambda: Scaling(lambda: float(torch._C._current_graph_task_id() != -1)))),

@@ -15,16 +15,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RandomState:
-    """The states of torch's, Python's and, where it was imported, numpy's generators."""
+    """The states of torch's, Python's and, where it was imported, numpy's generators, and of others by themselves."""
 
     cpu: Tensor
     cuda: tuple[tuple[int, Tensor], ...]
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
+    others: tuple[tuple[torch.Generator, Tensor], ...] = ()
 
     @classmethod
-    def now(cls, devices: Iterable[torch.device]) -> RandomState:
-        """Return the present states: those of the cpu, and of each CUDA device among ``devices``."""
+    def now(cls, devices: Iterable[torch.device], others: Iterable[torch.Generator] = ()) -> RandomState:
+        """Return the present states: of the cpu, of each CUDA device among ``devices``, and of ``others``."""
         indices = sorted({_index(device) for device in devices if device.type == "cuda"})
         numpy = _numpy_random()
         return cls(
@@ -32,6 +33,7 @@ class RandomState:
             tuple((index, torch.cuda.get_rng_state(index)) for index in indices),
             random.getstate(),
             None if numpy is None else numpy.get_state(),
+            tuple((one, one.get_state()) for one in others),
         )
 
     def set(self) -> None:
@@ -42,12 +44,15 @@ class RandomState:
         random.setstate(self.python)
         if self.numpy is not None:
             _numpy_random().set_state(self.numpy)
+        for one, state in self.others:
+            one.set_state(state)
 
 
 @contextmanager
 def drawn_from(state: RandomState) -> Iterator[None]:
     """Draw from these states inside the block; after it the generators are as they were."""
-    before = RandomState.now(torch.device("cuda", index) for index, _ in state.cuda)
+    devices = (torch.device("cuda", index) for index, _ in state.cuda)
+    before = RandomState.now(devices, (one for one, _ in state.others))
     state.set()
     try:
         yield

@@ -80,7 +80,7 @@ def replay(
     chosen = [leaf for parameter, leaf in own if leaf.requires_grad and copies.keeps(parameter)]
     state, mode = copies.state(call.module), _mode(call, precision, drawn)
     try:
-        with _conditions(call, precision), _repeated_draws(mode) if forward_draws else contextlib.nullcontext():
+        with _conditions(call, precision, mode), _repeated_draws(mode) if forward_draws else contextlib.nullcontext():
             return _run(call, state, _replacement(call, precision, leaves), own, chosen, receive, mode)
     except (CannotReplayError, UnknownDrawError):
         raise
@@ -95,7 +95,6 @@ def replay(
         why = f"{call.name}: running it again in {precision.value} failed: {_sentence(error)}"
         raise CannotReplayError(why) from error
     finally:
-        mode.put_back()
         state.restore()
 
 
@@ -220,12 +219,13 @@ def _received(wanted: list[tuple[nn.Parameter, nn.Parameter]], number: int, rece
 
 
 @contextlib.contextmanager
-def _conditions(call: TrackedCall, precision: ReplayPrecision) -> Iterator[None]:
+def _conditions(call: TrackedCall, precision: ReplayPrecision, mode: NativeMode | WideMode) -> Iterator[None]:
     """Provide what a forward depends on beside its module, and keep what it prints to itself."""
     native = precision is ReplayPrecision.NATIVE
     default = precision.wide(call.default_dtype)
     with contextlib.ExitStack() as stack:
         stack.enter_context(drawn_from(call.random))
+        stack.callback(mode.put_back)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_default_dtype(default))
         stack.enter_context(autocast(call.autocast, enabled=native))

@@ -179,7 +179,7 @@ class TrackedCalls:
             module=module,
             args=recorded_args,
             kwargs=recorded_kwargs,
-            random=RandomState.now(devices),
+            random=RandomState.now(devices, _generators(module)),
             autocast=AutocastState.now(one.type for one in devices if one.type != "meta"),
             default_dtype=torch.get_default_dtype(),
             training=tuple((one, one.training) for one in module.modules()),
@@ -273,6 +273,12 @@ def _copy(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _generators(module: nn.Module) -> list[torch.Generator]:
+    """Return the generators that a module and its submodules have as attributes."""
+    values = (value for one in module.modules() for value in vars(one).values())
+    return list({id(value): value for value in values if isinstance(value, torch.Generator)}.values())
 
 
 def _obstacle(module: nn.Module, parameters: Iterable[Tensor], sharded: set[int]) -> str:
