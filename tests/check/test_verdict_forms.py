@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.check.judge.noted import headline_note, information
+from harness.check.report.annotations import check_sarif
 from harness.check.report.json_file import as_json
 from harness.check.report.page import verdict_page
 from harness.check.report.terminal import verdict_screen
@@ -125,6 +126,14 @@ def test_json_has_every_field_of_every_finding():
     assert (second["ranks"], second["steps"], second["optimizers"]) == (1, 4, ["an optimizer", "an optimizer"])
     assert second["coverage"]["replayed"] == 0.75
     assert (second["coverage"]["compared"], second["coverage"]["updates"]) == (1, 1)
+
+
+def test_every_answer_has_a_page_and_annotations():
+    for one in (training(RIGHT), training(RIGHT, moved=(0,)), training(NOT_JUDGED), training(WRONG)):
+        command = checked(one)
+        verdict = verdict_of(command)
+        assert verdict.answer.value in page(command).lower()
+        assert verdict.answer.value in check_sarif(command, verdict)
 
 
 def test_a_page_works_offline():

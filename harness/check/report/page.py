@@ -20,8 +20,8 @@ from harness.core.finding import Finding
 from harness.report.html.environment import page_environment
 
 _KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
-_SIGN: Final = {"ok": "good", "right": "good", "wrong": "bad", "not judged": "open", "note": "none"}
-_MARK: Final = {"ok": "✓", "right": "✓", "wrong": "✗", "not judged": "?", "note": "i"}
+_SIGN: Final = {"ok": "good", "right": "good", "right in part": "open", "wrong": "bad", "not judged": "open", "note": "none"}
+_MARK: Final = {"ok": "✓", "right": "✓", "right in part": "◐", "wrong": "✗", "not judged": "?", "note": "i"}
 
 
 @dataclass(frozen=True)
