@@ -230,17 +230,26 @@ class OwnLoss(nn.Module):
 
     def __init__(self, fields):
         super().__init__()
-        self.net, self.fields = nn.Linear(6, 3), fields
+        self.net, self.scale, self.fields = nn.Linear(6, 3), nn.Parameter(torch.ones(3)), fields
 
     def forward(self, inputs, labels):
-        scores = self.net(inputs)
-        loss = cross_entropy(scores, labels)
+        scores = self.net(inputs) * self.scale
+        loss = functional.cross_entropy(scores, labels)
         self.smoothed_loss = 0.9 * loss
         return {"loss": loss, "scores": scores} if self.fields else (scores, loss)
 
 
-def a_loss_of_its_own(fields):
-    model = OwnLoss(fields)
+class OwnLossOfParts(OwnLoss):
+    """Adds something to its loss in place, as models of experts do."""
+
+    def forward(self, inputs, labels):
+        made = super().forward(inputs, labels)
+        made["loss"] += 0.1 * self.net.weight.square().sum()
+        return made
+
+
+def a_loss_of_its_own(fields, model=OwnLoss):
+    model = model(fields)
 
     def loss():
         labels = torch.randint(3, (8,))
@@ -285,6 +294,7 @@ RIGHT = [
     (experts_used, "dict"),
     (a_loss_of_its_own, False),
     (a_loss_of_its_own, True),
+    (a_loss_of_its_own, True, OwnLossOfParts),
     (the_models_loss,),
 ]
 

@@ -114,8 +114,8 @@ class ObjectiveObserver(Observer):
             return
         one = _Call(call, targets.detach(), result.grad_fn)
 
-        def arrived(cotangent: Tensor) -> None:
-            if not is_paused():
+        def arrived(cotangent: Tensor | None) -> None:
+            if cotangent is not None and not is_paused():  # None where what was computed from it is not used
                 one.cotangent = cotangent.detach()
 
         # On the result itself: a division of it in place must not lose the hook.
