@@ -131,17 +131,8 @@ LIBRARIES = (
     ),
     lightning(
         "fabric/reinforcement_learning",
-        f"fabric run --main-port=29517 --accelerator=cpu --strategy=ddp --devices=2 train_fabric.py {PPO}",
-        "PPO: each rank in environments of its own",
-        needs=GAMES,
-        ranks=2,
-        steps=8,
-    ),
-    lightning(
-        "fabric/reinforcement_learning",
         f"torchrun --standalone --nproc-per-node 2 train_torch.py {PPO} --share-data",
         "PPO: each rank trains on a share of what all ranks have played",
-        name="lightning reinforcement-learning torch",
         needs=GAMES,
         ranks=2,
         steps=8,

@@ -9,14 +9,14 @@ from torch.utils.data import Dataset
 class _Pictures(Dataset):
     """Pictures of noise with a brighter band that depends on the label."""
 
-    shape = (3, 32, 32)
+    size = (3, 32, 32)
     classes = 10
 
     def __init__(self, root=None, train=True, transform=None, target_transform=None, download=False, **options):
         count = int(os.environ.get("CHECK_SCRIPTS_SAMPLES", "64")) // (1 if train else 2)
         chance = torch.Generator().manual_seed(1 if train else 2)
         labels = torch.arange(count) % self.classes
-        pictures = torch.randint(0, 200, (count, *self.shape), generator=chance, dtype=torch.uint8)
+        pictures = torch.randint(0, 200, (count, *self.size), generator=chance, dtype=torch.uint8)
         for picture, label in zip(pictures, labels.tolist(), strict=True):
             picture[:, label :: self.classes] += 50
         self.data, self.targets = self.stored(pictures), self.labels(labels)
@@ -42,7 +42,7 @@ class _Pictures(Dataset):
 class MNIST(_Pictures):
     """28 × 28 pixels in grey."""
 
-    shape = (1, 28, 28)
+    size = (1, 28, 28)
 
     def stored(self, pictures):
         """Return a tensor of shape (samples, 28, 28)."""
@@ -68,7 +68,7 @@ class CIFAR10(_Pictures):
 class CelebA(_Pictures):
     """64 × 64 pixels in colour."""
 
-    shape = (3, 64, 64)
+    size = (3, 64, 64)
 
     def __init__(self, root=None, split="train", transform=None, **options):
         super().__init__(root, split == "train", transform)
@@ -78,14 +78,14 @@ class FakeData(_Pictures):
     """Pictures of the size that is asked for, but no more of them than in the other data sets."""
 
     def __init__(self, size=1000, image_size=(3, 224, 224), num_classes=10, transform=None, **options):
-        self.shape, self.classes = tuple(image_size), num_classes
+        self.size, self.classes = tuple(image_size), num_classes
         super().__init__(transform=transform)
 
 
 class ImageFolder(_Pictures):
     """Pictures of 224 × 224 pixels, whatever the folder holds."""
 
-    shape = (3, 224, 224)
+    size = (3, 224, 224)
 
     def __init__(self, root, transform=None, **options):
         super().__init__(root, "val" not in str(root), transform)
