@@ -20,7 +20,7 @@ def lesson(folder: str, covers: str, samples: int = 400, **more: object) -> Scri
     return Script(name, "python main.py", covers, **settings)  # type: ignore[arg-type]
 
 
-def gan(name: str, covers: str, options: str = "", **more: object) -> Script:
+def gan(name: str, covers: str, **more: object) -> Script:
     """Return one of the adversarial networks by eriklindernoren."""
     folder = f"implementations/{name}"
     settings: dict[str, object] = {
@@ -30,7 +30,7 @@ def gan(name: str, covers: str, options: str = "", **more: object) -> Script:
         "needs": PICTURES,
         **more,
     }
-    command = f"python {name}.py --n_epochs 1 --batch_size 8 {options}".strip()
+    command = f"python {name}.py --n_epochs 1 --batch_size 8"
     return Script(f"pytorch-gan {name.replace('_', '-')}", command, covers, **settings)  # type: ignore[arg-type]
 
 
@@ -50,5 +50,4 @@ TEACHING = (
     gan("infogan", "three optimizers, one of which holds the parameters of the other two"),
     gan("acgan", "two losses in one backward pass"),
     gan("aae", "an optimizer over two networks"),
-    gan("softmax_gan", "one output for both networks, and a backward pass with a retained graph"),
 )
