@@ -7,10 +7,10 @@
     python ci/check_scripts.py --part plain                    # no check: do the scripts run, and repeat themselves?
 
 ``ci/check_scripts/`` has the tables: ``published.py``, ``libraries.py``, ``parallel.py`` and ``teaching.py`` (scripts
-of public repositories, whose checkouts lie in FOLDER as ``owner+name``), ``rewritten.py`` (scripts of our own), ``half_judged.py`` (trainings that
-are wrong, or of which not everything can be judged) and ``mistakes.py``. The page counts false praise and false
-accusations. Interpreters that have further packages are named with ``--python``. Exits with 1 where anything is not as
-it should be. For every night; half an hour on two cores, with ``--jobs 2``.
+of public repositories, whose checkouts lie in FOLDER as ``owner+name``), ``rewritten.py`` (scripts of our own),
+``half_judged.py`` (trainings that are wrong, or of which not everything can be judged) and ``mistakes.py``. The page
+counts false praise and false accusations. Interpreters that have further packages are named with ``--python``. Exits
+with 1 where anything is not as it should be. For every night; half an hour on two cores, with ``--jobs 2``.
 """
 
 from __future__ import annotations
