@@ -105,7 +105,7 @@ def nanochat() -> None:
     import tiktoken
     import torch
 
-    special = ("bos", "user_start", "user_end", "assistant_start", "assistant_end")
+    special: tuple[str, ...] = ("bos", "user_start", "user_end", "assistant_start", "assistant_end")
     special += ("python_start", "python_end", "output_start", "output_end")
     letters = tiktoken.Encoding(
         name="bytes",

@@ -20,7 +20,14 @@ from harness.core.finding import Finding
 from harness.report.html.environment import page_environment
 
 _KIND: Final = {"right": "good", "right in part": "unclear", "wrong": "bad", "not judged": "unclear"}
-_SIGN: Final = {"ok": "good", "right": "good", "right in part": "open", "wrong": "bad", "not judged": "open", "note": "none"}
+_SIGN: Final = {
+    "ok": "good",
+    "right": "good",
+    "right in part": "open",
+    "wrong": "bad",
+    "not judged": "open",
+    "note": "none",
+}
 _MARK: Final = {"ok": "✓", "right": "✓", "right in part": "◐", "wrong": "✗", "not judged": "?", "note": "i"}
 
 
