@@ -13,7 +13,7 @@ from harness.check.judge.ranks_agree import must_agree
 from harness.check.judge.recorded_weights import (
     RankWeights,
     common_steps,
-    kinds,
+    differing_parameters,
     of_all,
     reduced_parameters,
     weights_at,
@@ -46,8 +46,8 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
             yield _failure(accused, len(weights), place, step.number)
             return
         if differing:
-            what = kinds([one.parameter.name for one in differing], len(weights))
-            yield information(CHECK, f"{what} differ between ranks at the first recorded step; {layout.reason}")
+            what = differing_parameters([one.parameter.name for one in differing], len(weights))
+            yield information(CHECK, f"{what} between ranks at the first recorded step; {layout.reason}")
             return
     frozen = _frozen(training) if layout.is_data_parallel else None
     if frozen is not None:
@@ -58,9 +58,9 @@ def judge_initial_weights(training: RecordedTraining) -> Iterator[Finding]:
 
 def _failure(accused: list[RankWeights], of: int, place: int, number: int) -> Finding:
     worst = max(accused, key=lambda one: one.distance)
-    what = kinds([one.parameter.name for one in accused], of)
+    what = differing_parameters([one.parameter.name for one in accused], of)
     size = f"{worst.distance:.2g} of the norm" if worst.distance < float("inf") else "by an unknown distance"
-    message = f"{what} differ between ranks before the first recorded step, by up to {size}"
+    message = f"{what} between ranks before the first recorded step, by up to {size}"
     if number:  # they may have been equal once
         finding = accuse(CHECK, message, f"look for what changes weights before step {number}", family="sync")
     else:

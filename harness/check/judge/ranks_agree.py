@@ -13,7 +13,7 @@ from harness.check.judge.rank_layout import RankLayout, rank_layout
 from harness.check.judge.recorded_weights import (
     RankWeights,
     common_steps,
-    kinds,
+    differing_parameters,
     of_all,
     reduced_parameters,
     weights_at,
@@ -88,8 +88,8 @@ def _failure(
             rank=skipped[0],
         )
     worst = max(accused, key=lambda one: one.distance)
-    what = kinds([one.parameter.name for one in accused], of)
-    message = f"{what} differ between ranks after the step, by up to {worst.distance:.2g} of the norm"
+    what = differing_parameters([one.parameter.name for one in accused], of)
+    message = f"{what} between ranks after the step, by up to {worst.distance:.2g} of the norm"
     where: dict[str, Any] = {"step": place, "parameter": worst.parameter.name}
     if any(one.differ("before") for one in accused):
         if first:

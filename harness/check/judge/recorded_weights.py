@@ -143,10 +143,10 @@ def of_all(compared: int, every: int) -> str:
     return counted(compared, "parameter") if compared == every else f"{compared} of {counted(every, 'parameter')}"
 
 
-def kinds(names: list[str], of: int) -> str:
-    """Return how many parameters these are, and of which kind: ``3 of 12 parameters (all of them biases)``."""
+def differing_parameters(names: list[str], of: int) -> str:
+    """Return how many parameters differ, and of which kind: ``3 of 12 parameters (all of them biases) differ``."""
     if len(names) == of:
-        return f"all {of} parameters"
+        return "the only parameter differs" if of == 1 else f"all {of:,} parameters differ"
     biases = all(name.endswith("bias") for name in names)
     which = "" if not biases else " (a bias)" if len(names) == 1 else " (all of them biases)"
-    return f"{len(names)} of {of} parameters{which}"
+    return f"{len(names):,} of {of:,} parameters{which} {'differs' if len(names) == 1 else 'differ'}"
