@@ -283,6 +283,57 @@ def test_only_where_the_forward_communicates_are_other_weights_on_each_rank_expe
         assert causes(training) == {"some-parameters-not-synchronised"}
 
 
+class SplitByHand(nn.Module):
+    """A layer of which each rank has a half; nobody adds up the gradient of what goes into both halves."""
+
+    def __init__(self, apart):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 8)
+        torch.manual_seed(1 + apart * dist.get_rank())
+        self.up, self.down = nn.Linear(8, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, inputs):
+        return AddUp.apply(self.down(self.up(self.first(inputs)).tanh()))
+
+
+class AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values):
+        values = values.clone()
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["other-halves", "equal-halves"])
+def test_halves_of_a_layer_are_not_praised_even_where_they_begin_equal(judged, apart):
+    def train():
+        model = SplitByHand(apart)
+        fit(model, torch.optim.SGD(model.parameters(), 0.1), same_data=True)
+
+    _, answer, _ = judged(train)
+    assert answer is Answer.NOT_JUDGED
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["of-the-same-weights", "of-another-model"])
+def test_an_optimizer_that_begins_after_the_recorded_steps_is_left_out_of_the_share(judged, shared):
+    def train():
+        model = small()
+        fit(model, torch.optim.SGD(model[4].parameters(), 0.1))
+        later = model if shared else small()
+        fit(later, torch.optim.SGD(later.parameters(), 0.1))
+
+    training, answer, sentence = judged(train, ranks=1)
+    assert answer is Answer.RIGHT_IN_PART
+    assert sentence.startswith("18 % of gradients and updates judged")
+    assert "began after the recorded steps" in training.coverage.gradients.left_out[0].why
+    assert not shared or not any("in no optimizer" in one.message for one in training.findings)
+
+
 @pytest.mark.parametrize(
     ("classes", "rate", "sentence"), [(1, 0.1, "every gradient was zero"), (4, 0.0, "is the learning rate 0?")]
 )

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
-from harness.check.judge.gradient_evidence import NOT_FINITE, REDUCED_IN_STEP, GradientEvidence, gradient_evidence
+from harness.check.judge.gradient_evidence import (
+    ALIKE_PARTS,
+    NOT_FINITE,
+    REDUCED_IN_STEP,
+    GradientEvidence,
+    gradient_evidence,
+)
 from harness.check.judge.recomputation import recomputed_unjudged
 from harness.check.judge.update import NOT_MOVED, Key, replayed_updates
 from harness.core.finding import Finding
@@ -17,6 +23,7 @@ from harness.core.outcome import Outcome
 
 NO_REPLAY = "its backward passes were not computed again"
 IN_PARTS = "each rank holds another part of it"
+LATE = "its optimizer began after the recorded steps, which --after N moves"
 NO_STEP = "its optimizer took none of the recorded steps; record more of them"
 NO_GRADIENT = "it received no gradient in the recorded steps"
 ZERO_GRADIENT = "its gradient was zero in the recorded steps"
@@ -27,7 +34,11 @@ NO_REPLAYED_STEP = "its optimizer's step was not computed again"
 RECOMPUTED = "other values may have been recomputed for it than in the forward, and it could not be computed again"
 NO_ANSWER = "the line about gradients has the reason"
 
-_REASONS = {NOT_FINITE: "its gradient was not finite", REDUCED_IN_STEP: "its optimizer's step communicates"}
+_REASONS = {
+    ALIKE_PARTS: "all ranks compute the same gradient for it",
+    NOT_FINITE: "its gradient was not finite",
+    REDUCED_IN_STEP: "its optimizer's step communicates",
+}
 
 NOT_SAMPLED = "it is not in the part of the parameters that --sample-parameters asks for"
 
@@ -91,8 +102,9 @@ def coverage_of(training: RecordedTraining, findings: Iterable[Finding] = ()) ->
         if one.trained
     }
     unstepped = {key: size for key, size in _unstepped(training) if key not in entries}
-    never = dict.fromkeys(unstepped, NO_STEP)
-    entries |= unstepped
+    late = {key: size for key, size in _late(training) if key not in entries}
+    never = dict.fromkeys(unstepped, NO_STEP) | dict.fromkeys(late, LATE)
+    entries |= unstepped | late
     answered = [one for one in findings if one.check == "gradients"]
     gradients = dict(_gradients_left_out(training, gradient_evidence(training)))
     gradients = dict.fromkeys(recomputed_unjudged(training), RECOMPUTED) | gradients
@@ -121,6 +133,14 @@ def _unstepped(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
         for optimizer, parameters in (rank.facts.get("unstepped") or {}).items():
             for name, size in parameters.items():
                 yield (int(optimizer), name), size
+
+
+def _late(training: RecordedTraining) -> Iterator[tuple[Key, int]]:
+    """Yield each parameter of optimizers that began after the recorded steps, with a negative number, and its size."""
+    for rank in training.ranks:
+        for optimizer, parameters in (rank.facts.get("late") or {}).items():
+            for name, size in parameters.items():
+                yield (-1 - int(optimizer), name), size
 
 
 def _gradients_left_out(training: RecordedTraining, evidence: GradientEvidence) -> Iterator[tuple[Key, str]]:

@@ -153,6 +153,10 @@ class ReceivedGradient:
         """Return the norm of each parameter's segment."""
         return self.step.norms(vector)
 
+    def alone(self, rank: int) -> Combination:
+        """Return one rank's own gradient."""
+        return Combination({each: [float(each == rank)] * len(step.passes) for each, step in self.ranks.items()})
+
     def evenly(self, factor: float = 1.0) -> Combination:
         """Return the mean over ranks of the sum over passes, times a factor: with 1, what is right."""
         return Combination({rank: [factor / self.world] * len(step.passes) for rank, step in self.ranks.items()})

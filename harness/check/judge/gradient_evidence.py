@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from harness.check.evidence.training import RecordedStep, RecordedTraining
 from harness.check.judge.gradient_case import Combination, ReceivedGradient
-from harness.check.judge.model_parts import model_parts
+from harness.check.judge.model_parts import forward_communicates, model_parts
 from harness.check.judge.recorded_weights import weights_at
 from harness.check.judge.shared_parameters import shared_part
 
@@ -23,6 +23,10 @@ DISTRIBUTED = (
 IN_PARTS = (
     "each rank holds another part of the model, as with experts or tensor parallelism; how gradients of such parts "
     "belong together is not judged yet"
+)
+ALIKE_PARTS = (
+    "the forward communicates, and all ranks compute the same gradients: they may hold equal parts of one model, as "
+    "with tensor parallelism, and how gradients of such parts belong together is not judged yet"
 )
 ZERO = "every gradient was zero in the recorded steps, so that nothing could have differed"
 REDUCED_IN_STEP = (
@@ -48,9 +52,13 @@ def gradient_evidence(training: RecordedTraining) -> GradientEvidence:
     """Return every rank's gradient of each step that was taken, where all ranks recorded the step."""
     judged: list[tuple[ReceivedGradient, Combination]] = []
     unjudged: dict[str, list[ReceivedGradient]] = {}
+    communicates = forward_communicates(training)
     for case, recorded in _received_gradients(training):
         right = right_combination(case)
-        if why := _why_unjudged(case, right, recorded):
+        why = _why_unjudged(case, right, recorded)
+        if not why and communicates and _is_alike_on_all_ranks(case):
+            why = ALIKE_PARTS
+        if why:
             unjudged.setdefault(why, []).append(case)
         else:
             judged.append((case, right))
@@ -116,6 +124,12 @@ def _why_unjudged(case: ReceivedGradient, right: Combination, recorded: Mapping[
     if not case.fit(right).holds and _is_reduced_in_step(case.place, recorded):
         return REDUCED_IN_STEP
     return ""
+
+
+def _is_alike_on_all_ranks(case: ReceivedGradient) -> bool:
+    """Return whether all ranks compute the same gradients, bit for bit: no reduction over them can be seen."""
+    own = [case.value(case.alone(rank)) for rank in case.ranks]
+    return case.world > 1 and all(not bool((case.norms(one - own[0]) * case.compared).any()) for one in own)
 
 
 def _why_nothing_arrived(case: ReceivedGradient) -> str:

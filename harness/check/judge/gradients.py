@@ -11,6 +11,7 @@ from harness.check.judge.advice import advised
 from harness.check.judge.changed_by_hand import settled
 from harness.check.judge.gradient_case import SKETCH_MARGIN, Combination, Fit, ReceivedGradient
 from harness.check.judge.gradient_evidence import (
+    ALIKE_PARTS,
     DISTRIBUTED,
     IN_PARTS,
     NOT_FINITE,
@@ -146,7 +147,7 @@ def _why_none(training: RecordedTraining, evidence: GradientEvidence) -> str:
         return _why_no_case(training)
     why = next(
         why
-        for why in (REDUCED_IN_STEP, DISTRIBUTED, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
+        for why in (REDUCED_IN_STEP, DISTRIBUTED, ALIKE_PARTS, IN_PARTS, NOT_FINITE, ZERO, NOT_FOLLOWED)
         if why in evidence.unjudged
     )
     names = [one.name for case in evidence.unjudged[why] for one in case.parameters]

@@ -6,14 +6,19 @@ from harness.check.evidence.training import COMMUNICATES, RecordedTraining
 from harness.check.judge.recorded_weights import common_steps, weights_at
 
 
+def forward_communicates(training: RecordedTraining) -> bool:
+    """Say whether some module's forward talks to other ranks."""
+    reasons = [why for rank in training.ranks for why in (rank.facts.get("uncovered") or {}).values()]
+    return any(COMMUNICATES in why for why in reasons)
+
+
 def model_parts(training: RecordedTraining) -> set[tuple[int, str]]:
     """Return the optimizer and the name of each parameter of which every rank holds another part.
 
     Its weights are different on the ranks from the beginning, ranks never step with one gradient for it, and the
     model's forward communicates. Where no forward does, these are parameters that somebody forgot to synchronise.
     """
-    reasons = [why for rank in training.ranks for why in (rank.facts.get("uncovered") or {}).values()]
-    if not any(COMMUNICATES in why for why in reasons):
+    if not forward_communicates(training):
         return set()
     apart: set[tuple[int, str]] = set()
     shared: set[tuple[int, str]] = set()

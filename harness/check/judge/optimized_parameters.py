@@ -25,7 +25,8 @@ def judge_optimized_parameters(training: RecordedTraining) -> Iterator[Finding]:
 
 def _never_moved(training: RecordedTraining) -> Finding | None:
     for rank in training.ranks:
-        names = [name for step in rank.steps[-1:] for name in _unoptimized(step)]
+        late = {name for parameters in (rank.facts.get("late") or {}).values() for name in parameters}
+        names = [name for step in rank.steps[-1:] for name in _unoptimized(step) if name not in late]
         if names:
             one = len(names) == 1
             return information(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch._compile
@@ -52,6 +53,9 @@ from harness.check.rank.replay.unwrapping import unwrapped
 from harness.check.rank.running_steps import RunningSteps
 from harness.check.rank.sharding import arrival_leaves, reduction_dtypes
 from harness.evidence.dtypes import dtype_name
+
+MOST_LATE = 8
+"""Optimizers after the recorded steps that are named: some scripts make one for every task."""
 
 T = TypeVar("T")
 
@@ -98,6 +102,8 @@ class TrainingRecorder:
         self._recording = False
         self._finished = False
         self._later: dict[str, Observer] = {}
+        self._late: dict[str, dict[str, int]] = {}
+        self._seen_late: WeakSet[Optimizer] = WeakSet()
         self._error = ""
         self._began = 0.0
         self._pending: RecordedStep | None = None
@@ -172,7 +178,8 @@ class TrainingRecorder:
         """Write the facts of observers that watch after the recorded steps: of those that ``changed``, and others."""
         if os.getpid() == self._pid:
             self._later |= {observer.name: observer for observer in changed}
-            facts = {name: observer.final_facts() for name, observer in self._later.items()}
+            facts: Facts = {name: observer.final_facts() for name, observer in self._later.items()}
+            facts["late"] = self._late
             with suppress(OSError):  # the check may have ended before the process, and removed its folder
                 self._writer.write_later(self._world[0], facts)
 
@@ -207,7 +214,20 @@ class TrainingRecorder:
                 found[str(place)] = own
         return found
 
+    def _note_late(self, optimizer: Optimizer) -> None:
+        """Note the parameters of an optimizer that begins to step after the recorded steps: some of the first ones."""
+        if not self._finished or optimizer in self._seen_late or any(one is optimizer for one in self._optimizers):
+            return
+        self._seen_late.add(optimizer)
+        if len(self._late) < MOST_LATE:
+            parameters = parameters_of(optimizer)
+            named = zip(self._names.of(optimizer, parameters), parameters, strict=True)
+            self._late[str(len(self._late))] = {name: one.numel() for name, one in named if one.requires_grad}
+            self._write_later()
+
     def _note(self, optimizer: Optimizer) -> None:
+        if self._finished:
+            return
         if not any(known is optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
             if not self._options.after:
@@ -279,7 +299,10 @@ class TrainingRecorder:
             self._windows.add(one)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._ended or is_paused():
+        if is_paused():
+            return None
+        if self._ended:
+            self._guarded(lambda: self._note_late(optimizer))
             return None
         if not self._running.enter():
             return None
