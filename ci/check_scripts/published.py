@@ -74,8 +74,8 @@ PUBLISHED = (
         also=("model.py", "train.py", "configurator.py"),
         data=("nanogpt",),
         steps=5,
-        accepted=("right in part", "not judged"),
-        because="compiled code draws its own random numbers, so no call can be run again",
+        accepted=("right", "right in part"),
+        because="compiled code draws its own random numbers: gradients are followed, and not computed again",
     ),
     Script(
         "nanogpt compiled without dropout",
