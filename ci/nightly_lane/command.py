@@ -6,15 +6,17 @@
     ci/nightly --list                   # each piece with its command
     ci/nightly --only tests --only "detection: meshes"
     ci/nightly --workers 8              # pytest processes of the first stages (default: 2)
+    ci/nightly --checkouts FOLDER --python ENVIRONMENT/bin/python   # for ci/check_scripts.py, which describes them
 
 `pytest tests/` leaves out what is marked `nightly`, and draws few examples of each property. Here the stage `tests` has
 every test (clusters, hosts in namespaces, faults, browsers, installed environments) with many examples; `detection` has
 every known-bad and known-good trainer on each of its cells. Pieces that need what is not here (a library, a browser,
 root, CUDA) skip it themselves or are not begun, which the table says.
 
-reports/nightly.md has the commit, the machine, and the outcome, counts and minutes of each piece; it is written anew
-after each. Logs and the state that --resume reads are in reports/nightly/. Results with changes that are not committed
-count for no commit. Some hours on two cores.
+reports/nightly.md has the commit, the machine, and the outcome, counts and minutes of each piece. It is written anew
+after each piece, with reports/nightly.json, which --resume reads: commit both, and another machine can continue the
+night. Logs are in reports/nightly/. A commit that changes nothing but reports/ does not count as another commit.
+Results with changes that are not committed count for no commit. Some hours on two cores.
 Exit codes: 0 every chosen piece passed or is not possible here; 1 some failed; 2 wrong usage; 4 none failed, and some
 are due: use --resume; 130 interrupted.
 """
@@ -45,7 +47,9 @@ ALL_PASSED, SOME_FAILED, SOME_ARE_DUE, INTERRUPTED = 0, 1, 4, 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the pieces that are asked for; return the exit code."""
     parser, options = _options(arguments)
-    every = pieces(ROOT, options.workers)
+    scripts = [f"--checkouts={options.checkouts.resolve()}"] if options.checkouts else []
+    scripts += [f"--python={path.absolute()}" for path in options.python]
+    every = pieces(ROOT, options.workers, scripts)
     names = {name: None for piece in every for name in (piece.stage, piece.name)}
     if unknown := sorted(set(options.only) - set(names)):
         parser.error(f"there is no stage {', '.join(unknown)}; there are {', '.join(names)}")
@@ -75,13 +79,13 @@ def run(night: Night, chosen: Sequence[Piece], minutes: float, *, resume: bool) 
 
 
 def _commit() -> tuple[str, bool]:
-    """Return the checkout's commit, and whether there are changes beside the pages that stages write."""
+    """Return the last commit that changed more than reports, and whether there are changes beside those."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
     changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!reports")
-    return git("rev-parse", "--short", "HEAD") or "unknown", bool(changes)
+    return git("log", "-1", "--format=%h", "--", ".", ":!reports") or "unknown", bool(changes)
 
 
 def _options(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -94,4 +98,6 @@ def _options(arguments: Sequence[str] | None) -> tuple[argparse.ArgumentParser, 
     add("--minutes", type=float, default=math.inf, metavar="N", help="begin no piece after N minutes (default: no end)")
     add("--list", action="store_true", help="print the pieces and run none")
     add("--workers", type=int, default=2, help="pytest processes of the first stages (default: 2)")
+    add("--checkouts", type=Path, help="folder with the checkouts of the published scripts, for ci/check_scripts.py")
+    add("--python", type=Path, action="append", default=[], help="an interpreter with what these scripts import")
     return parser, parser.parse_args(arguments)

@@ -14,15 +14,13 @@ from cuda_lane.stage import PASSED
 from nightly_lane.page import page
 from nightly_lane.piece import Piece, Result, run
 
-STATE = "state.json"
-
 
 @dataclass
 class Night:
     """Pieces in their order, and where they run.
 
-    ``folder`` keeps logs and the state, ``report`` is the page. ``commit`` is that of the checkout ``root``;
-    ``changed``: there are changes that are not committed, so that what passes says nothing of the commit.
+    ``folder`` keeps logs, ``report`` is the page, and the state is beside it. ``commit`` is that of the checkout
+    ``root``; ``changed``: there are changes that are not committed, so that what passes says nothing of the commit.
     """
 
     pieces: Sequence[Piece]
@@ -33,6 +31,11 @@ class Night:
     machine: Mapping[str, str]
     changed: bool = False
     say: Callable[[str], None] = print
+
+    @property
+    def results_file(self) -> Path:
+        """Where the results of all pieces are written down, for --resume."""
+        return self.report.with_suffix(".json")
 
     @property
     def state(self) -> str:
@@ -70,7 +73,7 @@ class Night:
     def results(self) -> dict[str, Result]:
         """Return what was written down of the pieces that there are; empty where there is nothing."""
         try:
-            told = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
+            told = json.loads(self.results_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
         names = {piece.name for piece in self.pieces}
@@ -78,7 +81,7 @@ class Night:
 
     def _write(self, results: Mapping[str, Result]) -> None:
         told = {name: result.to_json() for name, result in results.items()}
-        _replace(self.folder / STATE, json.dumps(told, indent=1))
+        _replace(self.results_file, json.dumps(told, indent=1) + "\n")
         _replace(self.report, page(self.pieces, results, self.state, self.machine))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from nightly_lane.piece import Piece
@@ -20,9 +20,12 @@ DETECTION = {
 """The parts of the detection suite, each with what selects it: every test is in one of them."""
 
 
-def pieces(root: Path, workers: int) -> list[Piece]:
-    """Return all pieces in their order; ``workers`` is the number of pytest processes of the first stages."""
-    return [*_tests(root, workers), *_suites(workers), *_programs()]
+def pieces(root: Path, workers: int, scripts: Sequence[str] = ()) -> list[Piece]:
+    """Return all pieces in their order.
+
+    ``workers`` is the number of pytest processes of the first stages, ``scripts`` are options of ``check_scripts.py``.
+    """
+    return [*_tests(root, workers), *_suites(workers), *_programs(scripts)]
 
 
 def _tests(root: Path, workers: int) -> Iterator[Piece]:
@@ -48,7 +51,7 @@ def _suites(workers: int) -> Iterator[Piece]:
         yield Piece("released-trainers", (sys.executable, "ci/released.py", name, "--gpus", "4"), name)
 
 
-def _programs() -> Iterator[Piece]:
+def _programs(scripts: Sequence[str]) -> Iterator[Piece]:
     python = sys.executable
     yield Piece("gate", (python, "ci/gate.py"))
     yield Piece("meshes", (python, "ci/mesh_table.py"))
@@ -63,6 +66,6 @@ def _programs() -> Iterator[Piece]:
     for part in ("published", "mistakes"):
         yield Piece("scripts-by-others", (python, "ci/scripts_by_others.py", "--part", part), part)
     for part in ("scripts", "half-judged", "mistakes"):
-        yield Piece("check-scripts", (python, "ci/check_scripts.py", "--part", part), part)
+        yield Piece("check-scripts", (python, "ci/check_scripts.py", "--part", part, *scripts), part)
     yield Piece("marked-tests", (python, "ci/bench_ranks.py"), needs=("expecttest",))
     yield Piece("cuda", ("ci/cuda",), cannot=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -123,6 +124,48 @@ def test_what_passed_at_another_commit_runs_again_and_so_does_all_without_resume
     assert (tmp_path / "one.times").read_text().count("x") == 3
     run(night(one, commit="def5678"), resume=True)
     assert (tmp_path / "one.times").read_text().count("x") == 3
+
+
+def test_another_machine_continues_a_night_from_what_was_committed(lane, night, piece, tmp_path):
+    one = piece("one", "echo x >> one.times")
+    told = night(one)
+    run(told)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for file in (told.report, told.results_file):
+        file.rename(elsewhere / file.name)
+    there = lane.night.Night([one], elsewhere / "nightly", elsewhere / "nightly.md", tmp_path, "abc1234", {})
+    assert outcomes(there.run([one], 60.0, resume=True)) == {"one": "passed"}
+    assert (tmp_path / "one.times").read_text().count("x") == 1
+
+
+def test_a_commit_of_reports_alone_is_not_another_commit(lane, monkeypatch, tmp_path):
+    def git(*words):
+        who = ("-c", "user.name=A", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(name, text="x"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        git("add", "-A")
+        git("commit", "-qm", name)
+        return lane.command._commit()
+
+    git("init", "-q")
+    monkeypatch.setattr(lane.command, "ROOT", tmp_path)
+    first = commit("code.py")
+    assert commit("reports/nightly.md") == first
+    assert not first[1]
+    assert commit("code.py", "y") != first
+    (tmp_path / "code.py").write_text("z")
+    assert lane.command._commit()[1]
+
+
+def test_the_scripts_of_a_night_are_told_where_the_checkouts_are(lane, capsys):
+    arguments = ["--list", "--only", "check-scripts", "--checkouts", "/somewhere", "--python", "/other/bin/python"]
+    assert lane.command.main(arguments) == 0
+    listed = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" ")]
+    assert all(line.endswith("--checkouts=/somewhere --python=/other/bin/python") for line in listed)
 
 
 def test_what_passed_with_changes_that_are_not_committed_counts_for_no_commit(night, piece, tmp_path):
