@@ -440,3 +440,23 @@ def test_shards_that_are_shortened_by_factors_of_their_own_are_named(judged, tog
     training, answer, _ = judged(train)
     assert causes(training) == (set() if together else {"clipped-shard-by-shard"})
     assert answer is (Answer.RIGHT if together else Answer.WRONG)
+
+
+def test_nothing_contradicts_that_one_of_two_modules_is_not_synchronised(judged):
+    def train():
+        torch.manual_seed(0)
+        body, head = DistributedDataParallel(nn.Linear(6, 8)), nn.Linear(8, 4)
+        model = nn.Sequential(body, nn.Tanh(), head)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        torch.manual_seed(100 + dist.get_rank())
+        for _ in range(STEPS):
+            model.zero_grad()
+            functional.cross_entropy(head(body(torch.randn(8, 6))), torch.randint(4, (8,))).backward()
+            optimizer.step()
+
+    training, answer, _ = judged(train)
+    assert (answer, causes(training)) == (Answer.WRONG, {"some-parameters-not-synchronised"})
+    messages = {one.check: one.message for one in training.findings}
+    assert messages["ranks-agree"].endswith("DistributedDataParallel wraps only some of the trained modules")
+    assert messages["objective"] == "The loss is the mean over all 8 terms of cross_entropy."
+    assert messages["samples"].endswith("(32 rows in the recorded steps)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,11 @@ def test_gradients_without_an_answer_are_no_part_of_the_share_that_was_judged():
 def test_the_sentence_has_the_cause_and_the_noise_in_plain_words():
     sentence = verdict_of(checked(training(FOLLOWS, WRONG))).sentence
     assert sentence == "gradients: not synchronised (3,900,000 × rounding noise)"
+
+
+def test_the_sentence_has_no_noise_where_nothing_differs():
+    sentence = verdict_of(checked(training(replace(RIGHT, error_x_noise=0.0)))).sentence
+    assert sentence.endswith("4 steps on 2 ranks, none wrong")
 
 
 def test_a_script_that_failed_is_said_first():

@@ -119,6 +119,12 @@ class RecordedStep:
     norm: float = 0.0
     unclipped: Tensor | None = None
 
+    @property
+    def weights_move_between_passes(self) -> bool:
+        """Whether the optimizer's parameters were written to between the backward passes of the step."""
+        known = (one.facts.get("versions", ()) for one in self.passes)
+        return len({versions[self.optimizer] for versions in known if self.optimizer < len(versions)}) > 1
+
     def only(self, numbers: Sequence[int]) -> RecordedStep:
         """Return the step as it concerns the parameters with these numbers; its norm and facts stay the whole one's."""
 

@@ -50,7 +50,7 @@ def settled(finding: Finding, wrong: Sequence[ReceivedGradient], training: Recor
             "parts of one model. To train one model on all ranks, wrap it in DistributedDataParallel",
             step,
         )
-    if any(map(_moved_between_passes, wrong)):
+    if any(case.step.weights_move_between_passes for case in wrong):
         return not_judged(
             check,
             "the script changes the weights between the backward passes of a step, as sharpness-aware minimisation "
@@ -101,12 +101,6 @@ def clipped_by_hand(wrong: Sequence[ReceivedGradient]) -> bool:
         # One factor at every step is no clipping.
         and max(fit.factor for fit in results) > (1 + SAME_LENGTH) * min(fit.factor for fit in results)
     )
-
-
-def _moved_between_passes(case: ReceivedGradient) -> bool:
-    """Return whether the optimizer's parameters were written to between the passes of a step."""
-    known = (one.facts.get("versions", ()) for one in case.step.passes)
-    return len({versions[case.step.optimizer] for versions in known if case.step.optimizer < len(versions)}) > 1
 
 
 def _is_changed(case: ReceivedGradient) -> bool:

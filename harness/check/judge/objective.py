@@ -23,6 +23,10 @@ def judge_objective(training: RecordedTraining) -> Iterator[Finding]:
     yield from failed_observers(training, "objective", CHECK)
     if not any(step.passes for rank in training.ranks for step in rank.steps):
         return
+    if any(step.weights_move_between_passes for rank in training.ranks for step in rank.steps):
+        why = "the loss is not known: the weights change between the backward passes of a step"
+        yield Finding(CHECK, Outcome.SKIPPED, why)
+        return
     averaged = rank_layout(training).is_data_parallel
     # Ranks whose gradients are not averaged, as far as is known, have objectives of their own: the first one's is told.
     ranks = training.ranks if averaged else training.ranks[:1]

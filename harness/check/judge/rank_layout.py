@@ -41,7 +41,8 @@ def rank_layout(training: RecordedTraining) -> RankLayout:
     modules = [module for one in facts for module in one.get("modules", ())]
     if (other := _other_parallelism(world, facts, modules)) is not None:
         return RankLayout(False, other)
-    if modules and all((module["wrapper"] or {}).get("ranks") == world for module in modules):
+    wrapped = [(module["wrapper"] or {}).get("ranks") == world for module in modules]
+    if wrapped and all(wrapped):
         return RankLayout(True, "DistributedDataParallel wraps the model")
     if modules and all(module["sharded_as_data"] for module in modules):
         return RankLayout(True, "the model is sharded over all ranks", is_sharded=True)
@@ -49,6 +50,8 @@ def rank_layout(training: RecordedTraining) -> RankLayout:
         return RankLayout(True, "the script reduces the gradients over all ranks")
     if all_gradients_are_reduced(training):
         return RankLayout(True, "all ranks step with the same gradients, reduced over them")
+    if any(wrapped):
+        return RankLayout(False, "DistributedDataParallel wraps only some of the trained modules")
     return RankLayout(False, "nothing shows that gradients are reduced over all ranks")
 
 

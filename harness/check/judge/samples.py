@@ -111,8 +111,7 @@ def _innocent(
     """Return what else than a mistake may explain that ranks use the same rows, None if nothing does."""
     if not layout.is_data_parallel:
         return f"whether that is meant is not known: {layout.reason}"
-    # A wrapper and what it wraps may both be known as modules: each batch counts once.
-    own = [forward for forward in forwards if forward["module"] == forwards[0]["module"]]
+    own = _of_first_module(forwards)
     batches = {forward["order"] for forward in own}
     if 2 * len(batches) <= len(own) or len(batches) == 1:
         return "the same batches come again and again, as in a benchmark"
@@ -126,6 +125,11 @@ def _innocent(
     if (layout.is_sharded or _random(ranks)) and all(targets):
         return None
     return None if _gradients_alike(ranks) else "but they compute different gradients from them"
+
+
+def _of_first_module(forwards: Sequence[Facts]) -> list[Facts]:
+    """Return the forwards of the module that was called first: what it wraps, or calls next, has the same batches."""
+    return [forward for forward in forwards if forward["module"] == forwards[0]["module"]]
 
 
 def _different_rows(batches: Iterable[Facts]) -> int:
@@ -217,7 +221,7 @@ def _rows_by_epoch(training: RecordedTraining) -> list[list[Counter[int]]]:
 
 def _rows_used(training: RecordedTraining) -> Finding | None:
     """Return what is known about the rows of all ranks: information where something about them is unusual."""
-    forwards = [[one for one in _forwards(rank) if "order" in one] for rank in training.ranks]
+    forwards = [_of_first_module([one for one in _forwards(rank) if "order" in one]) for rank in training.ranks]
     if not any(forwards):
         return not_judged(CHECK, "no recorded module was called with a tensor")
     if training.world_size == 1 or len(training.ranks) < training.world_size:

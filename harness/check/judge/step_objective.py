@@ -98,7 +98,13 @@ def factor_of(steps: Sequence[RecordedStep]) -> float:
     mean, received = local / len(steps), (first.received if first.unclipped is None else first.unclipped).nan_to_num()
     product, lengths = float(received @ mean), float(received.norm() * mean.norm())
     # What points elsewhere is no multiple: it is wrong, or not all of what arrived is known.
-    return product / float(mean @ mean) if lengths and product >= ALONG * lengths else math.nan
+    if not lengths or product < ALONG * lengths:
+        return math.nan
+    factor = product / float(mean @ mean)
+    # A factor other than 1 is told only where it explains most of how far the two are apart.
+    unexplained = float((received - factor * mean).norm())
+    is_one = abs(factor - 1) <= NEAR
+    return factor if is_one or unexplained <= abs(factor - 1) * float(mean.norm()) else math.nan
 
 
 def have_own_batches(step: RecordedStep) -> bool:

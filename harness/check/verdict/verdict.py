@@ -128,7 +128,8 @@ def _cause(wrong: Finding) -> str:
 
 
 def _noise(finding: Finding) -> str:
-    return "" if finding.error_x_noise is None else f" ({digits(finding.error_x_noise)} × rounding noise)"
+    # Without any difference there is no noise to count in.
+    return "" if not finding.error_x_noise else f" ({digits(finding.error_x_noise)} × rounding noise)"
 
 
 def _exit_code(answer: Answer, checked: CheckedCommand, *, require_full: bool) -> int:
